@@ -1,0 +1,129 @@
+"""Every knob there is, with the values that all recipes share.
+
+A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) takes this config and states what
+differs. Sizes, the argument after the colon in `--config=configs/pgpt.py:quickstart`:
+
+- `paper`: the full recipe of arXiv 2404.14462: 10B tokens of FineWeb-Edu, for GPUs or TPUs.
+- `quickstart`: the same model, small, on the Python standard library's own source: minutes on two
+  CPU cores, nothing to download.
+- `tiny`: the same again in seconds, to see that a change or a machine works at all.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from smallgpt_jax.errors import UserError
+
+SIZES = ("paper", "quickstart", "tiny")
+
+
+def get_config(size: str) -> ConfigDict:
+    config = paper()
+    if size == "quickstart":
+        quickstart(config)
+    elif size == "tiny":
+        tiny(config)
+    elif size != "paper":
+        raise UserError(f"no size {size!r}: choose from {', '.join(SIZES)}")
+    return config.lock()
+
+
+def paper() -> ConfigDict:
+    config = ConfigDict()
+
+    config.model = model = ConfigDict()
+    model.architecture = config_dict.placeholder(str)  # gpt | pgpt | lgpt | cgpt
+    model.vocab_size = 50_304  # rows of the embedding: at least the tokenizer's entries
+    model.context_length = 1024  # positions that the model can see at once
+    model.num_layers = 12  # blocks, over all paths and stages
+    model.num_heads = 12  # attention heads a block; divides d_model
+    model.d_model = 768  # width of the residual stream (of the first stage: lgpt, cgpt)
+    model.mlp_ratio = 4  # width of the MLP's inner layer / d_model
+    model.dropout = 0.0  # on the embedding sum and on what each block part adds
+    model.use_bias = False  # biases in blocks, LayerNorms included
+    model.tie_embeddings = False  # the head shares the token embedding's matrix
+    model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32
+    model.scan_layers = False  # loop over blocks (compiles faster) instead of unrolling them
+    # Parts that only some architectures have; unset for the others.
+    model.num_paths = config_dict.placeholder(int)  # pgpt: paths side by side; divides num_layers
+    model.blocks_per_stage = config_dict.placeholder(int)  # lgpt, cgpt: divides num_layers
+    model.compress_last_stage = config_dict.placeholder(bool)  # lgpt, cgpt: halve after the last too
+    model.stage_heads = config_dict.placeholder(str)  # lgpt, cgpt: "fixed" count | "scaled" with width
+    model.conv_kernel = config_dict.placeholder(int)  # cgpt: positions that each convolution sees
+
+    config.data = data = ConfigDict()
+    data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | path or glob of .txt, .jsonl
+    data.text_field = "text"  # the field of a JSON line that holds the document
+    data.invalid_utf8 = "refuse"  # "refuse" a file that is not UTF-8, or "replace" what is not
+    data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | a path
+    data.validation_fraction = 0.01  # of the documents, chosen by a hash of their text
+    data.store = "data/fineweb-edu"  # folder of the token store; "": found or made in the cache folder
+    data.packing = "concat"  # documents joined by end-of-text and cut into windows
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = -1  # copies of the model, each with its part of the batch; -1: all devices left over
+    mesh.fsdp = 1  # parts that weights and optimiser state are kept in; splits the batch too
+    mesh.tensor = 1  # parts of heads, MLP width and vocabulary
+    mesh.path = 1  # groups of devices that pgpt's paths are spread over
+
+    config.optimizer = optimizer = ConfigDict()
+    optimizer.name = "adamw"  # adamw | lion
+    optimizer.learning_rate = 6e-4  # at the end of the warm-up
+    optimizer.warmup_steps = 715  # linear, from 0
+    optimizer.decay_steps = 19_073  # the step at which the cosine ends; constant from there
+    optimizer.final_learning_rate = 6e-5
+    optimizer.weight_decay = 0.1  # on matrices only: not on biases, LayerNorms, path weights
+    optimizer.beta1 = 0.9
+    optimizer.beta2 = 0.95
+    optimizer.clip_norm = 1.0  # largest norm of the gradient; 0: no clipping
+
+    config.train = train = ConfigDict()
+    train.steps = 19_073  # updates
+    train.batch_size = 512  # sequences of context_length tokens in the global batch
+    train.microbatches = 1  # parts that the batch is computed in, one after another
+    train.loss_chunks = 8  # parts of a sequence whose logits exist at one time; divides context_length
+    train.seed = 1337  # of weights, data order and dropout
+    train.log_every = 10  # steps between lines of metrics.jsonl
+    train.eval_every = 250  # steps between evaluations
+    train.eval_steps = 20  # validation batches an evaluation; 0: the whole validation split
+    train.checkpoint_every = 1000  # steps between checkpoints; the last step always has one
+    train.keep_checkpoints = 3  # the newest ones that stay
+    return config
+
+
+def quickstart(config: ConfigDict) -> None:
+    config.model.vocab_size = 4096
+    config.model.context_length = 256
+    config.model.num_layers = 8
+    config.model.num_heads = 4
+    config.model.d_model = 128
+    config.model.dtype = "float32"
+    config.data.source = "python_stdlib"
+    config.data.tokenizer = "sentencepiece:4096"
+    config.data.validation_fraction = 0.1
+    config.data.store = ""
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.final_learning_rate = 3e-4
+    config.optimizer.warmup_steps = 30
+    config.optimizer.decay_steps = 300
+    config.train.steps = 300
+    config.train.batch_size = 16
+    config.train.loss_chunks = 1
+    config.train.eval_every = 100
+    config.train.eval_steps = 16
+    config.train.checkpoint_every = 100
+
+
+def tiny(config: ConfigDict) -> None:
+    quickstart(config)
+    config.model.context_length = 64
+    config.model.vocab_size = 512
+    config.model.d_model = 64
+    config.model.num_layers = 4
+    config.data.tokenizer = "bytes"
+    config.optimizer.warmup_steps = 5
+    config.optimizer.decay_steps = 40
+    config.train.steps = 40
+    config.train.batch_size = 8
+    config.train.eval_every = 20
+    config.train.eval_steps = 4
+    config.train.checkpoint_every = 20

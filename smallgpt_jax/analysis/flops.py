@@ -1,0 +1,54 @@
+"""Arithmetic of a function, counted from its jaxpr: exact, for any architecture, on no device."""
+
+import math
+
+import jax
+from jax.extend import core
+
+from smallgpt_jax.models import LanguageModel, abstract_params
+
+
+def train_flops_per_token(model: LanguageModel) -> float:
+    """FLOPs of a training step a token: three times the forward pass's matrix products.
+
+    The backward pass takes two products for each of the forward one's (Kaplan et al., arXiv
+    2001.08361, section 2.1). Attention counts whole, as if it were not causal, which is how model
+    FLOPs utilisation is commonly stated (Chowdhery et al., arXiv 2204.02311, appendix B).
+    """
+    time = model.config.context_length
+    tokens = jax.ShapeDtypeStruct((1, time), "int32")
+    return 3 * matmul_flops(model.apply, {"params": abstract_params(model)}, tokens) / time
+
+
+def matmul_flops(function, *arguments) -> int:
+    """Multiplications and additions in the matrix products of function(*arguments).
+
+    The arguments may be shapes. Loops count as often as they run; of branches the largest counts.
+    A loop whose length is not known beforehand is refused with ValueError.
+    """
+    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _count(jaxpr) -> int:
+    return sum(_count_equation(equation) for equation in jaxpr.eqns)
+
+
+def _count_equation(equation) -> int:
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+    inner = [_count(_open(value)) for parameter in equation.params.values()
+             for value in (parameter if isinstance(parameter, (tuple, list)) else [parameter])
+             if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+    if equation.primitive.name == "scan":
+        return equation.params["length"] * sum(inner)
+    if equation.primitive.name == "cond":
+        return max(inner)
+    if equation.primitive.name == "while" and sum(inner):
+        raise ValueError("matrix products in a loop of unknown length")
+    return sum(inner)
+
+
+def _open(jaxpr):
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

@@ -1,0 +1,90 @@
+"""How every command starts and ends: flags in, one call, words and an exit status out.
+
+Exit status: 0 done, 1 it could not be done (one or two lines say why), 2 wrong usage, 130 stopped
+from the keyboard.
+"""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from smallgpt_jax.errors import UserError
+
+flags.disclaim_key_flags()  # --config belongs, in --help, to the command that asks for it
+
+
+def define_config():
+    """The --config flag; its value is a ConfigDict with the --config.group.field overrides in it."""
+    return config_flags.DEFINE_config_file(
+        "config", None, "A recipe, configs/NAME.py or configs/NAME.py:SIZE. Any field of it can be "
+        "set with --config.group.field=value; configs/base.py explains them all.")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses the flags, calls `main` and leaves the process with the command's exit status."""
+
+    def main_without_traceback(argv):
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)
+        if len(argv) > 1:
+            fail(f"unexpected argument {argv[1]!r}: flags start with --", status=2)
+        try:
+            main()
+        except UserError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            fail("stopped", status=130)
+
+    app.run(main_without_traceback, flags_parser=parse)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """absl's flag parser, with short messages for all that can be wrong in flags and config file."""
+    if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
+        app.usage(shorthelp=True, writeto_stdout=True)
+        sys.exit(0)
+    for path in (re.match(r"--?config=([^:]*)", arg) for arg in argv[1:]):
+        if path and not Path(path[1]).is_file():
+            fail(f"--config: there is no file {path[1]!r}", status=2)
+    try:
+        return flags.FLAGS(argv)
+    except UserError as error:
+        fail(str(error), status=2)
+    except Exception as error:  # a config file is a program: it can raise anything
+        fail(explain(error), status=2)
+
+
+def explain(error: Exception) -> str:
+    """What was wrong with the flags or the config file, in one line."""
+    text = str(error)
+    if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
+        return f"{' and '.join(unset)} must be given; --help explains"
+    if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
+        return f"{where(error)}the config has no field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(error, flags.Error):
+        return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    if isinstance(error, (KeyError, AttributeError)) and not where(error):
+        return f"the config has no field {error.args[0]!r}"
+    return f"{where(error)}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def where(error: Exception) -> str:
+    """'file, line N: ' of the user's own code that raised `error`; '' if there is none."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: "
+    ours = (__file__, "/site-packages/", "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not any(part in frame.filename for part in ours)]
+    frames = [frame for frame in frames if not frame.filename.startswith(sys.prefix)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+
+
+def fail(message: str, status: int = 1) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,234 @@
+"""Text ↔ token ids: SentencePiece, GPT-2's byte-pair encoding, and bytes.
+
+A tokenizer lives in a folder, next to its token store and again in each workdir, in the file names
+that other tools read: `tokenizer.model` (SentencePiece) or `vocab.json` and `merges.txt` (GPT-2);
+`tokenizer_kind.json` beside them says which kind it is. No tokenizer gives its end-of-text id for any
+text: that id only ever marks the beginning of a document.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+
+from smallgpt_jax.errors import UserError
+
+KIND_FILE = "tokenizer_kind.json"
+END_OF_TEXT = "<|endoftext|>"
+# SentencePiece is trained on at most this much text: more hardly changes its pieces.
+TRAINING_BYTES = 50_000_000
+
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # our name: OpenAI's
+GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+
+
+class Tokenizer(Protocol):
+    kind: str
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """The ids of each text, without end-of-text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids below vocab_size."""
+
+    def files(self) -> dict[str, bytes]:
+        """File name → content: all that `load` needs besides the kind."""
+
+
+class Bytes:
+    """One id a byte of UTF-8, and 256 for end-of-text."""
+
+    kind = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, texts):
+        return [text.encode() for text in texts]
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def files(self):
+        return {}
+
+
+class SentencePiece:
+    """A SentencePiece model. Text comes back as it was, but U+2581, SentencePiece's own mark for a
+    space, comes back as a space."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes):
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size = self._processor.vocab_size()
+        self.end_of_text = self._processor.piece_to_id(END_OF_TEXT)
+        if self.end_of_text == self._processor.unk_id():
+            self.end_of_text = self._processor.eos_id()
+        if self.end_of_text < 0:
+            raise UserError(f"the SentencePiece model has neither {END_OF_TEXT} nor an end-of-sentence "
+                            "piece to mark documents with")
+
+    def encode(self, texts):
+        return self._processor.encode(list(texts), num_threads=os.cpu_count())
+
+    def decode(self, ids):
+        return self._processor.decode([int(i) for i in ids])
+
+    def files(self):
+        return {"tokenizer.model": self._model}
+
+
+class GPT2:
+    """GPT-2's byte-pair encoding, 50,257 ids, through tiktoken."""
+
+    kind = "gpt2"
+
+    def __init__(self, vocab_json: bytes, merges_txt: bytes):
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
+        ids = json.loads(vocab_json)
+        self.end_of_text = ids.pop(END_OF_TEXT)
+        # tiktoken merges in the order of the ids: that has to be the order of the merges.
+        merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
+        if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
+            raise ValueError("the ids are not in the order of the merges")
+        byte_of = gpt2_bytes()
+        ranks = {bytes(byte_of[c] for c in token): i for token, i in ids.items()}
+        self._encoding = tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: self.end_of_text})
+        self.vocab_size = self._encoding.n_vocab
+
+    def encode(self, texts):
+        return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
+
+    def decode(self, ids):
+        return self._encoding.decode([int(i) for i in ids])
+
+    def files(self):
+        return self._files
+
+
+def gpt2_bytes() -> dict[str, int]:
+    """The character that stands for each byte in GPT-2's files → that byte.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes, in order, are written as
+    the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def make(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that a config names; `texts` are what SentencePiece is trained on.
+
+    spec: "sentencepiece:SIZE", "gpt2" (downloaded by tiktoken), "bytes", or a path: a SentencePiece
+    model file, a folder with GPT-2's two files, or a folder that a run or store keeps.
+    """
+    kind, _, size = spec.partition(":")
+    if kind == "bytes":
+        return Bytes()
+    if kind == "sentencepiece":
+        if not size.isdecimal() or int(size) < 300:
+            raise UserError(f"config.data.tokenizer={spec!r}: after sentencepiece: comes the number of "
+                            "pieces, at least 300 (256 of them are bytes)")
+        return train_sentencepiece(texts, int(size))
+    if kind == "gpt2":
+        return GPT2(*(download(name) for name in GPT2_FILES.values()))
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return load(path)
+    if path.is_file():
+        return read_sentencepiece(path)
+    raise UserError(f"config.data.tokenizer={spec!r}: neither sentencepiece:SIZE, gpt2 or bytes, nor a "
+                    "file or folder")
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder. Raises UserError naming what is missing or unreadable."""
+    files = {path.name: path for path in folder.iterdir()}
+    kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
+    if kind == "bytes":
+        return Bytes()
+    if "tokenizer.model" in files:
+        return read_sentencepiece(files["tokenizer.model"])
+    # GPT-2's two files, by Hugging Face's names or OpenAI's.
+    pair = [files.get(ours) or files.get(theirs) for ours, theirs in GPT2_FILES.items()]
+    if not all(pair):
+        raise UserError(f"{folder}: no tokenizer here: neither tokenizer.model (SentencePiece) nor "
+                        "vocab.json and merges.txt (GPT-2; also as encoder.json and vocab.bpe)")
+    try:
+        return GPT2(*(path.read_bytes() for path in pair))
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    (folder / KIND_FILE).write_text(json.dumps({"kind": tokenizer.kind}) + "\n")
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """The same for tokenizers that give the same ids."""
+    content = b"".join(tokenizer.files()[name] for name in sorted(tokenizer.files()))
+    return hashlib.sha256(tokenizer.kind.encode() + content).hexdigest()[:16]
+
+
+def read_sentencepiece(path: Path) -> SentencePiece:
+    try:
+        return SentencePiece(path.read_bytes())
+    except (RuntimeError, OSError):
+        raise UserError(f"{path}: not a SentencePiece model") from None
+
+
+def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
+    """Byte-pair pieces that keep every space and line end; unseen characters fall back to bytes.
+
+    A source too small for `size` pieces gives as many as it has.
+    """
+    def lines():
+        sizes = itertools.accumulate((len(text) for text in texts), initial=0)
+        for text, read in zip(texts, sizes):
+            if read > TRAINING_BYTES:
+                return
+            yield from (line for line in text.split("\n") if line)
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+        max_sentence_length=16_384, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1, pad_id=-1,
+        num_threads=os.cpu_count(), minloglevel=2)
+    return SentencePiece(model.getvalue())
+
+
+def download(name: str) -> bytes:
+    """One of GPT-2's two files, through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
+    import tiktoken.load
+
+    try:
+        return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
+    except OSError as error:
+        raise UserError(
+            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}). "
+            "Put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
+            "--config.data.tokenizer=FOLDER") from None

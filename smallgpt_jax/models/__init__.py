@@ -1,0 +1,102 @@
+"""The architectures, and the language model around each of them."""
+
+import difflib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.cgpt import CGPT
+from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.models.layers import INIT_STD, ModelConfig, layer_norm, normal
+from smallgpt_jax.models.lgpt import LGPT
+from smallgpt_jax.models.pgpt import PGPT
+
+ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
+
+# The variance of the first logits is width × std²; above this width GPT-2's 0.02 would lift the
+# loss of an untrained model by more than 0.05 over ln(vocabulary).
+HEAD_WIDTH_AT_INIT_STD = 256
+
+
+class LanguageModel(nn.Module):
+    """Token and position embeddings, an architecture's trunk, final LayerNorm, output head.
+
+    Build it with `build`, which checks the configuration first. `train=True` applies dropout,
+    which then needs the random stream "dropout".
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        trunk = ARCHITECTURES[c.architecture]
+        self.token_embedding = self.param(
+            "token_embedding", normal(INIT_STD, "vocab", "embed"), (c.vocab_size, c.d_model))
+        self.position_embedding = self.param(
+            "position_embedding", normal(INIT_STD, "position", "embed"),
+            (c.context_length, c.d_model))
+        self.trunk = trunk(c)
+        self.final_norm = layer_norm(c, name=None)
+        if not c.tie_embeddings:
+            width = trunk.output_width(c)
+            std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
+            self.head = self.param("head", normal(std, "embed", "vocab"), (width, c.vocab_size))
+        self.dropout = nn.Dropout(c.dropout)
+
+    def hidden(self, tokens_BxT, train: bool = False):
+        """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
+        dtype = self.config.dtype
+        x_BxTxD = jnp.take(self.token_embedding.astype(dtype), tokens_BxT, axis=0)
+        x_BxTxD += self.position_embedding[None, :tokens_BxT.shape[1]].astype(dtype)
+        x_BxTxD = self.dropout(x_BxTxD, deterministic=not train)
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+        return self.final_norm(self.trunk(x_BxTxD, train))
+
+    def head_weight(self):
+        """The output matrix, (W, V) float32: the head's own, or the token embedding's transpose."""
+        return self.token_embedding.T if self.config.tie_embeddings else self.head
+
+    def __call__(self, tokens_BxT, train: bool = False):
+        """Logits of each position's next token, (B, T, V) float32."""
+        x_BxTxW = self.hidden(tokens_BxT, train)
+        return jnp.dot(x_BxTxW, self.head_weight().astype(x_BxTxW.dtype),
+                       preferred_element_type=jnp.float32)
+
+
+def build(**fields) -> LanguageModel:
+    """The model with these fields of the `model` group.
+
+    Raises UserError, before anything is built, when no such model can exist.
+    """
+    config = ModelConfig(**fields)
+    if config.architecture not in ARCHITECTURES:
+        near = difflib.get_close_matches(config.architecture, ARCHITECTURES, n=1)
+        config.refuse("architecture", f"must be one of {', '.join(ARCHITECTURES)}"
+                      + (f"; did you mean {near[0]!r}?" if near else ""))
+    trunk = ARCHITECTURES[config.architecture]
+    every_own_field = {field for other in ARCHITECTURES.values() for field in other.own_fields}
+    for field in sorted(every_own_field):
+        if field in trunk.own_fields and getattr(config, field) is None:
+            config.refuse(field, f"{config.architecture} needs a value here")
+        if field not in trunk.own_fields and getattr(config, field) is not None:
+            config.refuse(field, f"{config.architecture} has no such part; remove it")
+    config.check()
+    trunk.check(config)
+    if config.tie_embeddings and trunk.output_width(config) != config.d_model:
+        raise UserError(
+            f"config.model.tie_embeddings=True: the trunk of {config.architecture} ends at width "
+            f"{trunk.output_width(config)}, the embedding has {config.d_model}; they cannot share a "
+            "matrix")
+    return LanguageModel(config)
+
+
+def abstract_params(model: LanguageModel):
+    """Shapes and axis names of the parameters, nothing allocated: a tree of LogicallyPartitioned."""
+    tokens = jax.ShapeDtypeStruct((1, model.config.context_length), jnp.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+
+def num_parameters(model: LanguageModel) -> int:
+    return sum(x.size for x in jax.tree.leaves(abstract_params(model)))

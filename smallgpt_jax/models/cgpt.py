@@ -1,0 +1,48 @@
+"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with convolutions over time between stages."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from smallgpt_jax.models.layers import ModelConfig, normal, zeros
+from smallgpt_jax.models.lgpt import LGPT
+
+
+class CausalConv(nn.Module):
+    """Convolution over time that sees only the past, (B, T, D) → (B, T, features).
+
+    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position. With
+    kernel_size 1 this is a dense layer.
+    """
+
+    features: int
+    kernel_size: int
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        batch, time, width = x_BxTxD.shape
+        fan_in = self.kernel_size * width
+        kernel = self.param("kernel", normal(fan_in**-0.5, "conv_time", "embed", "embed_compressed"),
+                            (self.kernel_size, width, self.features))
+        bias = self.param("bias", zeros("embed_compressed"), (self.features,))
+        padded = jnp.pad(x_BxTxD.astype(self.dtype), ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
+        y = bias.reshape(1, -1).astype(self.dtype)
+        for j in range(self.kernel_size):  # two-dimensional products, see Dense
+            y += padded[:, j:j + time].reshape(-1, width) @ kernel[j].astype(self.dtype)
+        return y.reshape(batch, time, self.features)
+
+
+class CGPT(LGPT):
+    """LGPT whose dense layers between the stages are causal convolutions of `conv_kernel` taps."""
+
+    own_fields = (*LGPT.own_fields, "conv_kernel")
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        super().check(config)
+        if not 1 <= config.conv_kernel <= config.context_length:
+            config.refuse("conv_kernel", "must be from 1 to config.model.context_length"
+                          f"={config.context_length}")
+
+    def compress(self, stage: ModelConfig, name: str) -> nn.Module:
+        return CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)

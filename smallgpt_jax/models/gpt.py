@@ -1,0 +1,13 @@
+"""GPT: N blocks in a row, the baseline of arXiv 2404.14462."""
+
+import flax.linen as nn
+
+from smallgpt_jax.models.layers import Trunk, blocks
+
+
+class GPT(Trunk):
+    """`num_layers` pre-LayerNorm blocks, (B, T, D) → (B, T, D)."""
+
+    @nn.compact
+    def __call__(self, x_BxTxD, train: bool):
+        return blocks(self.config, self.config.num_layers, train, name="blocks")(x_BxTxD)

@@ -1,0 +1,244 @@
+"""What all architectures share: the model's configuration, the pre-LayerNorm block and its parts.
+
+Shapes stand in names: B batch, T time (positions), D model width, H heads, K width of a head,
+F width of the MLP, L layers, V vocabulary. Every weight names its axes; `sharding.py` maps the
+names onto the mesh. Weights are float32; products are computed in `config.dtype`.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.errors import UserError
+
+INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections scaled down
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The `model` group of a config, frozen; each field is explained in `configs/base.py`.
+
+    The last group of fields belongs to single architectures and is None for the others.
+    """
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    num_layers: int
+    num_heads: int
+    d_model: int
+    mlp_ratio: int
+    dropout: float
+    use_bias: bool
+    tie_embeddings: bool
+    dtype: str
+    scan_layers: bool
+    num_paths: int | None = None
+    blocks_per_stage: int | None = None
+    compress_last_stage: bool | None = None
+    stage_heads: str | None = None
+    conv_kernel: int | None = None
+
+    def refuse(self, field: str, rule: str):
+        """Raises UserError naming a field of the model group, its value and the rule it breaks."""
+        raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
+
+    def check(self) -> None:
+        """Raises UserError if no model of any architecture can have these sizes."""
+        for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model",
+                      "mlp_ratio"):
+            if getattr(self, field) < 1:
+                self.refuse(field, "must be at least 1")
+        if not 0 <= self.dropout < 1:
+            self.refuse("dropout", "must be at least 0 and below 1")
+        if self.dtype not in ("float32", "bfloat16"):
+            self.refuse("dtype", "must be float32 or bfloat16")
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
+
+
+class Trunk(nn.Module):
+    """What an architecture is: the layers between the embedding and the final LayerNorm.
+
+    A subclass maps (B, T, D) activations to (B, T, `output_width(config)`) ones, lists in
+    `own_fields` the fields of ModelConfig that it alone reads, and refuses in `check` what it
+    cannot build.
+    """
+
+    config: ModelConfig
+
+    own_fields = ()
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raises UserError if this architecture cannot be built from `config`."""
+
+    @classmethod
+    def output_width(cls, config: ModelConfig) -> int:
+        return config.d_model
+
+    def __call__(self, x_BxTxD, train: bool):
+        raise NotImplementedError
+
+
+class Dense(nn.Module):
+    """x·W (+ b) on (B, T, *inputs) → (B, T, *features); kernel (*inputs, *features).
+
+    `axes` names the kernel's axes. The product is taken on two-dimensional arrays: on a CPU, XLA
+    fuses what surrounds a three-dimensional one into loops that take twice as long.
+    """
+
+    features: tuple[int, ...]
+    axes: tuple[str, ...]
+    init_std: float
+    use_bias: bool
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x):
+        batch_and_time, inputs = x.shape[:2], x.shape[2:]
+        size_in, size_out = math.prod(inputs), math.prod(self.features)
+        kernel = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
+        y = jnp.dot(
+            x.reshape(-1, size_in).astype(self.dtype),
+            kernel.reshape(size_in, size_out).astype(self.dtype))
+        if self.use_bias:
+            bias = self.param("bias", zeros(*self.axes[len(inputs):]), self.features)
+            y += bias.reshape(1, size_out).astype(self.dtype)
+        return y.reshape(*batch_and_time, *self.features)
+
+
+def normal(std: float, *axes: str):
+    """Initialiser of a weight: normal(0, std), its axes named."""
+    return nn.with_logical_partitioning(nn.initializers.normal(std), axes)
+
+
+def zeros(*axes: str):
+    """Initialiser of a bias, its axes named."""
+    return nn.with_logical_partitioning(nn.initializers.zeros, axes)
+
+
+def layer_norm(config: ModelConfig, name: str) -> nn.LayerNorm:
+    """LayerNorm over the last axis, statistics in float32, a bias only if the model has biases."""
+    return nn.LayerNorm(
+        epsilon=1e-5, use_bias=config.use_bias, dtype=config.dtype, use_fast_variance=False,
+        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed",)),
+        bias_init=zeros("embed"), name=name)
+
+
+@jax.custom_vjp
+def gelu(x):
+    """GELU, x·Φ(x), with the exact Φ (Hendrycks & Gimpel, arXiv 1606.08415).
+
+    Its derivative is computed with its value and kept for the backward pass, in place of x: no
+    more memory, and a quarter of the time on a CPU, where `erf` and `exp` are what it costs.
+    """
+    return x * cumulative_normal(x)
+
+
+def cumulative_normal(x):
+    return (0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5)))).astype(x.dtype)
+
+
+def _gelu_forward(x):
+    cdf = cumulative_normal(x)
+    density = jnp.exp(-0.5 * jnp.square(x)) * (1 / math.sqrt(2 * math.pi))
+    return x * cdf, cdf + x * density
+
+
+def _gelu_backward(derivative, cotangent):
+    return (cotangent * derivative,)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def causal_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK):
+    """softmax(q·kᵀ/√K)·v over the positions up to each one's own, (B, T, H, K).
+
+    Scores and softmax are float32 (Vaswani et al., arXiv 1706.03762, equation 1).
+    """
+    time, head_width = q_BxTxHxK.shape[1], q_BxTxHxK.shape[3]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
+    scores_BxHxTxS = jnp.einsum(
+        "bhtk,bhsk->bhts", q / math.sqrt(head_width), k, preferred_element_type=jnp.float32)
+    mask_TxS = jnp.where(jnp.tril(jnp.ones((time, time), bool)), 0.0, -1e30)
+    weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS + mask_TxS[None, None]).astype(v.dtype)
+    return jnp.swapaxes(jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS, v), 1, 2)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused projection to queries, keys and values."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        c = self.config
+        heads, head_width = c.num_heads, c.d_model // c.num_heads
+        # Heads come first in the fused kernel, so that a mesh can split it by heads.
+        qkv_BxTxHx3xK = Dense(
+            (heads, 3, head_width), ("embed", "heads", "qkv", "head_width"),
+            INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD)
+        q, k, v = (qkv_BxTxHx3xK[:, :, :, i] for i in range(3))
+        return Dense(
+            (c.d_model,), ("heads", "head_width", "embed"),
+            residual_std(c), c.use_bias, c.dtype, name="out")(causal_attention(q, k, v))
+
+
+class MLP(nn.Module):
+    """Two dense layers with a GELU between them, `mlp_ratio` times as wide inside."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        c = self.config
+        h_BxTxF = Dense(
+            (c.mlp_ratio * c.d_model,), ("embed", "mlp"),
+            INIT_STD, c.use_bias, c.dtype, name="up")(x_BxTxD)
+        return Dense(
+            (c.d_model,), ("mlp", "embed"),
+            residual_std(c), c.use_bias, c.dtype, name="down")(gelu(h_BxTxF))
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Initial scale of what is added to the residual stream: 0.02/√(2N), N the model's blocks.
+
+    The sum of the 2N projections then starts with the variance of one (GPT-2 report, section 2.3).
+    """
+    return INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+class Block(nn.Module):
+    """A pre-LayerNorm block: x + attention(LN(x)), then x + MLP(LN(x))."""
+
+    config: ModelConfig
+    train: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        c = self.config
+        dropout = nn.Dropout(c.dropout, deterministic=not self.train)
+        x_BxTxD += dropout(Attention(c, name="attention")(layer_norm(c, "attention_norm")(x_BxTxD)))
+        x_BxTxD += dropout(MLP(c, name="mlp")(layer_norm(c, "mlp_norm")(x_BxTxD)))
+        return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+
+
+def blocks(config: ModelConfig, length: int, train: bool, name: str):
+    """`length` blocks in a row, (B, T, D) → (B, T, D), their weights stacked on a `layers` axis.
+
+    `config.scan_layers` loops over them (compile time flat in depth); otherwise they are unrolled.
+    The weights have the same layout either way.
+    """
+    def step(block, x_BxTxD):
+        return block(x_BxTxD), None
+
+    scanned = nn.scan(
+        step, length=length, unroll=1 if config.scan_layers else length,
+        variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
+        metadata_params={nn.PARTITION_NAME: "layers"})
+    return lambda x_BxTxD: scanned(Block(config, train, name=name), x_BxTxD)[0]

@@ -1,0 +1,55 @@
+"""The optimiser and its learning rate."""
+
+import difflib
+
+import jax
+import optax
+from flax import linen as nn
+
+from smallgpt_jax.errors import UserError
+
+OPTIMIZERS = {"adamw": optax.adamw, "lion": optax.lion}
+STACKED = ("layers", "path")  # axes along which equal weights are stacked: not dimensions of one
+
+
+def learning_rate_schedule(
+    *, learning_rate: float, warmup_steps: int, decay_steps: int, final_learning_rate: float,
+) -> optax.Schedule:
+    """Linear from 0 over `warmup_steps`, then a cosine that ends at `decay_steps`, then constant."""
+    for name, value in (("learning_rate", learning_rate), ("final_learning_rate", final_learning_rate),
+                        ("warmup_steps", warmup_steps)):
+        if value < 0:
+            raise UserError(f"config.optimizer.{name}={value}: must not be negative")
+    if decay_steps <= warmup_steps:
+        raise UserError(f"config.optimizer.decay_steps={decay_steps}: must be more than "
+                        f"config.optimizer.warmup_steps={warmup_steps}")
+    return optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup_steps, decay_steps, final_learning_rate)
+
+
+def make_optimizer(
+    boxed_params, *, name: str, weight_decay: float, beta1: float, beta2: float, clip_norm: float,
+    **schedule,
+) -> optax.GradientTransformation:
+    """The config's `optimizer` group as an optax transformation.
+
+    `boxed_params` are the parameters (or their shapes) with their axis names: weight decay is for
+    weights of two or more dimensions, and the axes on which layers and paths are stacked do not
+    count as such.
+    """
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+        raise UserError(f"config.optimizer.name={name!r}: must be one of {', '.join(OPTIMIZERS)}"
+                        + (f"; did you mean {near[0]!r}?" if near else ""))
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise UserError(f"config.optimizer.beta1={beta1}, beta2={beta2}: must be at least 0 and below 1")
+    if weight_decay < 0 or clip_norm < 0:
+        raise UserError(f"config.optimizer.weight_decay={weight_decay}, clip_norm={clip_norm}: must "
+                        "not be negative")
+    decayed = jax.tree.map(
+        lambda box: sum(axis not in STACKED for axis in box.names) >= 2,
+        boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
+        OPTIMIZERS[name](learning_rate_schedule(**schedule), b1=beta1, b2=beta2,
+                         weight_decay=weight_decay, mask=decayed))

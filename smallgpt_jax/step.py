@@ -1,0 +1,150 @@
+"""Loss, train step and evaluation step: pure functions of arrays, compiled by `train.py`."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from smallgpt_jax.models import LanguageModel
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on: `step` updates have been made."""
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+
+
+def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first update."""
+    tokens = jnp.zeros((1, model.config.context_length), jnp.int32)
+    params = nn.unbox(model.init(jax.random.key(seed), tokens)["params"])
+    return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+
+def cross_entropy(x_BxTxW, head_WxV, targets_BxT, weights_BxT, chunks: int):
+    """Σ weight · −log softmax(x·head)[target], a float32 scalar.
+
+    Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) never exists
+    whole; `chunks` divides T. The gradients are computed with the value, part by part, since
+    keeping or recomputing the logits would cost more: three products instead of four.
+    Logits and softmax are float32, the products take the type of x.
+    """
+    return _cross_entropy(x_BxTxW, head_WxV, _in_chunks(targets_BxT, chunks),
+                          _in_chunks(weights_BxT, chunks))
+
+
+def _in_chunks(x_BxT, chunks: int):
+    """(B, T, …) → (chunks, B, T / chunks, …)."""
+    batch, time, *rest = x_BxT.shape
+    return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
+
+
+def _rows(x_BxCxW):
+    return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
+
+
+def _chunk_loss(chunk, head_WxV):
+    """The weighted loss of one part, and its gradient by the logits, (B·C, V) in the type of x."""
+    x_BxCxW, targets_BxC, weights_BxC = chunk
+    logits = jnp.dot(_rows(x_BxCxW), head_WxV, preferred_element_type=jnp.float32)
+    log_normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    is_target = targets_BxC.reshape(-1, 1) == jnp.arange(head_WxV.shape[1])[None]
+    weights = weights_BxC.reshape(-1)
+    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=1)
+    loss = jnp.sum(weights * (log_normaliser[:, 0] - target_logits))
+    d_logits = weights[:, None] * (jnp.exp(logits - log_normaliser) - is_target)
+    return loss, d_logits.astype(x_BxCxW.dtype)
+
+
+@jax.custom_vjp
+def _cross_entropy(x_BxTxW, head_WxV, targets_NxBxC, weights_NxBxC):
+    head = head_WxV.astype(x_BxTxW.dtype)
+
+    def add_chunk(total, chunk):
+        loss, _ = _chunk_loss(chunk, head)
+        return total + loss, None
+
+    chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
+    return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
+
+
+def _cross_entropy_forward(x_BxTxW, head_WxV, targets_NxBxC, weights_NxBxC):
+    head = head_WxV.astype(x_BxTxW.dtype)
+
+    def add_chunk(carry, chunk):
+        total, d_head = carry
+        x_BxCxW = chunk[0]
+        loss, d_logits = _chunk_loss(chunk, head)
+        d_head += jnp.dot(_rows(x_BxCxW).T, d_logits, preferred_element_type=jnp.float32)
+        return (total + loss, d_head), jnp.dot(d_logits, head.T).reshape(x_BxCxW.shape)
+
+    chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
+    zero = jnp.float32(0), jnp.zeros(head_WxV.shape, jnp.float32)
+    (total, d_head), d_x_NxBxCxW = jax.lax.scan(add_chunk, zero, chunks)
+    return total, (jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape), d_head)
+
+
+def _cross_entropy_backward(gradients, cotangent):
+    d_x, d_head = gradients
+    return cotangent.astype(d_x.dtype) * d_x, cotangent * d_head, None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def mean_loss(params, model: LanguageModel, tokens_BxT1, loss_chunks: int, dropout_key):
+    """Mean loss in nats over the targets of (B, T + 1) tokens, dropout applied."""
+    inputs, targets = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
+
+    def loss(model):
+        x_BxTxW = model.hidden(inputs, train=True)
+        weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        return cross_entropy(x_BxTxW, model.head_weight(), targets, weights, loss_chunks)
+
+    return model.apply({"params": params}, rngs={"dropout": dropout_key}, method=loss)
+
+
+def train_step(
+    state: TrainState, tokens_BxT1, *, model: LanguageModel, optimizer, schedule, microbatches: int,
+    loss_chunks: int, seed: int,
+):
+    """One update. Returns the next state and its metrics: loss, grad_norm, learning_rate.
+
+    The batch is computed in `microbatches` parts, whose gradients are averaged in float32; each
+    part takes rows from every device, so that none has to move.
+    """
+    batch, length = tokens_BxT1.shape
+    parts = jnp.swapaxes(tokens_BxT1.reshape(batch // microbatches, microbatches, length), 0, 1)
+    step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+
+    def add_part(total, part):
+        index, tokens = part
+        gradients = jax.value_and_grad(mean_loss)(
+            state.params, model, tokens, loss_chunks, jax.random.fold_in(step_key, index))
+        return jax.tree.map(jnp.add, total, gradients), None
+
+    zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
+    total, _ = jax.lax.scan(add_part, zero, (jnp.arange(microbatches), parts))
+    loss, gradients = jax.tree.map(lambda x: x / microbatches, total)
+
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    next_state = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+    metrics = {"loss": loss, "grad_norm": optax.global_norm(gradients),
+               "learning_rate": schedule(state.step)}
+    return next_state, metrics
+
+
+def eval_step(params, tokens_BxT1, counts_B, *, model: LanguageModel, loss_chunks: int):
+    """Summed loss in nats, and number of targets, of the rows that count."""
+    inputs, targets = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
+
+    def loss(model):
+        weights = jnp.broadcast_to(counts_B[:, None], targets.shape).astype(jnp.float32)
+        return cross_entropy(
+            model.hidden(inputs), model.head_weight(), targets, weights, loss_chunks)
+
+    return model.apply({"params": params}, method=loss), jnp.sum(counts_B) * targets.shape[1]

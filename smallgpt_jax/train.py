@@ -1,0 +1,196 @@
+"""Training, from a config to a finished run: the whole story, top to bottom."""
+
+import functools
+import math
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+from ml_collections import ConfigDict
+
+from smallgpt_jax import checkpoint, data, inference, models, sharding
+from smallgpt_jax import workdir as run_folder
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.data import batches
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.metrics import MetricsWriter, Progress, Stopwatch, duration, peak_flops, read_lines
+from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
+from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
+
+
+def train(config: ConfigDict, workdir: str) -> None:
+    """Trains the model of `config` in `workdir`, from where the workdir left off.
+
+    Raises UserError, before it writes anything, for a config or a source that cannot be trained on.
+    """
+    # ------------------------------------------------------------------ What is asked for
+    folder = Path(workdir).expanduser()
+    run_folder.check(folder, config)
+    model = models.build(**config.model)
+    mesh = sharding.make_mesh(**config.mesh)
+    check(config, mesh)
+    boxed_params = models.abstract_params(model)
+    optimizer = make_optimizer(boxed_params, **config.optimizer)
+
+    # ------------------------------------------------------------------ Text
+    prepare_command = "python -m smallgpt_jax.prepare with the same --config flags"
+    store = data.find_or_make(config.data, prepare_command)
+    if store.tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"config.model.vocab_size={model.config.vocab_size}: the tokenizer "
+                        f"{config.data.tokenizer!r} has {store.tokenizer.vocab_size:,} entries")
+    rows_sharding = sharding.batch_sharding(mesh)
+    batch = dict(context_length=model.config.context_length, batch_size=config.train.batch_size,
+                 rows=sharding.local_rows(rows_sharding, config.train.batch_size))
+    train_batches = batches.train_batches(store.train, seed=config.train.seed, **batch)
+    validation = list(batches.validation_batches(
+        store.validation, limit=config.train.eval_steps, **batch))
+    run_folder.begin(folder, config, store)
+
+    # ------------------------------------------------------------------ State and compiled steps
+    # The order of what fills the parameters: 1. the newest checkpoint, if there is one;
+    # 2. otherwise the initialisers, from the seed.
+    shardings = state_shardings(mesh, boxed_params, optimizer)
+    checkpoints = checkpoint.open_checkpoints(
+        folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints)
+    first_step = checkpoints.latest_step() or 0
+    initialise = functools.partial(init_state, model, optimizer, config.train.seed)
+    if first_step:
+        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                                jax.eval_shape(initialise), shardings)
+        state = checkpoint.restore(checkpoints, first_step, abstract)
+    else:
+        state = jax.jit(initialise, out_shardings=shardings)()
+    print(describe(model, mesh, config, first_step))
+    started = time.monotonic()
+    run_step, run_eval = compile_steps(model, optimizer, config, mesh, shardings, state)
+    print(f"compiled in {duration(time.monotonic() - started)}", flush=True)
+
+    def evaluate(params) -> dict[str, float]:
+        sums = [run_eval(params, *(sharding.global_batch(rows_sharding, x) for x in b))
+                for b in validation]
+        loss, targets = (sum(x) for x in zip(*jax.device_get(sums)))
+        return {"loss": float(loss / targets),
+                "bits_per_byte": bits_per_byte(loss / targets, store.validation.bytes_per_token)}
+
+    # ------------------------------------------------------------------ The loop
+    writer = MetricsWriter(folder, first_step)
+    progress, watch = Progress(config.train.steps), Stopwatch()
+    tokens_per_step = config.train.batch_size * model.config.context_length
+    flops_per_token = train_flops_per_token(model)
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    told_step, told_seconds = first_step, 0.0
+
+    def tell(step: int, values) -> None:
+        nonlocal told_step, told_seconds
+        values = {name: float(value) for name, value in jax.device_get(values).items()}
+        seconds = watch.seconds()
+        speed = (step - told_step) * tokens_per_step / (seconds - told_seconds)
+        told_step, told_seconds = step, seconds
+        left = (config.train.steps - step) * seconds / (step - first_step)
+        values["tokens_per_second"] = speed
+        if peak:
+            values["mfu"] = speed * flops_per_token / (peak * mesh.size)
+        writer.write(step, "train", values)
+        progress.update(step, f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
+                        + (f"   MFU {values['mfu']:.1%}" if peak else "")
+                        + f"   {duration(left)} left")
+
+    unread = None  # a step's metrics are read only when the next one is under way
+    for step, tokens in zip(range(first_step + 1, config.train.steps + 1),
+                            batches.prefetched(train_batches, first_step)):
+        state, values = run_step(state, sharding.global_batch(rows_sharding, tokens))
+        if unread:
+            tell(*unread)
+        unread = (step, values) if step % config.train.log_every == 0 else None
+        last = step == config.train.steps
+        if last or step % config.train.checkpoint_every == 0:
+            checkpoint.save(checkpoints, step, state)
+        if last or step % config.train.eval_every == 0:
+            if unread:
+                tell(*unread)
+                unread = None
+            with watch.paused():
+                evaluation = evaluate(state.params)
+            writer.write(step, "eval", evaluation)
+            progress.stay(step, f"validation loss {evaluation['loss']:.4f}, "
+                          f"{evaluation['bits_per_byte']:.4f} bits per byte")
+    checkpoints.wait_until_finished()
+    writer.close()
+
+    # ------------------------------------------------------------------ The end
+    evaluation = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == "eval"][-1]
+    print(f"\ntrained {config.train.steps} steps in {folder}: validation loss {evaluation['loss']:.4f}, "
+          f"{evaluation['bits_per_byte']:.4f} bits per byte\n\nA text of its own:\n")
+    text_model = inference.load(folder)
+    print("".join(inference.generate(text_model, "", max_new_tokens=200, temperature=0.8, seed=0)))
+    print(f'\nMore: python -m smallgpt_jax.generate --workdir={folder} --prompt="..."')
+
+
+def check(config: ConfigDict, mesh) -> None:
+    """Raises UserError for a `train` group that cannot be run on this mesh."""
+    train = config.train
+    for field in ("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
+                  "checkpoint_every", "keep_checkpoints"):
+        if train[field] < 1:
+            raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
+    if train.eval_steps < 0:
+        raise UserError(f"config.train.eval_steps={train.eval_steps}: must be 0 (all) or more")
+    parts = sharding.batch_parts(mesh) * train.microbatches
+    if train.batch_size % parts:
+        raise UserError(
+            f"config.train.batch_size={train.batch_size}: must be a multiple of {parts}: "
+            f"{sharding.batch_parts(mesh)} devices (config.mesh.data × fsdp) × "
+            f"{train.microbatches} microbatches")
+    if config.model.context_length % train.loss_chunks:
+        raise UserError(f"config.train.loss_chunks={train.loss_chunks}: must divide "
+                        f"config.model.context_length={config.model.context_length}")
+    if config.mesh.path != 1:
+        if config.model.architecture != "pgpt":
+            raise UserError(f"config.mesh.path={config.mesh.path}: only pgpt has paths")
+        if config.model.num_paths % mesh.shape["path"]:
+            raise UserError(f"config.mesh.path={config.mesh.path}: must divide config.model.num_paths="
+                            f"{config.model.num_paths}")
+    if config.data.packing != "concat":
+        raise UserError(f"config.data.packing={config.data.packing!r}: must be 'concat'")
+
+
+def state_shardings(mesh, boxed_params, optimizer) -> TrainState:
+    params = sharding.param_shardings(mesh, boxed_params)
+    opt_state = sharding.optimizer_shardings(
+        mesh, optimizer, nn.unbox(boxed_params), params)
+    return TrainState(sharding.replicated(mesh), params, opt_state)
+
+
+def compile_steps(model, optimizer, config: ConfigDict, mesh, shardings: TrainState, state):
+    """The train step (it takes over its state's memory) and the evaluation step, compiled."""
+    rows, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    schedule = learning_rate_schedule(**{
+        field: config.optimizer[field] for field in
+        ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")})
+    step = functools.partial(
+        train_step, model=model, optimizer=optimizer, schedule=schedule, seed=config.train.seed,
+        microbatches=config.train.microbatches, loss_chunks=config.train.loss_chunks)
+    evaluation = functools.partial(
+        eval_step, model=model, loss_chunks=config.train.loss_chunks)
+    tokens = jax.ShapeDtypeStruct(
+        (config.train.batch_size, model.config.context_length + 1), "int32", sharding=rows)
+    counts = jax.ShapeDtypeStruct((config.train.batch_size,), bool, sharding=rows)
+    with sharding.context(mesh):
+        run_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
+        run_eval = jax.jit(evaluation, out_shardings=everywhere)
+        return (run_step.lower(state, tokens).compile(),
+                run_eval.lower(state.params, tokens, counts).compile())
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """nats a token / ln 2 / bytes a token: comparable between tokenizers."""
+    return float(nats_per_token / math.log(2) / bytes_per_token)
+
+
+def describe(model, mesh, config: ConfigDict, first_step: int) -> str:
+    train, devices = config.train, mesh.devices.flat
+    return (f"{model.config.architecture}, {models.num_parameters(model):,} parameters, on {mesh.size} "
+            f"{devices[0].device_kind} device{'s' if mesh.size > 1 else ''}: {train.steps} steps of "
+            f"{train.batch_size} × {model.config.context_length} tokens"
+            + (f", from step {first_step} on" if first_step else ""))

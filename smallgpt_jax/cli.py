@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import UserError
 
 flags.disclaim_key_flags()  # --config belongs, in --help, to the command that asks for it
@@ -33,6 +35,8 @@ def run(main: Callable[[], None]) -> None:
             logging.set_verbosity(logging.WARNING)
         if len(argv) > 1:
             fail(f"unexpected argument {argv[1]!r}: flags start with --", status=2)
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         try:
             main()
         except UserError as error:

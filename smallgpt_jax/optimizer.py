@@ -33,9 +33,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The config's `optimizer` group as an optax transformation.
 
-    `boxed_params` are the parameters (or their shapes) with their axis names: weight decay is for
-    weights of two or more dimensions, and the axes on which layers and paths are stacked do not
-    count as such.
+    `boxed_params` are the parameters (or their shapes) with their axis names, which tell what
+    weight decay is for: weights of two or more dimensions.
     """
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
@@ -46,10 +45,16 @@ def make_optimizer(
     if weight_decay < 0 or clip_norm < 0:
         raise UserError(f"config.optimizer.weight_decay={weight_decay}, clip_norm={clip_norm}: must "
                         "not be negative")
-    decayed = jax.tree.map(
-        lambda box: sum(axis not in STACKED for axis in box.names) >= 2,
-        boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    decayed = jax.tree_util.tree_map_with_path(
+        lambda path, box: is_matrix(path, box.names), boxed_params,
+        is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         OPTIMIZERS[name](learning_rate_schedule(**schedule), b1=beta1, b2=beta2,
                          weight_decay=weight_decay, mask=decayed))
+
+
+def is_matrix(path: tuple, names: tuple[str, ...]) -> bool:
+    """Whether a parameter has two or more dimensions: a bias has one, however many axes its features
+    are laid out on, and the axes along which equal weights are stacked do not count."""
+    return path[-1].key != "bias" and sum(name not in STACKED for name in names) >= 2

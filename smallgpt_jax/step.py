@@ -133,7 +133,7 @@ def train_step(
 
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     next_state = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(gradients),
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients),
                "learning_rate": schedule(state.step)}
     return next_state, metrics
 

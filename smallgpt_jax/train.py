@@ -14,7 +14,15 @@ from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data import batches
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import MetricsWriter, Progress, Stopwatch, duration, peak_flops, read_lines
+from smallgpt_jax.metrics import (
+    METRICS_FILE,
+    MetricsWriter,
+    Progress,
+    Stopwatch,
+    duration,
+    peak_flops,
+    read_lines,
+)
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
 
@@ -22,7 +30,7 @@ from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
 def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`, from where the workdir left off.
 
-    Raises UserError, before it writes anything, for a config or a source that cannot be trained on.
+    Raises UserError, before it writes anything, for what cannot be trained.
     """
     # ------------------------------------------------------------------ What is asked for
     folder = Path(workdir).expanduser()
@@ -34,51 +42,56 @@ def train(config: ConfigDict, workdir: str) -> None:
     optimizer = make_optimizer(boxed_params, **config.optimizer)
 
     # ------------------------------------------------------------------ Text
-    prepare_command = "python -m smallgpt_jax.prepare with the same --config flags"
-    store = data.find_or_make(config.data, prepare_command)
+    store = data.find_or_make(config.data)
     if store.tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"config.model.vocab_size={model.config.vocab_size}: the tokenizer "
                         f"{config.data.tokenizer!r} has {store.tokenizer.vocab_size:,} entries")
     rows_sharding = sharding.batch_sharding(mesh)
-    batch = dict(context_length=model.config.context_length, batch_size=config.train.batch_size,
+    shape = dict(context_length=model.config.context_length, batch_size=config.train.batch_size,
                  rows=sharding.local_rows(rows_sharding, config.train.batch_size))
-    train_batches = batches.train_batches(store.train, seed=config.train.seed, **batch)
-    validation = list(batches.validation_batches(
-        store.validation, limit=config.train.eval_steps, **batch))
+    train_batches = batches.train_batches(store.train, seed=config.train.seed, **shape)
+    validation_batches = batches.validation_batches(
+        store.validation, limit=config.train.eval_steps, **shape)
     run_folder.begin(folder, config, store)
 
-    # ------------------------------------------------------------------ State and compiled steps
-    # The order of what fills the parameters: 1. the newest checkpoint, if there is one;
-    # 2. otherwise the initialisers, from the seed.
-    shardings = state_shardings(mesh, boxed_params, optimizer)
+    # ------------------------------------------------------------------ State
+    # What fills it: 1. the newest checkpoint; 2. if there is none, the initialisers, from the seed.
     checkpoints = checkpoint.open_checkpoints(
         folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints)
     first_step = checkpoints.latest_step() or 0
-    initialise = functools.partial(init_state, model, optimizer, config.train.seed)
+    print(describe(model, mesh, config, first_step), flush=True)
+    if first_step >= config.train.steps:
+        conclude(folder)
+        return
+    shardings = state_shardings(mesh, boxed_params, optimizer)
+    seed = config.train.seed
     if first_step:
-        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                                jax.eval_shape(initialise), shardings)
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(lambda: init_state(model, optimizer, seed)), shardings)
         state = checkpoint.restore(checkpoints, first_step, abstract)
     else:
-        state = jax.jit(initialise, out_shardings=shardings)()
-    print(describe(model, mesh, config, first_step))
+        state = initial_state(model, optimizer, seed, shardings)
+
+    # ------------------------------------------------------------------ Compiled steps
     started = time.monotonic()
     run_step, run_eval = compile_steps(model, optimizer, config, mesh, shardings, state)
-    print(f"compiled in {duration(time.monotonic() - started)}", flush=True)
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
 
     def evaluate(params) -> dict[str, float]:
-        sums = [run_eval(params, *(sharding.global_batch(rows_sharding, x) for x in b))
-                for b in validation]
-        loss, targets = (sum(x) for x in zip(*jax.device_get(sums)))
-        return {"loss": float(loss / targets),
-                "bits_per_byte": bits_per_byte(loss / targets, store.validation.bytes_per_token)}
+        sums = [run_eval(params, *(sharding.global_batch(rows_sharding, x) for x in batch))
+                for batch in validation_batches]
+        loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
+        nats = float(loss / targets)
+        bits_per_byte = nats / math.log(2) / store.validation.bytes_per_token
+        return {"loss": nats, "bits_per_byte": bits_per_byte}
 
     # ------------------------------------------------------------------ The loop
     writer = MetricsWriter(folder, first_step)
     progress, watch = Progress(config.train.steps), Stopwatch()
     tokens_per_step = config.train.batch_size * model.config.context_length
-    flops_per_token = train_flops_per_token(model)
     peak = peak_flops(mesh.devices.flat[0].device_kind)
+    flops_per_token = train_flops_per_token(model)
     told_step, told_seconds = first_step, 0.0
 
     def tell(step: int, values) -> None:
@@ -87,44 +100,48 @@ def train(config: ConfigDict, workdir: str) -> None:
         seconds = watch.seconds()
         speed = (step - told_step) * tokens_per_step / (seconds - told_seconds)
         told_step, told_seconds = step, seconds
-        left = (config.train.steps - step) * seconds / (step - first_step)
         values["tokens_per_second"] = speed
         if peak:
             values["mfu"] = speed * flops_per_token / (peak * mesh.size)
         writer.write(step, "train", values)
+        left = (config.train.steps - step) * seconds / (step - first_step)
         progress.update(step, f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
                         + (f"   MFU {values['mfu']:.1%}" if peak else "")
                         + f"   {duration(left)} left")
 
-    unread = None  # a step's metrics are read only when the next one is under way
+    unread = None  # the metrics of a step are read only when the next one is under way
     for step, tokens in zip(range(first_step + 1, config.train.steps + 1),
                             batches.prefetched(train_batches, first_step)):
         state, values = run_step(state, sharding.global_batch(rows_sharding, tokens))
         if unread:
             tell(*unread)
         unread = (step, values) if step % config.train.log_every == 0 else None
-        last = step == config.train.steps
-        if last or step % config.train.checkpoint_every == 0:
+        is_last = step == config.train.steps
+        if is_last or step % config.train.checkpoint_every == 0:
             checkpoint.save(checkpoints, step, state)
-        if last or step % config.train.eval_every == 0:
+        if is_last or step % config.train.eval_every == 0:
             if unread:
                 tell(*unread)
                 unread = None
             with watch.paused():
-                evaluation = evaluate(state.params)
-            writer.write(step, "eval", evaluation)
-            progress.stay(step, f"validation loss {evaluation['loss']:.4f}, "
-                          f"{evaluation['bits_per_byte']:.4f} bits per byte")
-    checkpoints.wait_until_finished()
+                values = evaluate(state.params)
+            writer.write(step, "eval", values)
+            progress.stay(step, f"validation loss {values['loss']:.4f}, "
+                          f"{values['bits_per_byte']:.4f} bits per byte")
+    checkpoints.close()
     writer.close()
+    conclude(folder)
 
-    # ------------------------------------------------------------------ The end
-    evaluation = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == "eval"][-1]
-    print(f"\ntrained {config.train.steps} steps in {folder}: validation loss {evaluation['loss']:.4f}, "
-          f"{evaluation['bits_per_byte']:.4f} bits per byte\n\nA text of its own:\n")
-    text_model = inference.load(folder)
-    print("".join(inference.generate(text_model, "", max_new_tokens=200, temperature=0.8, seed=0)))
-    print(f'\nMore: python -m smallgpt_jax.generate --workdir={folder} --prompt="..."')
+
+def conclude(folder: Path) -> None:
+    """The last words of a run: a text of its own, and how good it is."""
+    print("\nA text of its own:\n")
+    for piece in inference.generate(inference.load(folder), "", max_new_tokens=150, temperature=0.7):
+        print(piece, end="", flush=True)
+    last = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"][-1]
+    print(f"\n\nStep {last['step']}: validation loss {last['loss']:.4f}, {last['bits_per_byte']:.4f} "
+          f"bits per byte. More text:\n"
+          f'  python -m smallgpt_jax.generate --workdir={folder} --prompt="..."')
 
 
 def check(config: ConfigDict, mesh) -> None:
@@ -162,6 +179,11 @@ def state_shardings(mesh, boxed_params, optimizer) -> TrainState:
     return TrainState(sharding.replicated(mesh), params, opt_state)
 
 
+def initial_state(model, optimizer, seed: int, shardings: TrainState) -> TrainState:
+    """The state before the first update, made where it is to lie."""
+    return jax.jit(lambda: init_state(model, optimizer, seed), out_shardings=shardings)()
+
+
 def compile_steps(model, optimizer, config: ConfigDict, mesh, shardings: TrainState, state):
     """The train step (it takes over its state's memory) and the evaluation step, compiled."""
     rows, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
@@ -183,14 +205,9 @@ def compile_steps(model, optimizer, config: ConfigDict, mesh, shardings: TrainSt
                 run_eval.lower(state.params, tokens, counts).compile())
 
 
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """nats a token / ln 2 / bytes a token: comparable between tokenizers."""
-    return float(nats_per_token / math.log(2) / bytes_per_token)
-
-
 def describe(model, mesh, config: ConfigDict, first_step: int) -> str:
-    train, devices = config.train, mesh.devices.flat
+    device = mesh.devices.flat[0].device_kind
     return (f"{model.config.architecture}, {models.num_parameters(model):,} parameters, on {mesh.size} "
-            f"{devices[0].device_kind} device{'s' if mesh.size > 1 else ''}: {train.steps} steps of "
-            f"{train.batch_size} × {model.config.context_length} tokens"
-            + (f", from step {first_step} on" if first_step else ""))
+            f"{device} device{'s' if mesh.size > 1 else ''}: {config.train.steps} steps of "
+            f"{config.train.batch_size} × {model.config.context_length} tokens"
+            + (f", {first_step} of them done" if first_step else ""))

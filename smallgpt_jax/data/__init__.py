@@ -37,16 +37,17 @@ def make(data, say=print) -> TokenStore:
     return prepare(store_folder(data), **{field: data[field] for field in STORE_FIELDS}, say=say)
 
 
-def find_or_make(data, prepare_command: str) -> TokenStore:
+def find_or_make(data) -> TokenStore:
     """The store of a config's `data` group, made first if its source is local and under 1 GB.
 
-    Raises UserError naming `prepare_command` when there is no store and the source is larger.
+    Raises UserError naming the command to run when there is no store and the source is larger.
     """
     if store := find(data):
         return store
     if not sources.is_local(data.source) or sources.size(data.source) > PREPARE_LIMIT:
-        raise UserError(f"there is no token store in {str(store_folder(data))!r} (config.data.store) "
-                        f"yet. Make it with:\n  {prepare_command}")
+        raise UserError(
+            f"there is no token store of {data.source!r} in {str(store_folder(data))!r} yet "
+            "(config.data.store).\nMake it first: python -m smallgpt_jax.prepare, with the same --config")
     return make(data)
 
 
@@ -55,8 +56,12 @@ def store_folder(data) -> Path:
     name changes with the source and with all that decides what it is turned into."""
     if data.store:
         return Path(data.store).expanduser()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     identity = [sources.fingerprint(data.source), *(data[field] for field in STORE_FIELDS)]
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
     name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)
-    return cache / "smallgpt_jax" / "stores" / f"{name}-{digest}"
+    return cache_folder() / "stores" / f"{name}-{digest}"
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"

@@ -28,10 +28,6 @@ class ReadWindows(grain.transforms.Map):
         return self.split.read(starts, self.context_length + 1)
 
 
-def num_windows(split: Split, context_length: int) -> int:
-    return (split.tokens - 1) // context_length
-
-
 def train_batches(
     split: Split, context_length: int, batch_size: int, seed: int, rows: slice = slice(None),
 ) -> grain.MapDataset:
@@ -59,11 +55,12 @@ def prefetched(batches: grain.MapDataset, first_step: int) -> Iterator[np.ndarra
 
 def validation_batches(
     split: Split, context_length: int, batch_size: int, limit: int, rows: slice = slice(None),
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> grain.MapDataset:
     """The split's first `limit` batches (0: all) in one fixed shuffled order, each window once.
 
-    Yields tokens (rows, context_length + 1) int32 and which of the rows count, (rows,) bool: the
-    last batch is filled up with rows that do not.
+    An item is tokens (rows, context_length + 1) int32 and which of the rows count, (rows,) bool:
+    the last batch is filled up with rows that do not.
+    Raises UserError if the split has not one window.
     """
     windows = num_windows(split, context_length)
     if not windows:
@@ -73,8 +70,15 @@ def validation_batches(
     order = np.random.default_rng(0).permutation(windows)
     if limit:
         order = order[:limit * batch_size]
-    for first in range(0, len(order), batch_size):
-        batch = order[first:first + batch_size]
-        counts_B = np.arange(batch_size) < len(batch)
-        windows_B = np.resize(batch, batch_size)
-        yield ReadWindows(split, context_length, rows).map(windows_B), counts_B[rows]
+    read = ReadWindows(split, context_length, rows)
+
+    def batch(first: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen = order[first:first + batch_size]
+        counts_B = np.arange(batch_size) < len(chosen)
+        return read.map(np.resize(chosen, batch_size)), counts_B[rows]
+
+    return grain.MapDataset.range(0, len(order), batch_size).map(batch)
+
+
+def num_windows(split: Split, context_length: int) -> int:
+    return (split.tokens - 1) // context_length

@@ -1,0 +1,42 @@
+# make quickstart   environment, install, train a small model, show text it writes
+# make test         environment, install, all tests
+#
+# Another recipe: make quickstart CONFIG=configs/lgpt.py:quickstart
+# Another Python: make quickstart PYTHON=python3.13
+
+PYTHON ?= python3
+CONFIG ?= configs/pgpt.py:quickstart
+WORKDIR ?= runs/$(subst :,-,$(subst .py,,$(notdir $(CONFIG))))
+
+VENV := .venv
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+
+.PHONY: quickstart test test-fast install clean
+
+quickstart: $(VENV)/installed
+	$(VENV)/bin/python -m smallgpt_jax.main --config=$(CONFIG) --workdir=$(WORKDIR)
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/python -m pytest
+
+# Without the tests that take longer than a few seconds.
+test-fast: $(VENV)/installed-test
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+install: $(VENV)/installed-test
+
+# Installed anew only when what is to be installed changes.
+$(VENV)/installed: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,59 @@
+"""Has a model learned more than word pairs? Its validation loss beside a bigram model's.
+
+    python benchmarks/bigram.py --workdir=runs/pgpt
+
+Counts bigrams on the training tokens of the run's own token store, smooths them by adding k to each
+count (the best of several k, chosen on the validation split: in the bigram's favour) and prints both
+losses on the same validation tokens. Exit status 1 if the model is not better.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from smallgpt_jax import cli, data, metrics, workdir
+from smallgpt_jax.errors import UserError
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.")
+flags.mark_flag_as_required("workdir")
+
+SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab_size: int, k: float) -> float:
+    """Mean −log p(next | current) in nats, p = (count + k) / (count of current + k·vocabulary)."""
+    pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
+    wanted = validation[:-1].astype(np.int64) * vocab_size + validation[1:]
+    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    pair_counts = np.where(pairs[place] == wanted, counts[place], 0)
+    current_counts = np.bincount(train[:-1], minlength=vocab_size)[validation[:-1]]
+    return -np.mean(np.log((pair_counts + k) / (current_counts + k * vocab_size)))
+
+
+def main() -> None:
+    folder = Path(_WORKDIR.value)
+    config = workdir.read_config(folder)
+    store = data.find(config.data)
+    if store is None:
+        raise UserError(f"{folder}: the token store it was trained on is not there any more")
+    evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
+                   if line["split"] == "eval"]
+    if not evaluations:
+        raise UserError(f"{folder}: this run has no evaluation yet")
+    train, validation = (split.read(np.array([0]), split.tokens)[0]
+                         for split in (store.train, store.validation))
+    losses = {k: bigram_loss(train, validation, store.tokenizer.vocab_size, k) for k in SMOOTHING}
+    k = min(losses, key=losses.get)
+    model_loss = evaluations[-1]["loss"]
+    print(f"bigram, add-{k:g}, on {len(train):,} tokens: validation loss {losses[k]:.4f}")
+    print(f"{config.model.architecture}, step {evaluations[-1]['step']}: validation loss {model_loss:.4f}")
+    print(json.dumps({"bigram_loss": float(losses[k]), "model_loss": model_loss}))
+    if model_loss >= losses[k]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli.run(main)

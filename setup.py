@@ -1,0 +1,29 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="smallgpt_jax",
+    version="0.1.0",
+    description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
+    packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "absl-py",
+        "array_record",
+        "flax",
+        "grain",
+        "jax",
+        "ml-collections",
+        "numpy",
+        "optax",
+        "orbax-checkpoint",
+        "sentencepiece",
+        "tensorboardX",
+        "tiktoken",
+    ],
+    extras_require={
+        "cuda": ["jax[cuda13]"],
+        "tpu": ["jax[tpu]"],
+        "hf": ["datasets"],
+        "test": ["pytest", "ruff"],
+    },
+)

@@ -1,0 +1,100 @@
+"""Where and how all tests run: on the CPU, as eight devices, with a cache folder of their own."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from smallgpt_jax import models
+from smallgpt_jax.data import store
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+ROOT = Path(__file__).parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+ARCHITECTURES = sorted(models.ARCHITECTURES)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory):
+    """Stores and compiled programs of the tests, kept for the session only."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"needs the reference data in {SHARED_DATA}, which only developers have")
+    return SHARED_DATA
+
+
+def load_config(architecture: str, size: str = "tiny", **fields):
+    """A shipped config; `fields` are overrides, with __ for the dot: model__num_layers=2."""
+    config = importlib.import_module(f"configs.{architecture}").get_config(size)
+    for name, value in fields.items():
+        group, field = name.split("__")
+        config[group][field] = value
+    return config
+
+
+def build(name: str, **fields) -> models.LanguageModel:
+    """The model of a shipped tiny config, with these fields of its `model` group changed."""
+    config = load_config(name)
+    config.model.update(fields)
+    return models.build(**config.model)
+
+
+def init(model, seed: int = 0):
+    """Initial parameters of a model, moved a little at random so that no bias or scale is trivial."""
+    from flax import linen as nn
+
+    tokens = jax.numpy.zeros((1, model.config.context_length), int)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(seed), tokens))["params"]
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return jax.tree.unflatten(
+        tree, [x + 0.05 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
+    )
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """Forty thousand words that a model can learn something about."""
+    words = "the cat sat on a mat while some dog ran to its warm house and slept there".split()
+    lines = []
+    for i in range(4000):
+        lines.append(" ".join(words[(i * j + j) % len(words)] for j in range(1, 11)) + ".")
+        if i % 7 == 0:
+            lines.append("")
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def token_store(text_file, tmp_path_factory) -> store.TokenStore:
+    folder = tmp_path_factory.mktemp("store") / "words"
+    return store.prepare(
+        folder, source=str(text_file), tokenizer="bytes", validation_fraction=0.2,
+        text_field="text", invalid_utf8="refuse", say=lambda _: None)
+
+
+def run(*command, devices: int = 1, cwd: Path = ROOT, **environment) -> subprocess.CompletedProcess:
+    """`python -m smallgpt_jax.COMMAND …` as a user starts it, on `devices` CPU devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.run(
+        [sys.executable, "-m", f"smallgpt_jax.{command[0]}", *map(str, command[1:])],
+        cwd=cwd, env={**os.environ, "XLA_FLAGS": flags, **environment},
+        capture_output=True, text=True, timeout=600)

@@ -1,0 +1,83 @@
+"""The shipped configs, and what happens to a misspelt one."""
+
+import importlib
+
+import jax
+import pytest
+from conftest import ARCHITECTURES, ROOT, load_config, run
+
+from configs import base
+from smallgpt_jax import models
+from smallgpt_jax.optimizer import make_optimizer
+from smallgpt_jax.step import init_state
+
+RECIPES = [path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base"]
+
+
+def test_every_architecture_has_a_recipe():
+    assert set(ARCHITECTURES) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", base.SIZES)
+def test_every_recipe_can_be_built(recipe, size):
+    config = importlib.import_module(f"configs.{recipe}").get_config(size)
+    assert config.is_locked
+    model = models.build(**config.model)
+    optimizer = make_optimizer(models.abstract_params(model), **config.optimizer)
+    state = jax.eval_shape(lambda: init_state(model, optimizer, config.train.seed))
+    assert sum(x.size for x in jax.tree.leaves(state.params)) == models.num_parameters(model)
+    tokens = jax.ShapeDtypeStruct((2, config.model.context_length), "int32")
+    logits = jax.eval_shape(model.apply, {"params": state.params}, tokens)
+    assert logits.shape == (2, config.model.context_length, config.model.vocab_size)
+
+
+def test_recipes_differ_only_in_the_model():
+    for size in base.SIZES:
+        others = [load_config(name, size).copy_and_resolve_references() for name in ARCHITECTURES]
+        for config in others:
+            for group in ("data", "mesh", "optimizer", "train"):
+                assert config[group] == others[0][group]
+
+
+@pytest.mark.parametrize("flags, status, words", [
+    ([], 2, ["--config and --workdir must be given"]),
+    (["--config=configs/nothing.py"], 2, ["no file 'configs/nothing.py'"]),
+    (["--config=configs/gpt.py:huge"], 2, ["'huge'", "quickstart"]),
+    (["--config=configs/gpt.py", "--config.model.num_layer=3"], 2, ["'num_layer'", "'num_layers'"]),
+    (["--config=configs/gpt.py", "--config.modle.num_layers=3"], 2, ["'modle'", "'model'"]),
+    (["--config=configs/gpt.py", "--config.model.num_layers=x"], 2, ["num_layers=x"]),
+    (["--config=configs/gpt.py", "--config.model.num_layers=2.5"], 2, ["num_layers=2.5"]),
+    (["--config=configs/gpt.py", "--wrokdir=a"], 2, ["wrokdir"]),
+    (["--config=configs/gpt.py", "more"], 2, ["'more'"]),
+])
+def test_wrong_usage(tmp_path, flags, status, words):
+    flags = [*flags, f"--workdir={tmp_path / 'run'}"] if flags else []
+    result = run("main", *flags)
+    assert result.returncode == status
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("body, words", [
+    ("config.model.num_layer = 3", ["line 4", "'num_layer'", "'num_layers'"]),
+    ("config.model.num_layers = 'three'", ["num_layers", "three"]),
+    ("config.model.num_layers = three", ["line 4", "NameError", "three"]),
+    ("config.model.num_layers = = 3", ["line 4", "SyntaxError"]),
+])
+def test_wrong_config_files(tmp_path, body, words):
+    path = tmp_path / "mine.py"
+    path.write_text("from configs import base\ndef get_config(size='tiny'):\n"
+                    f"    config = base.get_config(size)\n    {body}\n    return config\n")
+    result = run("main", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
+
+
+@pytest.mark.parametrize("command", ["main", "prepare", "generate"])
+def test_help(command):
+    result = run(command, "--help")
+    assert result.returncode == 0
+    assert f"python -m smallgpt_jax.{command}" in result.stdout

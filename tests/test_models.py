@@ -1,0 +1,254 @@
+"""The architectures: their sizes, what they compute, what they refuse."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, build, init, load_config
+from flax import linen as nn
+from scipy.special import erf, softmax
+
+from smallgpt_jax import models
+from smallgpt_jax.errors import UserError
+
+VARIANTS = [
+    ("gpt", {}),
+    ("gpt", {"use_bias": True, "tie_embeddings": True}),
+    ("pgpt", {}),
+    ("pgpt", {"num_paths": 4}),
+    ("pgpt", {"num_paths": 1}),
+    ("lgpt", {}),
+    ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled"}),
+    ("lgpt", {"blocks_per_stage": 1, "use_bias": True}),
+    ("lgpt", {"blocks_per_stage": 4, "compress_last_stage": False, "tie_embeddings": True}),
+    ("cgpt", {}),
+    ("cgpt", {"conv_kernel": 3}),
+]
+each_variant = pytest.mark.parametrize("architecture, fields", VARIANTS)
+
+
+def random_tokens(model, batch=2, time=None, seed=0):
+    shape = (batch, time or model.config.context_length)
+    return jax.random.randint(jax.random.key(seed), shape, 0, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("architecture, parameters", [
+    ("gpt", 163_007_232), ("pgpt", 164_188_417), ("lgpt", 59_293_248), ("cgpt", 59_293_248)])
+def test_paper_parameter_counts(architecture, parameters):
+    assert models.num_parameters(models.build(**load_config(architecture, "paper").model)) == parameters
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("d_model, num_layers", [(64, 4), (768, 4)])
+def test_initial_loss_is_that_of_a_uniform_guess(architecture, d_model, num_layers):
+    model = build(architecture, d_model=d_model, num_layers=num_layers, vocab_size=4096)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), random_tokens(model)))
+    tokens = random_tokens(model, 16, seed=1)
+    targets = random_tokens(model, 16, seed=2)
+    log_probabilities = jax.nn.log_softmax(jax.jit(model.apply)(params, tokens))
+    loss = -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], -1))
+    assert abs(float(loss) - math.log(4096)) < 0.1
+
+
+def test_gpt2_initialisation():
+    config = load_config("gpt").model
+    config.d_model, config.num_layers, config.use_bias = 256, 8, True
+    model = models.build(**config)
+    params = nn.unbox(model.init(jax.random.key(0), random_tokens(model)))["params"]
+    block = params["trunk"]["blocks"]
+    for weight in (params["token_embedding"], params["position_embedding"], params["head"],
+                   block["attention"]["qkv"]["kernel"], block["mlp"]["up"]["kernel"]):
+        assert np.std(weight) == pytest.approx(0.02, rel=0.03)
+    for weight in (block["attention"]["out"]["kernel"], block["mlp"]["down"]["kernel"]):
+        assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.03)
+    assert not any(np.any(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+                   if path[-1].key == "bias")
+    # Every layer has weights of its own.
+    assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
+
+
+@each_variant
+def test_no_position_sees_a_later_one(architecture, fields):
+    model = build(architecture, **fields)
+    params = init(model)
+    time, width = 12, model.config.d_model
+    tokens = random_tokens(model, 1, time)
+    positions = params["position_embedding"]
+
+    @jax.jit
+    @jax.grad
+    def influence_on(change_TxD, t):
+        """Of what is added to each position's embedding on one logit at position t, (T, D)."""
+        changed = {**params, "position_embedding": positions.at[:time].add(change_TxD)}
+        return model.apply({"params": changed}, tokens)[0, t, 7]
+
+    no_change = jnp.zeros((time, width))
+    influence_TxS = np.stack([np.abs(influence_on(no_change, t)).max(axis=1) for t in range(time)])
+    assert not influence_TxS[np.triu_indices(time, k=1)].any()
+    assert influence_TxS[np.tril_indices(time)].all()
+
+
+def test_kernel_of_one_makes_cgpt_lgpt():
+    lgpt, cgpt = build("lgpt"), build("cgpt")
+    params = init(cgpt)
+    trunk = {
+        name: {**layer, "kernel": layer["kernel"][0]} if name.startswith("compress") else layer
+        for name, layer in params["trunk"].items()}
+    tokens = random_tokens(cgpt)
+    np.testing.assert_allclose(
+        lgpt.apply({"params": {**params, "trunk": trunk}}, tokens),
+        cgpt.apply({"params": params}, tokens), rtol=1e-5, atol=1e-5)
+
+
+@each_variant
+def test_logits_are_those_of_the_formulas(architecture, fields):
+    """Against the same model written out in NumPy, float64, one sequence and one head at a time."""
+    model = build(architecture, **fields)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
+    tokens = random_tokens(model, 2, time=24)
+    expected = np.stack([plain_logits(model.config, params, row) for row in np.asarray(tokens)])
+    logits = model.apply({"params": jax.tree.map(jnp.float32, params)}, tokens)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def plain_logits(config, params, tokens_T):
+    x = params["token_embedding"][tokens_T] + params["position_embedding"][:len(tokens_T)]
+    trunk = params["trunk"]
+    if config.architecture == "gpt":
+        x = plain_blocks(trunk["blocks"], x, config.num_heads)
+    elif config.architecture == "pgpt":
+        paths = []
+        for p in range(config.num_paths):
+            path = jax.tree.map(lambda w: w[p], trunk["paths"])
+            h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
+            paths.append(plain_blocks(path["blocks"], h, config.num_heads))
+        weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
+        x = sum(w * path for w, path in zip(weights, paths))
+    else:
+        for i in range(config.num_layers // config.blocks_per_stage):
+            heads = config.num_heads // (2**i if config.stage_heads == "scaled" else 1)
+            x = plain_blocks(trunk[f"stage_{i}"], x, heads)
+            if f"compress_{i}" in trunk:
+                layer = trunk[f"compress_{i}"]
+                kernels = layer["kernel"] if config.architecture == "cgpt" else [layer["kernel"]]
+                y = np.tile(layer["bias"], (len(x), 1))
+                for back, kernel in enumerate(reversed(list(kernels))):
+                    for t in range(back, len(x)):
+                        y[t] += x[t - back] @ kernel
+                x = y
+    x = plain_layer_norm(params["final_norm"], x)
+    return x @ (params["token_embedding"].T if config.tie_embeddings else params["head"])
+
+
+def plain_blocks(stack, x, num_heads):
+    for i in range(len(stack["mlp_norm"]["scale"])):
+        block = jax.tree.map(lambda w: w[i], stack)
+        h = plain_layer_norm(block["attention_norm"], x)
+        for head in range(num_heads):
+            q, k, v = (
+                h @ block["attention"]["qkv"]["kernel"][:, head, j]
+                + block["attention"]["qkv"].get("bias", np.zeros((num_heads, 3, 1)))[head, j]
+                for j in range(3))
+            scores = q @ k.T / math.sqrt(q.shape[1])
+            scores[np.triu_indices(len(x), k=1)] = -np.inf
+            x = x + softmax(scores, axis=1) @ v @ block["attention"]["out"]["kernel"][head]
+        x = x + block["attention"]["out"].get("bias", 0)
+        h = plain_layer_norm(block["mlp_norm"], x)
+        h = h @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"].get("bias", 0)
+        h = h * 0.5 * (1 + erf(h / math.sqrt(2)))
+        x = x + h @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"].get("bias", 0)
+    return x
+
+
+def plain_layer_norm(norm, x):
+    centred = x - x.mean(axis=1, keepdims=True)
+    return (centred / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5) * norm["scale"]
+            + norm.get("bias", 0))
+
+
+def test_two_paths_are_joined_as_in_the_paper():
+    model = build("pgpt")
+    params = init(model)
+    params["trunk"]["path_logits"] = jnp.array([0.5])
+    tokens = random_tokens(model)
+
+    def trunk_output(logit):
+        changed = {**params, "trunk": {**params["trunk"], "path_logits": jnp.array([logit])}}
+        _, captured = model.apply(
+            {"params": changed}, tokens, capture_intermediates=lambda m, _: m.name == "trunk")
+        return captured["intermediates"]["trunk"]["__call__"][0]
+
+    first, second = trunk_output(100.0), trunk_output(-100.0)
+    sigmoid = 1 / (1 + math.exp(-0.5))
+    np.testing.assert_allclose(
+        trunk_output(0.5), sigmoid * first + (1 - sigmoid) * second, rtol=1e-5, atol=1e-5)
+
+
+def test_the_derivative_of_gelu_is_right():
+    x = jnp.linspace(-6, 6, 201)
+    expected = [jax.grad(lambda v: jax.nn.gelu(v, approximate=False))(v) for v in x]
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(models.layers.gelu))(x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scanned_and_unrolled_layers_agree(architecture):
+    scanned, unrolled = (build(architecture, scan_layers=scan) for scan in (True, False))
+    params = init(scanned)
+    tokens = random_tokens(scanned)
+    np.testing.assert_allclose(
+        scanned.apply({"params": params}, tokens), unrolled.apply({"params": params}, tokens),
+        rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_stays_near_float32(architecture):
+    exact, rounded = (build(architecture, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    params = init(exact)
+    tokens = random_tokens(exact)
+    a, b = (np.asarray(m.apply({"params": params}, tokens)) for m in (exact, rounded))
+    assert b.dtype == np.float32
+    assert 0 < np.sqrt(np.mean((a - b)**2)) < 0.03 * np.std(a)
+
+
+def test_dropout_is_for_training_only():
+    model = build("gpt", dropout=0.5)
+    params = init(model)
+    tokens = random_tokens(model)
+
+    def hidden(train, seed):
+        return np.asarray(model.apply({"params": params}, tokens, train, method="hidden",
+                                      rngs={"dropout": jax.random.key(seed)}))
+
+    assert np.array_equal(hidden(False, 0), hidden(False, 1))
+    assert np.array_equal(hidden(True, 0), hidden(True, 0))
+    assert not np.allclose(hidden(True, 0), hidden(True, 1))
+
+
+@pytest.mark.parametrize("architecture, fields, words", [
+    ("gpt", {"num_heads": 3}, ["num_heads=3", "d_model=64"]),
+    ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
+    ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
+    ("gpt", {"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+    ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such part"]),
+    ("gpt", {"architecture": "pgpt"}, ["num_paths=None", "pgpt needs"]),
+    ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
+    ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
+    ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
+    ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
+    ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
+    ("lgpt", {"stage_heads": "many"}, ["stage_heads='many'", "'scaled'"]),
+    ("lgpt", {"d_model": 4, "num_heads": 1, "blocks_per_stage": 1}, ["d_model=4", "halved 4 times"]),
+    ("lgpt", {"d_model": 96, "num_heads": 32}, ["num_heads=32"]),
+    ("lgpt", {"num_heads": 1, "stage_heads": "scaled"}, ["num_heads=1", "width 32", "0 heads"]),
+    ("lgpt", {"d_model": 64, "num_heads": 64}, ["num_heads=64", "width 32"]),
+    ("lgpt", {"tie_embeddings": True}, ["tie_embeddings=True", "width 16"]),
+    ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
+    ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
+])
+def test_impossible_sizes_are_refused(architecture, fields, words):
+    with pytest.raises(UserError) as error:
+        build(architecture, **fields)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,214 @@
+"""Loss, gradients, optimiser and mesh: one step against plain formulas, and the same on any mesh."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, build, init, load_config
+from flax import linen as nn
+
+from smallgpt_jax import models, sharding
+from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
+from smallgpt_jax.step import cross_entropy, eval_step
+from smallgpt_jax.train import compile_steps, initial_state, state_shardings
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_cross_entropy_and_its_gradients(chunks):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, head = jax.random.normal(keys[0], (3, 16, 8)), jax.random.normal(keys[1], (8, 50))
+    targets = jax.random.randint(keys[2], (3, 16), 0, 50)
+    weights = jax.random.uniform(keys[3], (3, 16))
+
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    one_hot = np.eye(50)[targets]
+    expected = -np.sum(np.asarray(weights) * np.log((probabilities * one_hot).sum(axis=-1)))
+    d_logits = np.asarray(weights)[..., None] * (probabilities - one_hot)
+
+    def loss(x, head):
+        return 3 * cross_entropy(x, head, targets, weights, chunks)
+
+    value, (d_x, d_head) = jax.value_and_grad(loss, (0, 1))(x, head)
+    assert float(value) == pytest.approx(3 * expected, rel=1e-5)
+    assert float(loss(x, head)) == pytest.approx(3 * expected, rel=1e-5)
+    np.testing.assert_allclose(d_x, 3 * d_logits @ np.asarray(head).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        d_head, 3 * np.einsum("btw,btv->wv", x, d_logits), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_never_exist_whole():
+    """No array of the compiled gradient holds more than a chunk of the logits."""
+    x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((8, 999), "float32")
+    targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in ("int32", "float32"))
+    text = jax.jit(jax.grad(cross_entropy), static_argnums=4).lower(
+        x, head, targets, weights, 8).as_text()
+    assert "32x999x" in text and "256x999x" not in text and "4x64x999x" not in text
+
+
+def test_learning_rate():
+    rate = learning_rate_schedule(
+        learning_rate=6e-4, warmup_steps=715, decay_steps=19_073, final_learning_rate=6e-5)
+    for step, expected in ((0, 0.0), (143, 6e-4 / 5), (715, 6e-4), (19_073, 6e-5), (30_000, 6e-5)):
+        assert float(rate(step)) == pytest.approx(expected, rel=1e-4)
+    middle = 6e-5 + (6e-4 - 6e-5) * (1 + math.cos(math.pi * 0.25)) / 2
+    assert float(rate(715 + (19_073 - 715) // 4)) == pytest.approx(middle, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_update_is_adamw_with_clipping(architecture):
+    """One step against Loshchilov & Hutter (arXiv 1711.05101, algorithm 2), decay on matrices only."""
+    model = build(architecture, use_bias=True)
+    params = init(model)
+    boxed = models.abstract_params(model)
+    optimizer = make_optimizer(
+        boxed, name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10,
+        final_learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+    gradients = jax.tree.map(lambda x: 3 * jnp.sin(100 * x), params)
+    norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradients)))
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    decayed = 0
+    for (path, update), g, p in zip(jax.tree_util.tree_leaves_with_path(updates),
+                                    jax.tree.leaves(gradients), jax.tree.leaves(params)):
+        name = path[-1].key
+        is_matrix = name not in ("bias", "scale", "path_logits")
+        decayed += is_matrix
+        g = np.asarray(g, np.float64) / norm  # the norm is far above 1; bias correction cancels
+        expected = -0.01 * (g / (np.abs(g) + 1e-8) + 0.1 * is_matrix * np.asarray(p))
+        np.testing.assert_allclose(update, expected, rtol=1e-3, atol=1e-6)
+    assert decayed >= 7
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"name": "adamv"}, ["'adamv'", "did you mean 'adamw'"]),
+    ({"beta2": 1.0}, ["beta2=1.0"]),
+    ({"weight_decay": -1.0}, ["weight_decay=-1.0"]),
+    ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),
+    ({"decay_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
+])
+def test_impossible_optimizers_are_refused(change, words):
+    settings = {**load_config("gpt").optimizer, **change}
+    with pytest.raises(UserError) as error:
+        make_optimizer(models.abstract_params(build("gpt")), **settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ---------------------------------------------------------------------- meshes
+
+def losses(architecture, devices=1, steps=5, **fields):
+    """The losses of a few training steps, and the parameters after them."""
+    config = load_config(architecture, **fields)
+    model = models.build(**config.model)
+    mesh = sharding.make_mesh(**config.mesh, devices=jax.devices()[:devices])
+    boxed = models.abstract_params(model)
+    optimizer = make_optimizer(boxed, **config.optimizer)
+    shardings = state_shardings(mesh, boxed, optimizer)
+    state = initial_state(model, optimizer, config.train.seed, shardings)
+    step, _ = compile_steps(model, optimizer, config, mesh, shardings, state)
+    tokens = np.random.default_rng(0).integers(
+        0, model.config.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
+    found = []
+    for batch in tokens:
+        state, metrics = step(state, sharding.global_batch(sharding.batch_sharding(mesh), batch))
+        found.append(float(metrics["loss"]))
+    return np.array(found), jax.device_get(state.params)
+
+
+@functools.cache
+def losses_on_one_device(architecture):
+    return losses(architecture)[0]
+
+
+@pytest.mark.parametrize("architecture, fields", [
+    *((name, {"mesh__data": 8}) for name in ARCHITECTURES),
+    *((name, {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}) for name in ARCHITECTURES),
+    ("gpt", {"mesh__data": 1, "mesh__fsdp": 8}),
+    ("pgpt", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
+])
+def test_eight_devices_compute_what_one_does(architecture, fields):
+    np.testing.assert_allclose(
+        losses(architecture, devices=8, **fields)[0], losses_on_one_device(architecture), rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [
+    {"train__microbatches": 2}, {"train__microbatches": 8}, {"train__loss_chunks": 8},
+    {"model__scan_layers": True}])
+def test_how_a_step_is_computed_does_not_matter(fields):
+    np.testing.assert_allclose(
+        losses("lgpt", **fields)[0], losses_on_one_device("lgpt"), rtol=1e-5)
+
+
+def test_microbatches_on_a_mesh():
+    np.testing.assert_allclose(
+        losses("gpt", devices=4, train__microbatches=2)[0], losses_on_one_device("gpt"), rtol=1e-5)
+
+
+def test_lion_trains():
+    found, _ = losses("gpt", steps=1, optimizer__name="lion")
+    assert np.isfinite(found).all()
+
+
+def test_weights_lie_where_the_rules_say():
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2, path=2)
+    params = nn.unbox(sharding.param_shardings(mesh, models.abstract_params(build("pgpt"))))
+    P = jax.sharding.PartitionSpec
+    blocks = params["trunk"]["paths"]["blocks"]
+    assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
+    assert blocks["attention"]["out"]["kernel"].spec == P("path", None, "tensor", None, "fsdp")
+    assert params["token_embedding"].spec == P("tensor", "fsdp")
+    # What an axis does not divide is replicated: 3 heads over 2 devices.
+    odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
+    assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
+        None, "fsdp", None, None, None)
+
+
+@pytest.mark.parametrize("lengths, words", [
+    ({"data": 3}, ["data=3", "which is 8"]),
+    ({"data": -1, "fsdp": -1}, ["one of them may be -1"]),
+    ({"data": 0}, ["data=0", "at least 1"]),
+    ({"data": -1, "tensor": 3}, ["tensor=3", "which is 8"]),
+])
+def test_impossible_meshes_are_refused(lengths, words):
+    with pytest.raises(UserError) as error:
+        sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ---------------------------------------------------------------------- counting
+
+def test_flops_of_a_matrix_product():
+    a, b = jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")
+    assert matmul_flops(jnp.dot, a, b) == 2 * 3 * 4 * 5
+
+    def loop(a, b):
+        return jax.lax.scan(lambda x, _: (x @ b @ b.T, None), a, length=7)[0]
+
+    assert matmul_flops(jax.jit(loop), a, b) == 7 * 2 * (2 * 3 * 4 * 5)
+    with pytest.raises(ValueError, match="unknown length"):
+        matmul_flops(lambda a: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x.T @ x, a), a)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_flops_of_gpt(scan_layers):
+    """6 a weight of a matrix product, and 12·L·D·T for attention (arXiv 2204.02311, appendix B)."""
+    config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
+    weights = 12 * 12 * 768**2 + 768 * config.vocab_size
+    expected = 6 * weights + 12 * 12 * 768 * 1024
+    assert train_flops_per_token(models.build(**config)) == expected
+
+
+def test_evaluation_leaves_out_what_does_not_count():
+    model = build("gpt")
+    params = init(model)
+    tokens = jax.random.randint(jax.random.key(0), (4, 65), 0, 257)
+    rows = [eval_step(params, tokens[i:i + 1], jnp.array([True]), model=model, loss_chunks=1)
+            for i in range(4)]
+    loss, targets = eval_step(
+        params, tokens, jnp.array([True, False, True, False]), model=model, loss_chunks=4)
+    assert int(targets) == 2 * 64
+    assert float(loss) == pytest.approx(float(rows[0][0] + rows[2][0]), rel=1e-5)

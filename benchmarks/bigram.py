@@ -17,8 +17,7 @@ from absl import flags
 from smallgpt_jax import cli, data, metrics, workdir
 from smallgpt_jax.errors import UserError
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.")
-flags.mark_flag_as_required("workdir")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
 
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -33,8 +32,9 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab_size: int, k: f
     return -np.mean(np.log((pair_counts + k) / (current_counts + k * vocab_size)))
 
 
-def main() -> None:
-    folder = Path(_WORKDIR.value)
+def compare(folder: Path) -> dict[str, float]:
+    """Losses in nats a token on the validation split: bigram_loss (and its k), model_loss (its last
+    evaluation, at `step`)."""
     config = workdir.read_config(folder)
     store = data.find(config.data)
     if store is None:
@@ -47,13 +47,19 @@ def main() -> None:
                          for split in (store.train, store.validation))
     losses = {k: bigram_loss(train, validation, store.tokenizer.vocab_size, k) for k in SMOOTHING}
     k = min(losses, key=losses.get)
-    model_loss = evaluations[-1]["loss"]
-    print(f"bigram, add-{k:g}, on {len(train):,} tokens: validation loss {losses[k]:.4f}")
-    print(f"{config.model.architecture}, step {evaluations[-1]['step']}: validation loss {model_loss:.4f}")
-    print(json.dumps({"bigram_loss": float(losses[k]), "model_loss": model_loss}))
-    if model_loss >= losses[k]:
+    return {"k": k, "bigram_loss": float(losses[k]), "step": evaluations[-1]["step"],
+            "model_loss": evaluations[-1]["loss"]}
+
+
+def main() -> None:
+    result = compare(Path(_WORKDIR.value))
+    print(f"bigram, add-{result['k']:g}: validation loss {result['bigram_loss']:.4f}")
+    print(f"model, step {result['step']}: validation loss {result['model_loss']:.4f}")
+    print(json.dumps(result))
+    if result["model_loss"] >= result["bigram_loss"]:
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    flags.mark_flag_as_required("workdir")
     cli.run(main)

@@ -16,7 +16,7 @@ from pathlib import Path
 from smallgpt_jax.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".jsonl")  # what a folder is searched for
-PASSAGE_CHARACTERS = 16_384
+PASSAGE_CHARACTERS = (1024, 16_384)  # of the passages that text files are cut into: least, most
 
 # Left out: tests, because many distributions of Python leave them out too; tables that are not
 # written by hand; what is not the standard library's own.
@@ -36,13 +36,14 @@ def documents(source: str, text_field: str, invalid_utf8: str) -> Iterator[str]:
         yield from hugging_face_documents(source, text_field)
         return
     empty = True
+    passage = min(max(size(source) // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
     for path in local_files(source):
         if path.suffix == ".jsonl":
             texts = json_lines(path, text_field, invalid_utf8)
         elif source == "python_stdlib":
             texts = [decode(path.read_bytes(), path, "replace")]
         else:
-            texts = passages(decode(read_bytes(path), path, invalid_utf8))
+            texts = passages(decode(read_bytes(path), path, invalid_utf8), passage)
         for text in texts:
             if text:
                 empty = False
@@ -88,18 +89,18 @@ def fingerprint(source: str) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def passages(text: str) -> Iterator[str]:
-    """Cuts a text file into documents of at most PASSAGE_CHARACTERS, at blank lines if it can.
+def passages(text: str, most: int) -> Iterator[str]:
+    """Cuts a text into documents of at most `most` characters, at blank lines where it can.
 
     A file that is one long book would otherwise be one document, wholly in the training or wholly
-    in the validation split. The price is an end-of-text every 16 thousand characters.
+    in the validation split. The price is an end-of-text every 16 thousand characters (more often
+    in a source of less than 1.6 MB, so that it has some hundred documents).
     """
     start = 0
-    while len(text) - start > PASSAGE_CHARACTERS:
-        limit = start + PASSAGE_CHARACTERS
-        half = start + PASSAGE_CHARACTERS // 2
-        cuts = (text.rfind(mark, half, limit) + len(mark) for mark in ("\n\n", "\n", " "))
-        end = next((cut for cut in cuts if cut > half), limit)
+    while len(text) - start > most:
+        half = start + most // 2
+        cuts = (text.rfind(mark, half, start + most) + len(mark) for mark in ("\n\n", "\n", " "))
+        end = next((cut for cut in cuts if cut > half), start + most)
         yield text[start:end]
         start = end
     yield text[start:]

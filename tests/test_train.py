@@ -1,0 +1,309 @@
+"""Whole runs, as a user starts them: training, continuing, text at the end, and refusals."""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, ROOT, load_config, run
+
+from smallgpt_jax import checkpoint, inference, metrics
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.train import train
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+
+def config_for(text_file, architecture="gpt", **fields):
+    """A tiny run on `text_file`, on all eight devices."""
+    return load_config(architecture, **{"data__source": str(text_file), **fields})
+
+
+def flags_for(text_file, workdir, architecture="gpt", *overrides):
+    return [f"--config=configs/{architecture}.py:tiny", f"--workdir={workdir}",
+            f"--config.data.source={text_file}", *(f"--config.{field}" for field in overrides)]
+
+
+def state_of(workdir, step):
+    """All arrays of a checkpoint, as they were saved."""
+    checkpoints = checkpoint.open_checkpoints(workdir / "checkpoints")
+    tree = checkpoints.restore(step, args=checkpoint.ocp.args.Composite(
+        params=checkpoint.ocp.args.StandardRestore(),
+        opt_state=checkpoint.ocp.args.StandardRestore()))
+    return jax.tree.map(np.asarray, (tree["params"], tree["opt_state"]))
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def losses_in(workdir, split="train"):
+    return {line["step"]: line["loss"] for line in metrics.read_lines(workdir / "metrics.jsonl")
+            if line["split"] == split}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_run_from_the_command_line(architecture, text_file, tmp_path):
+    workdir = tmp_path / "new" / "run"
+    result = run("main", *flags_for(text_file, workdir, architecture))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+    lines = metrics.read_lines(workdir / "metrics.jsonl")
+    trained = [line for line in lines if line["split"] == "train"]
+    assert [line["step"] for line in trained] == [10, 20, 30, 40]
+    assert all({"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= set(line)
+               for line in trained)
+    assert trained[-1]["learning_rate"] == pytest.approx(3e-4, rel=0.05)
+    evaluated = [line for line in lines if line["split"] == "eval"]
+    assert [line["step"] for line in evaluated] == [20, 40]
+    assert evaluated[-1]["loss"] < 0.85 * math.log(257)
+    store = json.loads((workdir / "store.json").read_text())["splits"]["validation"]
+    assert evaluated[-1]["bits_per_byte"] == pytest.approx(
+        evaluated[-1]["loss"] / math.log(2) * store["tokens"] / store["text_bytes"])
+    assert f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte" in result.stdout.splitlines()[-2]
+    assert list(workdir.glob("events.out.tfevents*"))
+
+    def generate(*flags):
+        result = run("generate", f"--workdir={workdir}", "--prompt=the cat", "--max_new_tokens=30", *flags)
+        assert (result.returncode, result.stderr) == (0, "")
+        return result.stdout
+
+    text = generate("--temperature=0")
+    assert text.startswith("the cat") and len(text) > len("the cat") + 10
+    assert generate("--top_k=1", "--seed=5") == text
+
+
+@pytest.mark.parametrize("architecture", ["cgpt", "pgpt"])
+def test_continuing_is_as_if_never_stopped(architecture, text_file, tmp_path):
+    config = config_for(text_file, architecture, model__dropout=0.1)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, str(whole))
+    with config.unlocked():
+        config.train.steps = 20
+    train(config, str(parts))
+    config.train.steps = 40
+    train(config, str(parts))
+    assert_equal(state_of(parts, 40), state_of(whole, 40))
+    assert losses_in(parts) == losses_in(whole)
+    assert losses_in(parts, "eval") == losses_in(whole, "eval")
+
+
+def test_a_run_that_lost_its_last_steps_repeats_them(text_file, tmp_path):
+    config = config_for(text_file)
+    train(config, str(tmp_path))
+    before, losses = state_of(tmp_path, 40), losses_in(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "40")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "spl')  # cut short
+    train(config, str(tmp_path))
+    assert_equal(state_of(tmp_path, 40), before)
+    assert losses_in(tmp_path) == losses
+    steps = [(line["split"], line["step"]) for line in metrics.read_lines(tmp_path / "metrics.jsonl")]
+    assert len(steps) == len(set(steps)) == 6
+
+
+def test_a_finished_run_stays_as_it_is(text_file, tmp_path, capsys):
+    config = config_for(text_file, train__steps=20)
+    train(config, str(tmp_path))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    train(config, str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert "20 of them done" in capsys.readouterr().out
+
+
+def test_only_the_newest_checkpoints_stay(text_file, tmp_path):
+    train(config_for(text_file, train__checkpoint_every=10, train__keep_checkpoints=2,
+                     train__eval_every=40), str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["30", "40"]
+
+
+@pytest.mark.slow
+def test_one_device_and_eight_give_the_same_losses(text_file, tmp_path):
+    for devices in (1, 8):
+        result = run("main", *flags_for(text_file, tmp_path / str(devices), "pgpt"), devices=devices)
+        assert result.returncode == 0, result.stderr
+    one, eight = losses_in(tmp_path / "1"), losses_in(tmp_path / "8")
+    assert one.keys() == eight.keys()
+    assert [eight[step] for step in one] == pytest.approx(list(one.values()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_learns_more_than_pairs(architecture, text_file, tmp_path):
+    """Below the bigram model of the same tokens; the quickstart's own figures are in the README."""
+    import bigram
+
+    train(config_for(text_file, architecture, train__steps=400, optimizer__decay_steps=400,
+                     train__eval_every=400, train__eval_steps=0), str(tmp_path))
+    comparison = bigram.compare(tmp_path)
+    assert comparison["model_loss"] < comparison["bigram_loss"] - 0.5
+
+
+def test_bigram_loss_is_that_of_the_formula():
+    import bigram
+
+    train_tokens, validation = np.array([0, 1, 2, 0, 1, 1]), np.array([0, 1, 2, 2])
+    # Counts: 0→1 twice, 1→2 once, 1→1 once, 2→0 once; the last token begins no pair.
+    expected = -np.mean(np.log([(2 + 0.5) / (2 + 1.5), (1 + 0.5) / (2 + 1.5), 0.5 / (1 + 1.5)]))
+    assert bigram.bigram_loss(train_tokens, validation, 3, k=0.5) == pytest.approx(expected)
+
+
+def test_mfu_needs_a_known_chip():
+    assert metrics.peak_flops("TPU v5 lite") == 197e12
+    assert metrics.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert metrics.peak_flops("cpu") is None
+
+
+# ---------------------------------------------------------------------- refusals
+
+@pytest.mark.parametrize("fields, words", [
+    ({"train__batch_size": 12}, ["batch_size=12", "multiple of 8"]),
+    ({"train__microbatches": 3}, ["batch_size=8", "3 microbatches"]),
+    ({"train__loss_chunks": 5}, ["loss_chunks=5", "context_length=64"]),
+    ({"train__steps": 0}, ["train.steps=0"]),
+    ({"train__eval_steps": -1}, ["eval_steps=-1"]),
+    ({"model__vocab_size": 200}, ["vocab_size=200", "257"]),
+    ({"model__num_heads": 5}, ["num_heads=5"]),
+    ({"mesh__data": 3}, ["data=3"]),
+    ({"mesh__path": 2}, ["path=2", "only pgpt"]),
+    ({"data__packing": "best"}, ["packing='best'"]),
+    ({"data__source": "nothing.txt"}, ["nothing.txt", "no such file"]),
+    ({"data__source": "hf:some/corpus", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
+    ({"data__source": "tfds:lm1b"}, ["tfds:lm1b"]),
+    ({"train__batch_size": 80_000}, ["tokens, one batch takes 80000 × 64"]),
+    ({"optimizer__name": "adam"}, ["'adam'"]),
+])
+def test_what_cannot_be_trained_leaves_no_workdir(text_file, tmp_path, fields, words):
+    config = config_for(text_file, **fields)
+    with pytest.raises(UserError) as error:
+        train(config, str(tmp_path / "run"))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_workdirs_that_are_not_this_runs(text_file, tmp_path):
+    def refused(config, workdir, *words):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        with pytest.raises(UserError) as error:
+            train(config, str(workdir))
+        assert all(word in str(error.value) for word in words), str(error.value)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+    run_dir = tmp_path / "run"
+    train(config_for(text_file, train__steps=10), str(run_dir))
+    refused(config_for(text_file, "lgpt"), run_dir, "model.architecture was 'gpt', now 'lgpt'",
+            "model.blocks_per_stage was None, now 2")
+    refused(config_for(text_file, train__seed=1), run_dir, "train.seed was 1337, now 1")
+    refused(config_for(text_file, optimizer__learning_rate=0.1), run_dir, "optimizer.learning_rate")
+    train(config_for(text_file, train__steps=20, train__log_every=5, train__microbatches=1), str(run_dir))
+
+    other = tmp_path / "words.txt"
+    other.write_text(text_file.read_text())
+    train(config_for(other, train__steps=10), str(tmp_path / "changed"))
+    other.write_text(text_file.read_text() + "more words, and a few more\n" * 2000)
+    refused(config_for(other, train__steps=20), tmp_path / "changed", "its text has changed")
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    refused(config_for(text_file), tmp_path / "full", "holds files, but no run")
+    refused(config_for(text_file), other, "not a folder")
+    refused(config_for(text_file), other / "below", "not a folder")
+    (run_dir / "config.json").write_text("{")
+    refused(config_for(text_file), run_dir, "config.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_workdir_that_cannot_be_written(text_file, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="may write"):
+        train(config_for(text_file), str(tmp_path / "run"))
+
+
+def test_store_made_from_something_else(text_file, tmp_path):
+    config = config_for(text_file, train__steps=10, data__store=str(tmp_path / "store"))
+    train(config, str(tmp_path / "first"))
+    with config.unlocked():
+        config.data.validation_fraction = 0.3
+    with pytest.raises(UserError, match=r"was made with validation_fraction=0\.1"):
+        train(config, str(tmp_path / "second"))
+
+
+def test_errors_are_two_lines_at_most(text_file, tmp_path):
+    result = run("main", *flags_for(text_file, tmp_path / "run", "gpt", "train.batch_size=0"))
+    assert result.returncode == 1
+    assert result.stderr == "error: config.train.batch_size=0: must be at least 1\n"
+    assert result.stdout == ""
+
+
+def test_prepare(text_file, tmp_path):
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={text_file}",
+             f"--config.data.store={tmp_path / 'store'}"]
+    first, second = (run("prepare", *flags) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert re.search(r"\d+ documents, [\d.]+ M tokens for training", first.stdout)
+    assert "there already" in second.stdout
+    assert (tmp_path / "store" / "metadata.json").is_file()
+
+
+# ---------------------------------------------------------------------- text
+
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("trained")
+    train(config_for(text_file, train__steps=20, train__eval_every=20), str(workdir))
+    return workdir
+
+
+def test_greedy_text_is_the_likeliest_token_each_time(trained):
+    loaded = inference.load(trained)
+    text = "".join(inference.generate(loaded, "the dog", max_new_tokens=12, temperature=0))
+    ids = [256, *b"the dog"]
+    for _ in range(12):
+        logits = loaded.model.apply({"params": loaded.params}, np.array([ids]))[0, -1]
+        ids.append(int(np.argmax(logits[:257])))
+    assert text == bytes(ids[8:]).decode()
+
+
+def test_sampling(trained):
+    loaded = inference.load(trained)
+
+    def text(**settings):
+        return "".join(inference.generate(loaded, "the", 40, **settings))
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text(top_k=1, seed=1) == text(temperature=0, seed=2)
+    assert len(set(text(temperature=50.0, seed=3))) > len(set(text(temperature=0.5, seed=3)))
+
+
+def test_text_goes_on_past_the_context(trained):
+    pieces = list(inference.generate(inference.load(trained), "the cat sat " * 8, 50, temperature=0.5))
+    assert len("".join(pieces)) > 20
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"temperature": -1.0}, ["temperature=-1.0"]),
+    ({"top_k": 0}, ["top_k=0"]),
+    ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
+])
+def test_impossible_sampling_is_refused(trained, settings, words):
+    with pytest.raises(UserError) as error:
+        list(inference.generate(inference.load(trained), "", **{"max_new_tokens": 5, **settings}))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_workdirs_without_a_model(trained, tmp_path):
+    with pytest.raises(UserError, match=r"config\.json"):
+        inference.load(tmp_path)
+    shutil.copy(trained / "config.json", tmp_path)
+    with pytest.raises(UserError, match="no checkpoint"):
+        inference.load(tmp_path)
+    with pytest.raises(UserError, match="there are: 20"):
+        inference.load(trained, step=7)

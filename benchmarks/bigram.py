@@ -15,6 +15,7 @@ import numpy as np
 from absl import flags
 
 from smallgpt_jax import cli, data, metrics, workdir
+from smallgpt_jax.data import batches
 from smallgpt_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
@@ -22,19 +23,20 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab_size: int, k: float) -> float:
-    """Mean −log p(next | current) in nats, p = (count + k) / (count of current + k·vocabulary)."""
+def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
+                k: float) -> float:
+    """Mean −log p(following | current) in nats, p = (count + k) / (count of current + k·vocabulary)."""
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
-    wanted = validation[:-1].astype(np.int64) * vocab_size + validation[1:]
+    wanted = current.astype(np.int64) * vocab_size + following
     place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     pair_counts = np.where(pairs[place] == wanted, counts[place], 0)
-    current_counts = np.bincount(train[:-1], minlength=vocab_size)[validation[:-1]]
+    current_counts = np.bincount(train[:-1], minlength=vocab_size)[current]
     return -np.mean(np.log((pair_counts + k) / (current_counts + k * vocab_size)))
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Losses in nats a token on the validation split: bigram_loss (and its k), model_loss (its last
-    evaluation, at `step`)."""
+    """Losses in nats a token on the run's validation batches: bigram_loss (and its k), model_loss
+    (the run's last evaluation, at `step`)."""
     config = workdir.read_config(folder)
     store = data.find(config.data)
     if store is None:
@@ -43,9 +45,11 @@ def compare(folder: Path) -> dict[str, float]:
                    if line["split"] == "eval"]
     if not evaluations:
         raise UserError(f"{folder}: this run has no evaluation yet")
-    train, validation = (split.read(np.array([0]), split.tokens)[0]
-                         for split in (store.train, store.validation))
-    losses = {k: bigram_loss(train, validation, store.tokenizer.vocab_size, k) for k in SMOOTHING}
+    train = store.train.read(np.array([0]), store.train.tokens)[0]
+    validation = np.concatenate([tokens[counts] for tokens, counts in batches.validation_batches(
+        store.validation, config.model.context_length, config.train.batch_size, config.train.eval_steps)])
+    current, following = validation[:, :-1].reshape(-1), validation[:, 1:].reshape(-1)
+    losses = {k: bigram_loss(train, current, following, store.tokenizer.vocab_size, k) for k in SMOOTHING}
     k = min(losses, key=losses.get)
     return {"k": k, "bigram_loss": float(losses[k]), "step": evaluations[-1]["step"],
             "model_loss": evaluations[-1]["loss"]}

@@ -91,39 +91,37 @@ def paper() -> ConfigDict:
 
 
 def quickstart(config: ConfigDict) -> None:
-    config.model.vocab_size = 4096
-    config.model.context_length = 256
-    config.model.num_layers = 8
+    config.model.vocab_size = 1024
+    config.model.context_length = 128
+    config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.d_model = 128
     config.model.dtype = "float32"
     config.data.source = "python_stdlib"
-    config.data.tokenizer = "sentencepiece:4096"
+    config.data.tokenizer = "sentencepiece:1024"
     config.data.validation_fraction = 0.1
     config.data.store = ""
     config.optimizer.learning_rate = 3e-3
     config.optimizer.final_learning_rate = 3e-4
-    config.optimizer.warmup_steps = 30
-    config.optimizer.decay_steps = 300
-    config.train.steps = 300
-    config.train.batch_size = 16
-    config.train.loss_chunks = 1
-    config.train.eval_every = 100
-    config.train.eval_steps = 16
-    config.train.checkpoint_every = 100
+    config.optimizer.warmup_steps = 50
+    config.optimizer.decay_steps = 2500
+    config.train.steps = 2500
+    config.train.batch_size = 8
+    config.train.loss_chunks = 4
+    config.train.eval_every = 500
+    config.train.eval_steps = 64
+    config.train.checkpoint_every = 500
 
 
 def tiny(config: ConfigDict) -> None:
     quickstart(config)
-    config.model.context_length = 64
     config.model.vocab_size = 512
+    config.model.context_length = 64
     config.model.d_model = 64
-    config.model.num_layers = 4
     config.data.tokenizer = "bytes"
     config.optimizer.warmup_steps = 5
     config.optimizer.decay_steps = 40
     config.train.steps = 40
-    config.train.batch_size = 8
     config.train.eval_every = 20
     config.train.eval_steps = 4
     config.train.checkpoint_every = 20

@@ -1,4 +1,16 @@
-"""TODO cgpt"""
+"""ConvGPT of arXiv 2404.14462: LinearGPT with a causal convolution where it has a dense layer.
+
+    python -m smallgpt_jax.prepare --config=configs/cgpt.py
+    python -m smallgpt_jax.main --config=configs/cgpt.py --workdir=runs/cgpt
+
+59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs (26 minutes on eight A100s at 40% of their peak; that
+is arithmetic, this project has not run it at full size). The paper's authors logged
+a validation loss of 4.3163 at step 5,000, where they stopped.
+
+Minutes on two CPU cores, no data needed:
+
+    python -m smallgpt_jax.main --config=configs/cgpt.py:quickstart --workdir=runs/cgpt-quickstart
+"""
 
 from configs import base
 

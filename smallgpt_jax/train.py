@@ -201,8 +201,17 @@ def compile_steps(model, optimizer, config: ConfigDict, mesh, shardings: TrainSt
     with sharding.context(mesh):
         run_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
         run_eval = jax.jit(evaluation, out_shardings=everywhere)
-        return (run_step.lower(state, tokens).compile(),
-                run_eval.lower(state.params, tokens, counts).compile())
+        compiled = (run_step.lower(state, tokens).compile(),
+                    run_eval.lower(state.params, tokens, counts).compile())
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        return tuple(map(one_at_a_time, compiled))
+    return compiled
+
+
+def one_at_a_time(program):
+    """Waits for each call to end. Simulated CPU devices share a few threads: programs in flight
+    together can each hold some of those that the other's collectives wait for."""
+    return lambda *arguments: jax.block_until_ready(program(*arguments))
 
 
 def describe(model, mesh, config: ConfigDict, first_step: int) -> str:

@@ -72,7 +72,8 @@ def init(model, seed: int = 0):
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """Forty thousand words that a model can learn something about."""
-    words = "the cat sat on a mat while some dog ran to its warm house and slept there".split()
+    words = ("the cat sat on a mat while some dog ran to its warm house and slept there "
+             "till it was dark").split()
     lines = []
     for i in range(4000):
         lines.append(" ".join(words[(i * j + j) % len(words)] for j in range(1, 11)) + ".")

@@ -207,7 +207,7 @@ def test_split_does_not_depend_on_order(corpus, tmp_path):
 
 
 def test_store_goes_over_several_files(corpus, tmp_path, monkeypatch):
-    path, texts = corpus
+    path, _texts = corpus
     whole = prepare(tmp_path / "whole", path)
     monkeypatch.setattr(store, "RECORDS_PER_FILE", 3)
     parts = prepare(tmp_path / "parts", path)

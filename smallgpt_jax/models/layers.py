@@ -241,4 +241,5 @@ def blocks(config: ModelConfig, length: int, train: bool, name: str):
         step, length=length, unroll=1 if config.scan_layers else length,
         variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
         metadata_params={nn.PARTITION_NAME: "layers"})
-    return lambda x_BxTxD: scanned(Block(config, train, name=name), x_BxTxD)[0]
+    block = Block(config, train, name=name)
+    return lambda x_BxTxD: scanned(block, x_BxTxD)[0]

@@ -4,11 +4,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.models.layers import INIT_STD, Dense, ModelConfig, Trunk, blocks
+from smallgpt_jax.models.layers import Dense, ModelConfig, Trunk, blocks
 
 
 class Path(nn.Module):
-    """One path: its own dense layer with a bias, then `length` blocks; (B, T, D) → (B, T, D)."""
+    """One path: its own dense layer with a bias, then `length` blocks; (B, T, D) → (B, T, D).
+
+    The dense layer starts with weights that keep the variance: GPT-2's 0.02 would shrink the
+    embeddings of narrow models.
+    """
 
     config: ModelConfig
     length: int
@@ -18,7 +22,7 @@ class Path(nn.Module):
     def __call__(self, x_BxTxD):
         c = self.config
         x_BxTxD = Dense(
-            (c.d_model,), ("embed", "path_embed"), INIT_STD, True, c.dtype, name="dense")(x_BxTxD)
+            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(x_BxTxD)
         return blocks(c, self.length, self.train, name="blocks")(x_BxTxD)
 
 

@@ -108,6 +108,7 @@ def quickstart(config: ConfigDict) -> None:
     config.train.steps = 2500
     config.train.batch_size = 8
     config.train.loss_chunks = 4
+    config.train.log_every = 25
     config.train.eval_every = 500
     config.train.eval_steps = 64
     config.train.checkpoint_every = 500
@@ -122,6 +123,7 @@ def tiny(config: ConfigDict) -> None:
     config.optimizer.warmup_steps = 5
     config.optimizer.decay_steps = 40
     config.train.steps = 40
+    config.train.log_every = 10
     config.train.eval_every = 20
     config.train.eval_steps = 4
     config.train.checkpoint_every = 20

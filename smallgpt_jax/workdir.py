@@ -62,7 +62,10 @@ def begin(workdir: Path, config: ConfigDict, store: TokenStore) -> None:
     Raises UserError if the text it was trained on so far is not the text in `store`.
     """
     metadata = (store.folder / METADATA_FILE).read_text()
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be made: {error.strerror}") from None
     if (workdir / STORE_FILE).exists():
         before, now = json.loads((workdir / STORE_FILE).read_text()), json.loads(metadata)
         kept = tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER))

@@ -4,6 +4,8 @@ import hashlib
 import json
 import random
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -87,6 +89,31 @@ def test_invalid_utf8_can_be_replaced(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "c\xff"}\n{"text": "d\\ud800"}\n')
     assert read(tmp_path, "replace") == ["a\N{REPLACEMENT CHARACTER}b", "c\N{REPLACEMENT CHARACTER}", "d?"]
+
+
+def test_hugging_face_datasets_are_streamed(monkeypatch):
+    """With a stand-in for the library, which only users of hf: sources have."""
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        if args[0] == "nobody/nothing":
+            raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist\nmore")
+        return iter([{"text": "one", "id": 1}, {"text": ""}, {"text": "two"}])
+
+    library = types.ModuleType("datasets")
+    library.load_dataset = load_dataset
+    library.exceptions = types.SimpleNamespace(DatasetNotFoundError=FileNotFoundError)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert read("hf:some/corpus:sample-10BT") == ["one", "two"]
+    assert calls == [(("some/corpus", "sample-10BT"), {"split": "train", "streaming": True})]
+    with pytest.raises(UserError, match=r"no field 'body' \(they have: text, id\)"):
+        read("hf:some/corpus", text_field="body")
+    with pytest.raises(UserError, match=r"nobody/nothing' doesn't exist$"):
+        read("hf:nobody/nothing")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install"):
+        read("hf:some/corpus")
 
 
 # ---------------------------------------------------------------------- tokenizers

@@ -169,7 +169,7 @@ def hugging_face_documents(source: str, text_field: str) -> Iterator[str]:
         import datasets
     except ImportError:
         raise UserError("config.data.source='hf:…' needs the datasets library: "
-                        "pip install 'smallgpt_jax[hf]'") from None
+                        "pip install -e '.[hf]'") from None
     name, *config = source.removeprefix("hf:").split(":", 1)
     try:
         rows = datasets.load_dataset(name, *config, split="train", streaming=True)

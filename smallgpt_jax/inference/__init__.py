@@ -43,6 +43,7 @@ def load(folder: str | Path, step: int | None = None) -> TextModel:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
                             nn.unbox(models.abstract_params(model)))
     params = checkpoint.restore_params(checkpoints, steps[-1] if step is None else step, abstract)
+    checkpoints.close()
     return TextModel(model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
 
 

@@ -175,6 +175,15 @@ def test_sentencepiece_takes_what_a_small_text_has():
     assert 256 < tokenizers.make("sentencepiece:4000", ["a few words\n" * 3]).vocab_size < 400
 
 
+def test_sentencepiece_learns_from_every_document():
+    """Also from texts that can be read only once, and from lines of any length."""
+    texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
+    made = tokenizers.make("sentencepiece:600", (text for text in texts))
+    assert all(len(made.encode([text])[0]) < 2500 for text in texts)
+    with pytest.raises(UserError, match="cannot be trained"):
+        tokenizers.make("sentencepiece:600", [])
+
+
 @pytest.mark.parametrize("spec, files, words", [
     ("sentencepiece:10", {}, ["at least 300"]),
     ("sentencepiece:many", {}, ["number of"]),

@@ -8,7 +8,6 @@ text: that id only ever marks the beginning of a document.
 
 import hashlib
 import io
-import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,8 @@ from smallgpt_jax.errors import UserError
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
 # SentencePiece is trained on at most this much text: more hardly changes its pieces.
-TRAINING_BYTES = 50_000_000
+TRAINING_CHARACTERS = 50_000_000
+LONGEST_LINE = 4096  # characters; SentencePiece leaves out lines beyond a length, so cut them
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # our name: OpenAI's
@@ -205,19 +205,25 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
     A source too small for `size` pieces gives as many as it has.
     """
     def lines():
-        sizes = itertools.accumulate((len(text) for text in texts), initial=0)
-        for text, read in zip(texts, sizes):
-            if read > TRAINING_BYTES:
+        read = 0
+        for text in texts:
+            for line in text.split("\n"):
+                yield from (line[i:i + LONGEST_LINE] for i in range(0, len(line), LONGEST_LINE))
+            read += len(text)
+            if read > TRAINING_CHARACTERS:
                 return
-            yield from (line for line in text.split("\n") if line)
 
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-        add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
-        max_sentence_length=16_384, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1, pad_id=-1,
-        num_threads=os.cpu_count(), minloglevel=2)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+            max_sentence_length=4 * LONGEST_LINE, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
+            pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
+    except RuntimeError as error:
+        raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
+                        f"({str(error).split(']')[-1].strip() or error}); is there enough of it?") from None
     return SentencePiece(model.getvalue())
 
 

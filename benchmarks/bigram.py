@@ -16,6 +16,7 @@ from absl import flags
 
 from smallgpt_jax import cli, data, metrics, workdir
 from smallgpt_jax.data import batches
+from smallgpt_jax.data.store import METADATA_FILE
 from smallgpt_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
@@ -39,7 +40,8 @@ def compare(folder: Path) -> dict[str, float]:
     (the run's last evaluation, at `step`)."""
     config = workdir.read_config(folder)
     store = data.find(config.data)
-    if store is None:
+    trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
+    if store is None or json.loads((store.folder / METADATA_FILE).read_text()) != trained_on:
         raise UserError(f"{folder}: the token store it was trained on is not there any more")
     evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
                    if line["split"] == "eval"]

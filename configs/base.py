@@ -56,7 +56,8 @@ def paper() -> ConfigDict:
     data.invalid_utf8 = "refuse"  # "refuse" a file that is not UTF-8, or "replace" what is not
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | a path
     data.validation_fraction = 0.01  # of the documents, chosen by a hash of their text
-    data.store = "data/fineweb-edu"  # folder of the token store; "": found or made in the cache folder
+    data.store = "data/fineweb-edu"  # folder of the token store, used as it is once it is there;
+    # "": one in the cache folder, made anew when the source changes
     data.packing = "concat"  # documents joined by end-of-text and cut into windows
 
     config.mesh = mesh = ConfigDict()
@@ -79,7 +80,7 @@ def paper() -> ConfigDict:
     config.train = train = ConfigDict()
     train.steps = 19_073  # updates
     train.batch_size = 512  # sequences of context_length tokens in the global batch
-    train.microbatches = 1  # parts that the batch is computed in, one after another
+    train.microbatches = 8  # parts that the batch is computed in, one after another: less memory
     train.loss_chunks = 8  # parts of a sequence whose logits exist at one time; divides context_length
     train.seed = 1337  # of weights, data order and dropout
     train.log_every = 10  # steps between lines of metrics.jsonl
@@ -104,9 +105,10 @@ def quickstart(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 3e-3
     config.optimizer.final_learning_rate = 3e-4
     config.optimizer.warmup_steps = 50
-    config.optimizer.decay_steps = 2500
-    config.train.steps = 2500
+    config.optimizer.decay_steps = 2000
+    config.train.steps = 2000
     config.train.batch_size = 8
+    config.train.microbatches = 1
     config.train.loss_chunks = 4
     config.train.log_every = 25
     config.train.eval_every = 500

@@ -41,6 +41,8 @@ def run(main: Callable[[], None]) -> None:
             main()
         except UserError as error:
             fail(str(error))
+        except OSError as error:  # a full disk, a file that may not be read
+            fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
         except KeyboardInterrupt:
             fail("stopped", status=130)
 

@@ -59,8 +59,10 @@ def train(config: ConfigDict, workdir: str) -> None:
     checkpoints = checkpoint.open_checkpoints(
         folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints)
     first_step = checkpoints.latest_step() or 0
+    is_evaluated = any(line["split"] == "eval" and line["step"] == first_step
+                       for line in read_lines(folder / METRICS_FILE))
     print(describe(model, mesh, config, first_step), flush=True)
-    if first_step >= config.train.steps:
+    if first_step >= config.train.steps and is_evaluated:
         conclude(folder)
         return
     shardings = state_shardings(mesh, boxed_params, optimizer)
@@ -78,17 +80,20 @@ def train(config: ConfigDict, workdir: str) -> None:
     run_step, run_eval = compile_steps(model, optimizer, config, mesh, shardings, state)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
 
-    def evaluate(params) -> dict[str, float]:
-        sums = [run_eval(params, *(sharding.global_batch(rows_sharding, x) for x in batch))
-                for batch in validation_batches]
-        loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-        nats = float(loss / targets)
-        bits_per_byte = nats / math.log(2) / store.validation.bytes_per_token
-        return {"loss": nats, "bits_per_byte": bits_per_byte}
-
-    # ------------------------------------------------------------------ The loop
+    # ------------------------------------------------------------------ What it tells
     writer = MetricsWriter(folder, first_step)
     progress, watch = Progress(config.train.steps), Stopwatch()
+
+    def evaluate(step: int, params) -> None:
+        with watch.paused():
+            sums = [run_eval(params, *(sharding.global_batch(rows_sharding, x) for x in batch))
+                    for batch in validation_batches]
+            loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
+        nats = float(loss / targets)
+        bits_per_byte = nats / math.log(2) / store.validation.bytes_per_token
+        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte})
+        progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+
     tokens_per_step = config.train.batch_size * model.config.context_length
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     flops_per_token = train_flops_per_token(model)
@@ -109,6 +114,12 @@ def train(config: ConfigDict, workdir: str) -> None:
                         + (f"   MFU {values['mfu']:.1%}" if peak else "")
                         + f"   {duration(left)} left")
 
+    # ------------------------------------------------------------------ The loop
+    def is_due(step: int, every: int) -> bool:
+        return step >= config.train.steps or step % every == 0
+
+    if first_step and is_due(first_step, config.train.eval_every) and not is_evaluated:
+        evaluate(first_step, state.params)  # the run was stopped after saving, before evaluating
     unread = None  # the metrics of a step are read only when the next one is under way
     for step, tokens in zip(range(first_step + 1, config.train.steps + 1),
                             batches.prefetched(train_batches, first_step)):
@@ -116,18 +127,15 @@ def train(config: ConfigDict, workdir: str) -> None:
         if unread:
             tell(*unread)
         unread = (step, values) if step % config.train.log_every == 0 else None
-        is_last = step == config.train.steps
-        if is_last or step % config.train.checkpoint_every == 0:
+        saves = is_due(step, config.train.checkpoint_every)
+        evaluates = is_due(step, config.train.eval_every)
+        if unread and (saves or evaluates):
+            tell(*unread)
+            unread = None
+        if saves:
             checkpoint.save(checkpoints, step, state)
-        if is_last or step % config.train.eval_every == 0:
-            if unread:
-                tell(*unread)
-                unread = None
-            with watch.paused():
-                values = evaluate(state.params)
-            writer.write(step, "eval", values)
-            progress.stay(step, f"validation loss {values['loss']:.4f}, "
-                          f"{values['bits_per_byte']:.4f} bits per byte")
+        if evaluates:
+            evaluate(step, state.params)
     checkpoints.close()
     writer.close()
     conclude(folder)
@@ -151,8 +159,9 @@ def check(config: ConfigDict, mesh) -> None:
                   "checkpoint_every", "keep_checkpoints"):
         if train[field] < 1:
             raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
-    if train.eval_steps < 0:
-        raise UserError(f"config.train.eval_steps={train.eval_steps}: must be 0 (all) or more")
+    for field in ("eval_steps", "seed"):
+        if train[field] < 0:
+            raise UserError(f"config.train.{field}={train[field]}: must not be negative")
     parts = sharding.batch_parts(mesh) * train.microbatches
     if train.batch_size % parts:
         raise UserError(

@@ -18,9 +18,11 @@ CONFIG_FILE = "config.json"
 STORE_FILE = "store.json"
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
+GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
 # What a continued run may have different: it changes how the steps are computed or watched, or how
-# many there are, but not what any of them computes.
+# many there are, but not what any of them computes (but for rounding, and for which entries dropout
+# draws if there are other microbatches).
 MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
@@ -33,8 +35,8 @@ def check(workdir: Path, config: ConfigDict) -> None:
 
     Changes nothing.
     """
-    if not workdir.exists():
-        parent = next(p for p in workdir.absolute().parents if p.exists())
+    if not os.path.exists(workdir):  # unlike Path.exists, also where one may not look
+        parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"--workdir={workdir}: cannot be made, {parent} is not a folder that you "
                             "may write to")
@@ -75,15 +77,19 @@ def begin(workdir: Path, config: ConfigDict, store: TokenStore) -> None:
                 f"--workdir={workdir}: its text has changed since the run began ({tokens[0]:,} training "
                 f"tokens then, {tokens[1]:,} now, or another tokenizer); use another --workdir")
     write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
-    tokenizers.save(store.tokenizer, workdir / TOKENIZER_FOLDER)
-    write_atomically(workdir / STORE_FILE, metadata)
+    if not (workdir / STORE_FILE).exists():  # which is written last: all of it is there then
+        tokenizers.save(store.tokenizer, workdir / TOKENIZER_FOLDER)
+        write_atomically(workdir / STORE_FILE, metadata)
 
 
 def read_config(workdir: Path) -> ConfigDict:
     """The resolved config of a run. Raises UserError if there is none."""
     path = workdir / CONFIG_FILE
     try:
-        return ConfigDict(json.loads(path.read_text()))
+        groups = json.loads(path.read_text())
+        if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in GROUPS):
+            raise ValueError(f"it has not the groups {', '.join(GROUPS)}")
+        return ConfigDict(groups)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None
 

@@ -71,7 +71,8 @@ def test_web_text(shared_data):
     ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, ["line 2", "list"]),
     ("a.jsonl", b'\n{"text": "a"\n', {}, ["line 2", "not JSON"]),
     ("a.jsonl", b'{"text": "\\ud800"}\n', {}, ["line 1", "surrogate"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "1 byte is"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "1 byte is", "byte 24 "]),
+    ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["1 byte is", "byte 6 "]),
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
     ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
     ("a.parquet", b"PAR1", {}, ["a.parquet", ".parquet"]),
@@ -83,6 +84,12 @@ def test_bad_sources(tmp_path, name, content, settings, words):
     with pytest.raises(UserError) as error:
         read(path, **settings)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_odd_files(tmp_path):
+    (tmp_path / "b[1].txt").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    assert read(tmp_path / "b[1].txt") == read(tmp_path) == ["marked"]
 
 
 def test_invalid_utf8_can_be_replaced(tmp_path):
@@ -265,6 +272,7 @@ def test_any_window_can_be_read(token_store):
     ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
     ({"text_field": "body"}, ["line 1"]),
     ({"tokenizer": "nothing"}, ["'nothing'"]),
+    ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
 ])
 def test_a_failed_preparation_leaves_nothing(corpus, tmp_path, changes, words):
     path, _ = corpus
@@ -272,6 +280,15 @@ def test_a_failed_preparation_leaves_nothing(corpus, tmp_path, changes, words):
         prepare(tmp_path / "made" / "store", path, **changes)
     assert all(word in str(error.value) for word in words), str(error.value)
     assert not (tmp_path / "made").exists() or not list((tmp_path / "made").iterdir())
+
+
+def test_a_store_takes_no_ones_place(corpus, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("text")
+    for taken in (tmp_path / "mine", corpus[0]):
+        with pytest.raises(UserError, match="something else there"):
+            prepare(taken, corpus[0])
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
 
 
 @pytest.mark.parametrize("damage, words", [

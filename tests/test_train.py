@@ -111,6 +111,16 @@ def test_a_run_that_lost_its_last_steps_repeats_them(text_file, tmp_path):
     assert len(steps) == len(set(steps)) == 6
 
 
+def test_a_run_stopped_before_its_evaluation_makes_up_for_it(text_file, tmp_path):
+    config = config_for(text_file)
+    train(config, str(tmp_path))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join(whole[:-1]) + "\n")
+    train(config, str(tmp_path))
+    assert path.read_text().splitlines() == whole
+
+
 def test_a_finished_run_stays_as_it_is(text_file, tmp_path, capsys):
     config = config_for(text_file, train__steps=20)
     train(config, str(tmp_path))
@@ -187,6 +197,7 @@ def test_mfu_needs_a_known_chip():
     ({"train__loss_chunks": 5}, ["loss_chunks=5", "context_length=64"]),
     ({"train__steps": 0}, ["train.steps=0"]),
     ({"train__eval_steps": -1}, ["eval_steps=-1"]),
+    ({"train__seed": -1}, ["seed=-1"]),
     ({"model__vocab_size": 200}, ["vocab_size=200", "257"]),
     ({"model__num_heads": 5}, ["num_heads=5"]),
     ({"mesh__data": 3}, ["data=3"]),
@@ -225,7 +236,7 @@ def test_workdirs_that_are_not_this_runs(text_file, tmp_path):
     other = tmp_path / "words.txt"
     other.write_text(text_file.read_text())
     train(config_for(other, train__steps=10), str(tmp_path / "changed"))
-    other.write_text(text_file.read_text() + "more words, and a few more\n" * 2000)
+    other.write_text(text_file.read_text() + "".join(f"{i} more words\n" for i in range(3000)))
     refused(config_for(other, train__steps=20), tmp_path / "changed", "its text has changed")
 
     (tmp_path / "full").mkdir()
@@ -233,15 +244,19 @@ def test_workdirs_that_are_not_this_runs(text_file, tmp_path):
     refused(config_for(text_file), tmp_path / "full", "holds files, but no run")
     refused(config_for(text_file), other, "not a folder")
     refused(config_for(text_file), other / "below", "not a folder")
-    (run_dir / "config.json").write_text("{")
-    refused(config_for(text_file), run_dir, "config.json")
+    for content in ("{", "{}", "[]"):
+        (run_dir / "config.json").write_text(content)
+        refused(config_for(text_file), run_dir, "config.json")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_workdir_that_cannot_be_written(text_file, tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="may write"):
-        train(config_for(text_file), str(tmp_path / "run"))
+def test_workdir_that_cannot_be_written(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    for workdir in (tmp_path, tmp_path / "run"):
+        with pytest.raises(UserError, match="may write"):
+            train(config_for(text_file), str(workdir))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="cannot be made"):
+        train(config_for(text_file), "/proc/run")
 
 
 def test_store_made_from_something_else(text_file, tmp_path):

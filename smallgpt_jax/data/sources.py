@@ -5,6 +5,7 @@ A path, folder or glob names local files: JSON lines (`.jsonl`, one document a l
 text. `hf:NAME[:CONFIG]` streams the training split of a Hugging Face dataset.
 """
 
+import codecs
 import glob
 import hashlib
 import json
@@ -67,10 +68,12 @@ def local_files(source: str) -> list[Path]:
                         "texts to a .jsonl file and name that")
     path = Path(source).expanduser()
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES)
+        paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not paths:
             raise UserError(f"config.data.source={source!r}: no {' or '.join(TEXT_SUFFIXES)} file in "
                             "this folder")
+    elif path.is_file():
+        paths = [path]
     else:
         paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not paths:
@@ -109,11 +112,13 @@ def passages(text: str, most: int) -> Iterator[str]:
 def json_lines(path: Path, text_field: str, invalid_utf8: str) -> Iterator[str]:
     """The `text_field` of each line's object; blank lines are passed over."""
     with open_binary(path) as file:
+        offset = 0
         for number, line in enumerate(file, start=1):
+            start, offset = offset, offset + len(line)
             if not line.strip():
                 continue
             try:
-                item = json.loads(decode(line, path, invalid_utf8, first_line=number))
+                item = json.loads(decode(line, path, invalid_utf8, start, number))
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from None
             if not isinstance(item, dict) or not isinstance(item.get(text_field), str):
@@ -123,19 +128,24 @@ def json_lines(path: Path, text_field: str, invalid_utf8: str) -> Iterator[str]:
             yield refuse_surrogates(item[text_field], f"{path}, line {number}", invalid_utf8)
 
 
-def decode(data: bytes, path: Path, invalid_utf8: str, first_line: int = 1) -> str:
-    """UTF-8 → text; says how many bytes are not UTF-8, and where the first of them stands."""
+def decode(data: bytes, path: Path, invalid_utf8: str, offset: int = 0, line: int = 1) -> str:
+    """UTF-8 → text, of the part of a file that begins at byte `offset` in line `line`.
+
+    Says how many bytes of it are not UTF-8, and where in the file the first of them stands.
+    """
+    if offset == 0 and data.startswith(codecs.BOM_UTF8):
+        data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
     try:
-        return data.decode("utf-8-sig" if first_line == 1 else "utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
         if invalid_utf8 == "replace":
             return data.decode("utf-8", errors="replace")
         escaped = data.decode("utf-8", errors="surrogateescape")
         count = sum(1 for c in escaped if "\udc80" <= c <= "\udcff")
-        line = first_line + data.count(b"\n", 0, error.start)
+        line += data.count(b"\n", 0, error.start)
         raise UserError(
             f"{path}: {count} byte{'s are' if count > 1 else ' is'} not UTF-8, the first at byte "
-            f"{error.start} (line {line}). Convert the file, or set "
+            f"{offset + error.start} (line {line}). Convert the file, or set "
             "--config.data.invalid_utf8=replace") from None
 
 

@@ -116,6 +116,9 @@ def prepare(
     if not 0 < validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction={validation_fraction}: must be above 0 and "
                         "below 1")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"config.data.store={str(folder)!r}: there is something else there already; name "
+                        "a new folder")
     started = time.monotonic()
     if tokenizer.startswith("sentencepiece:"):
         say(f"training a tokenizer, {tokenizer}, on {source}")
@@ -157,10 +160,12 @@ def prepare(
             "dtype": np.dtype(dtype).name, "splits": {n: w.summary() for n, w in writers.items()}}
         (partial / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n")
         partial.chmod(0o755)
-        os.replace(partial, folder)
+        if not (folder / METADATA_FILE).is_file():  # another run may have made it meanwhile
+            os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    shutil.rmtree(partial, ignore_errors=True)
     store = open_store(folder)
     say(f"{source}: {store.train.documents + store.validation.documents:,} documents, "
         f"{store.train.tokens / 1e6:.2f} M tokens for training, "

@@ -233,7 +233,7 @@ def download(name: str) -> bytes:
 
     try:
         return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no network, or not the file it should be
         raise UserError(
             f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}). "
             "Put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "

@@ -70,9 +70,12 @@ def build(**fields) -> LanguageModel:
 
     Raises UserError, before anything is built, when no such model can exist.
     """
-    config = ModelConfig(**fields)
+    try:
+        config = ModelConfig(**fields)
+    except TypeError as error:  # a config.json of another version
+        raise UserError(f"config.model: {str(error).removeprefix('ModelConfig.__init__() ')}") from None
     if config.architecture not in ARCHITECTURES:
-        near = difflib.get_close_matches(config.architecture, ARCHITECTURES, n=1)
+        near = difflib.get_close_matches(str(config.architecture), ARCHITECTURES, n=1)
         config.refuse("architecture", f"must be one of {', '.join(ARCHITECTURES)}"
                       + (f"; did you mean {near[0]!r}?" if near else ""))
     trunk = ARCHITECTURES[config.architecture]

@@ -31,12 +31,13 @@ class LGPT(Trunk):
         if config.d_model % 2**halvings:
             config.refuse(
                 "d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it")
+        num_stages = config.num_layers // config.blocks_per_stage
+        if config.stage_heads == "scaled" and config.num_heads % 2 ** (num_stages - 1):
+            config.refuse("num_heads", f"is halved from each of the {num_stages} stages to the next, so "
+                          f"2^{num_stages - 1}={2 ** (num_stages - 1)} must divide it")
         for stage in stages(config):
-            if stage.num_heads < 1 or stage.d_model % stage.num_heads:
-                config.refuse(
-                    "num_heads", f"does not fit the stage of width {stage.d_model}, which would "
-                    f"have {stage.num_heads} heads (config.model.stage_heads="
-                    f"{config.stage_heads!r}, blocks_per_stage={config.blocks_per_stage})")
+            if stage.d_model % stage.num_heads:
+                config.refuse("num_heads", f"must divide {stage.d_model}, the width of one of the stages")
 
     @classmethod
     def output_width(cls, config: ModelConfig) -> int:

@@ -71,7 +71,7 @@ def test_update_is_adamw_with_clipping(architecture):
         final_learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
     gradients = jax.tree.map(lambda x: 3 * jnp.sin(100 * x), params)
     norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradients)))
-    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params)
     decayed = 0
     for (path, update), g, p in zip(jax.tree_util.tree_leaves_with_path(updates),
                                     jax.tree.leaves(gradients), jax.tree.leaves(params)):
@@ -102,7 +102,7 @@ def test_impossible_optimizers_are_refused(change, words):
 
 def losses(architecture, devices=1, steps=5, **fields):
     """The losses of a few training steps, and the parameters after them."""
-    config = load_config(architecture, **fields)
+    config = load_config(architecture, **{"model__scan_layers": True, **fields})  # compiles faster
     model = models.build(**config.model)
     mesh = sharding.make_mesh(**config.mesh, devices=jax.devices()[:devices])
     boxed = models.abstract_params(model)
@@ -125,9 +125,10 @@ def losses_on_one_device(architecture):
 
 
 @pytest.mark.parametrize("architecture, fields", [
-    *((name, {"mesh__data": 8}) for name in ARCHITECTURES),
-    *((name, {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}) for name in ARCHITECTURES),
+    ("gpt", {"mesh__data": 8}),
     ("gpt", {"mesh__data": 1, "mesh__fsdp": 8}),
+    ("lgpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}),
+    ("cgpt", {"mesh__data": 4, "mesh__tensor": 2}),
     ("pgpt", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
 ])
 def test_eight_devices_compute_what_one_does(architecture, fields):
@@ -137,7 +138,7 @@ def test_eight_devices_compute_what_one_does(architecture, fields):
 
 @pytest.mark.parametrize("fields", [
     {"train__microbatches": 2}, {"train__microbatches": 8}, {"train__loss_chunks": 8},
-    {"model__scan_layers": True}])
+    {"model__scan_layers": False}])
 def test_how_a_step_is_computed_does_not_matter(fields):
     np.testing.assert_allclose(
         losses("lgpt", **fields)[0], losses_on_one_device("lgpt"), rtol=1e-5)

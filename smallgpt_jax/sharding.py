@@ -13,8 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
 
-MESH_AXES = ("data", "fsdp", "tensor", "path")
-
 # Logical axis → mesh axes. Names that are not here, and dimensions that the axes do not divide, are
 # replicated.
 RULES = (

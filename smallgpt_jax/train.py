@@ -68,16 +68,15 @@ def train(config: ConfigDict, workdir: str) -> None:
     shardings = state_shardings(mesh, boxed_params, optimizer)
     seed = config.train.seed
     if first_step:
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(lambda: init_state(model, optimizer, seed)), shardings)
-        state = checkpoint.restore(checkpoints, first_step, abstract)
+        state = checkpoint.restore(
+            checkpoints, first_step, abstract_state(model, optimizer, seed, shardings))
     else:
         state = initial_state(model, optimizer, seed, shardings)
 
     # ------------------------------------------------------------------ Compiled steps
     started = time.monotonic()
-    run_step, run_eval = compile_steps(model, optimizer, config, mesh, shardings, state)
+    run_step = compile_train_step(model, optimizer, config, mesh, shardings)
+    run_eval = compile_eval_step(model, config, mesh, state.params)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
 
     # ------------------------------------------------------------------ What it tells
@@ -188,33 +187,51 @@ def state_shardings(mesh, boxed_params, optimizer) -> TrainState:
     return TrainState(sharding.replicated(mesh), params, opt_state)
 
 
+def abstract_state(model, optimizer, seed: int, shardings: TrainState) -> TrainState:
+    """The shapes of a state, and where each part is to lie."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                        jax.eval_shape(lambda: init_state(model, optimizer, seed)), shardings)
+
+
 def initial_state(model, optimizer, seed: int, shardings: TrainState) -> TrainState:
     """The state before the first update, made where it is to lie."""
     return jax.jit(lambda: init_state(model, optimizer, seed), out_shardings=shardings)()
 
 
-def compile_steps(model, optimizer, config: ConfigDict, mesh, shardings: TrainState, state):
-    """The train step (it takes over its state's memory) and the evaluation step, compiled."""
-    rows, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+def compile_train_step(model, optimizer, config: ConfigDict, mesh, shardings: TrainState):
+    """(state, tokens) → (state, metrics), compiled; it takes over the memory of its state."""
     schedule = learning_rate_schedule(**{
         field: config.optimizer[field] for field in
         ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")})
     step = functools.partial(
         train_step, model=model, optimizer=optimizer, schedule=schedule, seed=config.train.seed,
         microbatches=config.train.microbatches, loss_chunks=config.train.loss_chunks)
-    evaluation = functools.partial(
-        eval_step, model=model, loss_chunks=config.train.loss_chunks)
-    tokens = jax.ShapeDtypeStruct(
-        (config.train.batch_size, model.config.context_length + 1), "int32", sharding=rows)
-    counts = jax.ShapeDtypeStruct((config.train.batch_size,), bool, sharding=rows)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))
+    state = abstract_state(model, optimizer, config.train.seed, shardings)
+    return compiled(jitted, mesh, state, tokens_shape(config, mesh))
+
+
+def compile_eval_step(model, config: ConfigDict, mesh, params):
+    """(params, tokens, which rows count) → (summed loss, number of targets), compiled."""
+    evaluation = functools.partial(eval_step, model=model, loss_chunks=config.train.loss_chunks)
+    counts = jax.ShapeDtypeStruct(
+        (config.train.batch_size,), bool, sharding=sharding.batch_sharding(mesh))
+    jitted = jax.jit(evaluation, out_shardings=sharding.replicated(mesh))
+    return compiled(jitted, mesh, params, tokens_shape(config, mesh), counts)
+
+
+def tokens_shape(config: ConfigDict, mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((config.train.batch_size, config.model.context_length + 1), "int32",
+                                sharding=sharding.batch_sharding(mesh))
+
+
+def compiled(jitted, mesh, *arguments):
+    """`jitted` for arguments of these shapes, which may lie anywhere on the mesh."""
     with sharding.context(mesh):
-        run_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
-        run_eval = jax.jit(evaluation, out_shardings=everywhere)
-        compiled = (run_step.lower(state, tokens).compile(),
-                    run_eval.lower(state.params, tokens, counts).compile())
+        program = jitted.lower(*arguments).compile()
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
-        return tuple(map(one_at_a_time, compiled))
-    return compiled
+        return one_at_a_time(program)
+    return program
 
 
 def one_at_a_time(program):

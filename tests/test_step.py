@@ -15,7 +15,7 @@ from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import cross_entropy, eval_step
-from smallgpt_jax.train import compile_steps, initial_state, state_shardings
+from smallgpt_jax.train import compile_train_step, initial_state, state_shardings
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -109,7 +109,7 @@ def losses(architecture, devices=1, steps=5, **fields):
     optimizer = make_optimizer(boxed, **config.optimizer)
     shardings = state_shardings(mesh, boxed, optimizer)
     state = initial_state(model, optimizer, config.train.seed, shardings)
-    step, _ = compile_steps(model, optimizer, config, mesh, shardings, state)
+    step = compile_train_step(model, optimizer, config, mesh, shardings)
     tokens = np.random.default_rng(0).integers(
         0, model.config.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
     found = []
@@ -125,10 +125,9 @@ def losses_on_one_device(architecture):
 
 
 @pytest.mark.parametrize("architecture, fields", [
-    ("gpt", {"mesh__data": 8}),
+    *((name, {"mesh__data": 8}) for name in ARCHITECTURES),
+    *((name, {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}) for name in ARCHITECTURES),
     ("gpt", {"mesh__data": 1, "mesh__fsdp": 8}),
-    ("lgpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}),
-    ("cgpt", {"mesh__data": 4, "mesh__tensor": 2}),
     ("pgpt", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
 ])
 def test_eight_devices_compute_what_one_does(architecture, fields):

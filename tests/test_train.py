@@ -147,7 +147,7 @@ def test_one_device_and_eight_give_the_same_losses(text_file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt", "lgpt"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_it_learns_more_than_pairs(architecture, text_file, tmp_path):
     """Below the bigram model of the same tokens; the quickstart's own figures are in the README."""
     import bigram

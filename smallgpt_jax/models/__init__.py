@@ -48,11 +48,16 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, train: bool = False):
         """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
         dtype = self.config.dtype
-        x_BxTxD = jnp.take(self.token_embedding.astype(dtype), tokens_BxT, axis=0)
+        # Each device looks up whole rows: an embedding kept in parts by width is gathered first.
+        table_VxD = nn.with_logical_constraint(
+            self.token_embedding.astype(dtype), ("vocab", "embed_activation"))
+        x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0)
         x_BxTxD += self.position_embedding[None, :tokens_BxT.shape[1]].astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
-        return self.final_norm(self.trunk(x_BxTxD, train))
+        x_BxTxW = self.final_norm(self.trunk(x_BxTxD, train))
+        # Also the place of its gradient: left to itself, XLA's partitioner has got that one wrong.
+        return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def head_weight(self):
         """The output matrix, (W, V) float32: the head's own, or the token embedding's transpose."""

@@ -48,7 +48,7 @@ class PGPT(Trunk):
         num_paths = self.config.num_paths
         paths = nn.vmap(
             Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
+            split_rngs={"params": True, "dropout": True}, spmd_axis_name="path",
             metadata_params={nn.PARTITION_NAME: "path"})
         length = self.config.num_layers // num_paths
         y_PxBxTxD = paths(self.config, length, train, name="paths")(x_BxTxD)

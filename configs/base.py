@@ -121,6 +121,7 @@ def tiny(config: ConfigDict) -> None:
     config.model.vocab_size = 512
     config.model.context_length = 64
     config.model.d_model = 64
+    config.model.scan_layers = True
     config.data.tokenizer = "bytes"
     config.optimizer.warmup_steps = 5
     config.optimizer.decay_steps = 40

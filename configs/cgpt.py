@@ -21,5 +21,7 @@ def get_config(size: str = "paper"):
     config.model.blocks_per_stage = 2
     config.model.compress_last_stage = True
     config.model.stage_heads = "fixed"
+    if size == "quickstart":
+        config.model.d_model = 192  # the head then reads 48; with 32 it learns little but word pairs
     config.model.conv_kernel = 1
     return config

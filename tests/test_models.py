@@ -71,7 +71,7 @@ def test_gpt2_initialisation():
 
 @each_variant
 def test_no_position_sees_a_later_one(architecture, fields):
-    model = build(architecture, scan_layers=True, **fields)  # compiles faster
+    model = build(architecture, **fields)
     params = init(model)
     time, width = 12, model.config.d_model
     tokens = random_tokens(model, 1, time)

@@ -102,7 +102,7 @@ def test_impossible_optimizers_are_refused(change, words):
 
 def losses(architecture, devices=1, steps=5, **fields):
     """The losses of a few training steps, and the parameters after them."""
-    config = load_config(architecture, **{"model__scan_layers": True, **fields})  # compiles faster
+    config = load_config(architecture, **fields)
     model = models.build(**config.model)
     mesh = sharding.make_mesh(**config.mesh, devices=jax.devices()[:devices])
     boxed = models.abstract_params(model)
@@ -129,6 +129,7 @@ def losses_on_one_device(architecture):
     *((name, {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}) for name in ARCHITECTURES),
     ("gpt", {"mesh__data": 1, "mesh__fsdp": 8}),
     ("pgpt", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
+    ("pgpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__path": 2, "model__scan_layers": False}),
 ])
 def test_eight_devices_compute_what_one_does(architecture, fields):
     np.testing.assert_allclose(

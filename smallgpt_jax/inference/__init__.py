@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from smallgpt_jax import checkpoint, models, workdir
 from smallgpt_jax.data import tokenizers
@@ -82,7 +83,8 @@ def _next_tokens(text_model: TextModel, ids: list[int], count: int, temperature,
     key = jax.random.key(seed)
     for position in range(count):
         visible = ids[-context:]
-        tokens_1xT = jnp.zeros((1, context), jnp.int32).at[0, :len(visible)].set(jnp.array(visible))
+        tokens_1xT = np.zeros((1, context), np.int32)  # NumPy's: JAX would compile for every length
+        tokens_1xT[0, :len(visible)] = visible
         token = _next_token(
             text_model.model, text_model.tokenizer.vocab_size, top_k, text_model.params, tokens_1xT,
             len(visible), temperature, jax.random.fold_in(key, position))

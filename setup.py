@@ -24,6 +24,6 @@ setup(
         "cuda": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
         "hf": ["datasets"],
-        "test": ["pytest", "ruff"],
+        "test": ["pytest", "pytest-xdist", "ruff"],
     },
 )

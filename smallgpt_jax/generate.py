@@ -1,30 +1,85 @@
 """Writes text with a trained model.
 
     python -m smallgpt_jax.generate --workdir=runs/pgpt --prompt="def main("
+    python -m smallgpt_jax.generate --workdir=runs/pgpt --interactive
+
+Several prompts (give --prompt several times) or --samples are written at once and shown when done;
+a single text is shown as it comes. Beyond the model's context, the older half of it is forgotten.
 """
+
+import sys
 
 from absl import flags
 
 from smallgpt_jax import cli, inference
+from smallgpt_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
-_PROMPT = flags.DEFINE_string("prompt", "", "Text to continue; empty: a new document.")
+_PROMPT = flags.DEFINE_multi_string(
+    "prompt", None, "Text to continue; may be given several times. Without it: a new document.")
+_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Write in turns: you a line, the model its answer.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 200, "Tokens to write at most.")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Texts to write for each prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "How freely to choose; 0: the likeliest token.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Choose among this many likeliest tokens; all if unset.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the random choices.")
+_TOP_P = flags.DEFINE_float("top_p", None, "Choose among the likeliest that have this probability together.")
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", None, "Above 1: tokens that the text already has become less likely.")
+_STOP = flags.DEFINE_multi_string("stop", [], "End before this string; may be given several times.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
+_PATHS = flags.DEFINE_string("paths", "all", "Of a pgpt: all, best (the heaviest), or numbers: 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest if unset.")
 flags.mark_flag_as_required("workdir")
 
 
 def main() -> None:
-    text_model = inference.load(_WORKDIR.value, _STEP.value)
-    print(_PROMPT.value, end="", flush=True)
-    for piece in inference.generate(
-            text_model, _PROMPT.value, _MAX_NEW_TOKENS.value, _TEMPERATURE.value, _TOP_K.value,
-            _SEED.value):
+    settings = dict(
+        max_new_tokens=_MAX_NEW_TOKENS.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
+        top_p=_TOP_P.value, repetition_penalty=_REPETITION_PENALTY.value,
+        stop=_STOP.value)
+    prompts = _PROMPT.value
+    if prompts is not None and "" in prompts:
+        raise UserError("--prompt is empty; leave it out to begin a new document")
+    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value)
+    if _INTERACTIVE.value:
+        if prompts or _SAMPLES.value != 1:
+            raise UserError("--interactive asks for its prompts one by one; leave out --prompt and --samples")
+        converse(model.conversation(_SEED.value), settings)
+    elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
+        texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)
+        for prompt, continuations in zip(prompts or [""], texts):
+            for i, text in enumerate(continuations):
+                print(f"=== {prompt!r}, sample {i}\n{prompt}{text}")
+    else:
+        prompt = prompts[0] if prompts else ""
+        show(prompt, model.stream(prompt, seed=_SEED.value, **settings))
+
+
+def show(prompt: str, pieces) -> None:
+    first = next(pieces, "")  # nothing is shown if the prompt is refused
+    print(prompt + first, end="", flush=True)
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def converse(conversation: inference.Conversation, settings: dict) -> None:
+    """Turns until the input ends (Ctrl-D); a line of the user's is a line of the text."""
+    if sys.stdin.isatty():
+        print("You write a line, the model goes on; Ctrl-D ends. A new line sees all before it.", flush=True)
+    forgotten = 0
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        try:
+            show("", conversation.say(line + "\n", **settings))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+        if new := conversation.forgotten - forgotten:
+            print(f"(the context is full: the oldest {new} tokens are forgotten)", file=sys.stderr)
+            forgotten += new
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.layers import Mode
 
 
 class TrainState(NamedTuple):
@@ -101,7 +102,7 @@ def mean_loss(params, model: LanguageModel, tokens_BxT1, loss_chunks: int, dropo
     inputs, targets = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
 
     def loss(model):
-        x_BxTxW = model.hidden(inputs, train=True)
+        x_BxTxW = model.hidden(inputs, Mode(train=True))
         weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
         return cross_entropy(x_BxTxW, model.head_weight(), targets, weights, loss_chunks)
 

@@ -143,7 +143,7 @@ def train(config: ConfigDict, workdir: str) -> None:
 def conclude(folder: Path) -> None:
     """The last words of a run: a text of its own, and how good it is."""
     print("\nA text of its own:\n")
-    for piece in inference.generate(inference.load(folder), "", max_new_tokens=150, temperature=0.7):
+    for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
         print(piece, end="", flush=True)
     last = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"][-1]
     print(f"\n\nStep {last['step']}: validation loss {last['loss']:.4f}, {last['bits_per_byte']:.4f} "

@@ -94,9 +94,10 @@ def token_store(text_file, tmp_path_factory) -> store.TokenStore:
         text_field="text", invalid_utf8="refuse", say=lambda _: None)
 
 
-def run(*command, devices: int = 1, cwd: Path = ROOT, **environment) -> subprocess.CompletedProcess:
+def run(*command, devices: int = 1, cwd: Path = ROOT, input: str | None = None,
+        **environment) -> subprocess.CompletedProcess:
     """`python -m smallgpt_jax.COMMAND …` as a user starts it, on `devices` CPU devices."""
     return subprocess.run(
         [sys.executable, "-m", f"smallgpt_jax.{command[0]}", *map(str, command[1:])],
         cwd=cwd, env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=devices), **environment},
-        capture_output=True, text=True, timeout=600)
+        capture_output=True, text=True, input=input, timeout=600)

@@ -12,6 +12,7 @@ from scipy.special import erf, softmax
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.layers import Mode
 
 VARIANTS = [
     ("gpt", {}),
@@ -219,7 +220,7 @@ def test_dropout_is_for_training_only():
     tokens = random_tokens(model)
 
     def hidden(train, seed):
-        return np.asarray(model.apply({"params": params}, tokens, train, method="hidden",
+        return np.asarray(model.apply({"params": params}, tokens, Mode(train=train), method="hidden",
                                       rngs={"dropout": jax.random.key(seed)}))
 
     assert np.array_equal(hidden(False, 0), hidden(False, 1))

@@ -11,6 +11,7 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax import models
+from smallgpt_jax.models.pgpt import with_paths
 
 
 class TensorsOnly(pickle.Unpickler):
@@ -91,16 +92,29 @@ def trunk(architecture, tensors, heads=4):
     return stages
 
 
-@pytest.mark.parametrize("architecture", ["gpt", "pgpt", "lgpt", "cgpt"])
-def test_same_weights_give_the_same_logits(architecture, shared_data):
-    tensors = read_torch(shared_data / f"gpt_variations/{architecture}.pt")
-    expected = np.load(shared_data / f"gpt_variations/{architecture}.npz")
-    params = {
+def convert(architecture, tensors):
+    """Their weights as the parameters of our model."""
+    return jax.tree.map(jnp.asarray, {
         "token_embedding": tensors["transformer.wte.weight"],
         "position_embedding": tensors["transformer.wpe.weight"],
         "trunk": trunk(architecture, tensors),
         "final_norm": {"scale": tensors["transformer.ln_f.weight"]},
-        "head": tensors["lm_head.weight"].T}
+        "head": tensors["lm_head.weight"].T})
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "pgpt", "lgpt", "cgpt"])
+def test_same_weights_give_the_same_logits(architecture, shared_data):
+    params = convert(architecture, read_torch(shared_data / f"gpt_variations/{architecture}.pt"))
+    expected = np.load(shared_data / f"gpt_variations/{architecture}.npz")
     model = models.build(**load_config(architecture).model)
-    logits = model.apply({"params": jax.tree.map(jnp.asarray, params)}, expected["tokens"][:, :-1])
+    logits = model.apply({"params": params}, expected["tokens"][:, :-1])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("path", [0, 1])
+def test_one_path_alone(path, shared_data):
+    params = convert("pgpt", read_torch(shared_data / "gpt_variations/pgpt.pt"))
+    expected = np.load(shared_data / "gpt_variations/pgpt.npz")
+    config, params = with_paths(models.build(**load_config("pgpt").model).config, params, [path])
+    logits = models.LanguageModel(config).apply({"params": params}, expected["tokens"][:, :-1])
+    np.testing.assert_allclose(logits, expected[f"path{path}_logits"], atol=1e-5, rtol=1e-5)

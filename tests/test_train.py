@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, ROOT, load_config, run
 
-from smallgpt_jax import checkpoint, inference, metrics, models
+from smallgpt_jax import checkpoint, metrics, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.train import train
@@ -280,59 +280,3 @@ def test_prepare(text_file, tmp_path):
     assert re.search(r"\d+ documents, [\d.]+ M tokens for training", first.stdout)
     assert "there already" in second.stdout
     assert (tmp_path / "store" / "metadata.json").is_file()
-
-
-# ---------------------------------------------------------------------- text
-
-@pytest.fixture(scope="module")
-def trained(text_file, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("trained")
-    train(config_for(text_file, train__steps=20, train__eval_every=20), str(workdir))
-    return workdir
-
-
-def test_greedy_text_is_the_likeliest_token_each_time(trained):
-    loaded = inference.load(trained)
-    text = "".join(inference.generate(loaded, "the dog", max_new_tokens=12, temperature=0))
-    ids = [256, *b"the dog"]
-    for _ in range(12):
-        logits = loaded.model.apply({"params": loaded.params}, np.array([ids]))[0, -1]
-        ids.append(int(np.argmax(logits[:257])))
-    assert text == bytes(ids[8:]).decode()
-
-
-def test_sampling(trained):
-    loaded = inference.load(trained)
-
-    def text(**settings):
-        return "".join(inference.generate(loaded, "the", 40, **settings))
-
-    assert text(seed=1) == text(seed=1) != text(seed=2)
-    assert text(top_k=1, seed=1) == text(temperature=0, seed=2)
-    assert len(set(text(temperature=50.0, seed=3))) > len(set(text(temperature=0.5, seed=3)))
-
-
-def test_text_goes_on_past_the_context(trained):
-    pieces = list(inference.generate(inference.load(trained), "the cat sat " * 8, 50, temperature=0.5))
-    assert len("".join(pieces)) > 20
-
-
-@pytest.mark.parametrize("settings, words", [
-    ({"temperature": -1.0}, ["temperature=-1.0"]),
-    ({"top_k": 0}, ["top_k=0"]),
-    ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
-])
-def test_impossible_sampling_is_refused(trained, settings, words):
-    with pytest.raises(UserError) as error:
-        list(inference.generate(inference.load(trained), "", **{"max_new_tokens": 5, **settings}))
-    assert all(word in str(error.value) for word in words)
-
-
-def test_workdirs_without_a_model(trained, tmp_path):
-    with pytest.raises(UserError, match=r"config\.json"):
-        inference.load(tmp_path)
-    shutil.copy(trained / "config.json", tmp_path)
-    with pytest.raises(UserError, match="no checkpoint"):
-        inference.load(tmp_path)
-    with pytest.raises(UserError, match="there are: 20"):
-        inference.load(trained, step=7)

@@ -36,6 +36,7 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
+    unknown: int | None  # what stands for characters that it has no piece for, if there are such
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of each text, without end-of-text."""
@@ -53,6 +54,7 @@ class Bytes:
     kind = "bytes"
     vocab_size = 257
     end_of_text = 256
+    unknown = None
 
     def encode(self, texts):
         return [text.encode() for text in texts]
@@ -74,6 +76,7 @@ class SentencePiece:
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
+        self.unknown = self._processor.unk_id()
         self.end_of_text = self._processor.piece_to_id(END_OF_TEXT)
         if self.end_of_text == self._processor.unk_id():
             self.end_of_text = self._processor.eos_id()
@@ -95,6 +98,7 @@ class GPT2:
     """GPT-2's byte-pair encoding, 50,257 ids, through tiktoken."""
 
     kind = "gpt2"
+    unknown = None
 
     def __init__(self, vocab_json: bytes, merges_txt: bytes):
         import tiktoken

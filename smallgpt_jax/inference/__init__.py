@@ -1,35 +1,209 @@
-"""Text from a trained model: load a workdir, generate."""
+"""Text from a trained model: load a workdir, generate.
+
+    model = inference.load("runs/pgpt-quickstart")
+    print(model.generate("def main(", temperature=0.5))
+"""
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from smallgpt_jax import checkpoint, models, workdir
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.pgpt import path_weights, with_paths
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how decoding shows bytes that are not a character yet
 
 
 @dataclasses.dataclass(frozen=True)
 class TextModel:
-    """A model with its weights and its tokenizer."""
+    """A model ready to write: its architecture, its weights as decoding wants them, its tokenizer."""
 
     model: models.LanguageModel
-    params: Any
+    params: Any  # as `decoder.unstacked` gives them
     tokenizer: tokenizers.Tokenizer
 
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, **settings) -> str:
+        """What the model continues `prompt` with; settings as for `stream`."""
+        return "".join(self.stream(prompt, max_new_tokens, **settings))
 
-def load(folder: str | Path, step: int | None = None) -> TextModel:
+    def stream(self, prompt: str = "", max_new_tokens: int = 200, *, stop: Sequence[str] = (), seed: int = 0,
+               **settings) -> Iterator[str]:
+        """Continues `prompt` ("": begins a document), yielding text as it comes.
+
+        Ends at end-of-text, after `max_new_tokens`, or before the first of the strings in `stop`.
+        `settings` are `Sampling`'s fields: temperature (1.0; 0: always the likeliest token), top_k,
+        top_p, repetition_penalty. Beyond the model's context the older half of it is forgotten and
+        the rest read again. Raises UserError for settings out of range, and for a prompt that is
+        longer than the context or that the tokenizer cannot represent.
+        """
+        sampling = Sampling(**settings).check()
+        text = self._begin([prompt], seed)
+        yield from self._write(text, max_new_tokens, stop, sampling)
+
+    def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
+                       stop: Sequence[str] = (), seed: int = 0, **settings) -> list[list[str]]:
+        """Continues several prompts at once, each `samples` times: a list of texts for each prompt.
+
+        The prompts may differ in length. Each text is what `generate` would write alone, up to
+        rounding; the second and later samples draw from random streams of their own.
+        """
+        sampling = Sampling(**settings).check()
+        check_count("max_new_tokens", max_new_tokens, 0)
+        check_count("samples", samples, 1)
+        text = self._begin(prompts, seed)
+        text.repeat(samples, sampling)
+        text.reserve(max_new_tokens)
+        written = [Written(self.tokenizer, stop) for _ in text.ids]
+        for _ in range(max_new_tokens):
+            drawn_B = np.asarray(text.draw(sampling))
+            for row, writing, token in zip(text.ids, written, drawn_B):
+                if not writing.is_done:
+                    writing.add(int(token))
+                    row.append(int(token))
+            if all(writing.is_done for writing in written):
+                break
+        texts = [writing.text for writing in written]
+        return [texts[i:i + samples] for i in range(0, len(texts), samples)]
+
+    def conversation(self, seed: int = 0) -> "Conversation":
+        """A text that you and the model write in turns."""
+        return Conversation(self, seed)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text. Raises UserError if the tokenizer cannot represent it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the prompt is not text: {text[error.start]!r} at character {error.start + 1} "
+                            "stands for something that is not UTF-8") from None
+        ids = [int(i) for i in self.tokenizer.encode([text])[0]]
+        if (unknown := self.tokenizer.unknown) in ids:
+            strange = sorted({c for c in text if unknown in self.tokenizer.encode([c])[0]})
+            raise UserError(f"the tokenizer has no piece for {', '.join(map(repr, strange)) or 'this text'}; "
+                            "leave that out of the prompt")
+        return ids
+
+    def _begin(self, prompts: Sequence[str], seed: int) -> decoder.Texts:
+        if not prompts:
+            raise UserError("no prompt given; \"\" begins a document")
+        context = self.model.config.context_length
+        ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
+        if (longest := max(map(len, ids))) > context:
+            raise UserError(f"a prompt of {longest - 1:,} tokens: the model's context ends at {context:,} "
+                            "(one of them marks the beginning)")
+        return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed)
+
+    def _write(self, text: decoder.Texts, max_new_tokens: int, stop: Sequence[str],
+               sampling: Sampling) -> Iterator[str]:
+        """Continues the only row of `text`, which has all written tokens afterwards."""
+        check_count("max_new_tokens", max_new_tokens, 0)
+        text.reserve(max_new_tokens)
+        written = Written(self.tokenizer, stop)
+        drawn_B = text.draw(sampling) if max_new_tokens else None
+        for left in reversed(range(max_new_tokens)):
+            token = int(drawn_B[0])
+            if token == self.tokenizer.end_of_text:
+                break
+            text.ids[0].append(token)
+            if left and not stop:  # the next token is computed while this one is shown
+                drawn_B = text.draw(sampling)
+            yield written.add(token)
+            if written.is_done:
+                break
+            if left and stop:
+                drawn_B = text.draw(sampling)
+        yield written.rest()
+
+
+class Conversation:
+    """A text that grows turn by turn: what was read or written before is not computed again.
+
+    When it is longer than the model's context, the older tokens but half a context are forgotten
+    and the rest is read again; `forgotten` counts them.
+    """
+
+    def __init__(self, text_model: TextModel, seed: int = 0):
+        self._model = text_model
+        self._text = text_model._begin([""], seed)
+
+    def say(self, text: str, max_new_tokens: int = 200, *, stop: Sequence[str] = (),
+            **settings) -> Iterator[str]:
+        """Adds `text`, then yields what the model goes on with; arguments as for `TextModel.stream`.
+
+        A stop string, too, belongs to what has been written. Raises UserError for a text of more
+        than half a context.
+        """
+        sampling = Sampling(**settings).check()
+        ids = self._model.encode(text)
+        half = max(1, self._model.model.config.context_length // 2)
+        if len(ids) > half:
+            raise UserError(f"{len(ids):,} tokens at once: at most {half:,}, half of the model's context")
+        self._text.ids[0] += ids
+        yield from self._model._write(self._text, max_new_tokens, stop, sampling)
+
+    @property
+    def forgotten(self) -> int:
+        return self._text.forgotten
+
+
+class Written:
+    """The text of tokens that arrive one by one; ends before the first of the strings in `stop`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = ()):
+        self.text, self.is_done = "", False
+        self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
+        self._ids, self._shown = [], 0
+
+    def add(self, token: int) -> str:
+        """Takes a token; returns what can be shown now. Sets `is_done` at end-of-text and stop strings."""
+        if token == self._tokenizer.end_of_text:
+            self.is_done = True
+            return self.rest()
+        self._ids.append(token)
+        self.text = self._tokenizer.decode(self._ids)
+        if places := [place for s in self._stop if (place := self.text.find(s)) >= 0]:
+            self.is_done = True
+            self.text = self.text[:min(places)]
+            return self.rest()
+        # A character may take several tokens, and a stop string may be about to come.
+        begun = max((n for s in self._stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        return self._show(min(len(self.text.rstrip(INCOMPLETE)), len(self.text) - begun))
+
+    def rest(self) -> str:
+        """What was held back, once no more tokens come."""
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece = self.text[self._shown:end]
+        self._shown = max(self._shown, end)
+        return piece
+
+
+def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
     """The model of a workdir, as of `step` (the newest checkpoint), on the default device.
 
-    Raises UserError if the workdir holds no run, or no checkpoint of it.
+    `paths`: which paths of a pgpt to keep: "all", "best" (the one with the largest weight), or
+    their numbers, "0,1" or [0, 1]. Raises UserError if the workdir holds no run, or no checkpoint
+    of it, or for paths that the model has not.
     """
+    model, params, tokenizer = load_trained(folder, step)
+    if paths != "all":
+        config, params = with_paths(model.config, params, chosen_paths(model, params, paths))
+        model = models.LanguageModel(config)
+    return TextModel(model, decoder.unstacked(model, params), tokenizer)
+
+
+def load_trained(folder: str | Path, step: int | None = None):
+    """(model, parameters as they were trained, tokenizer) of a workdir; see `load`."""
     folder = Path(folder).expanduser()
     config = workdir.read_config(folder)
     model = models.build(**config.model)
@@ -45,59 +219,26 @@ def load(folder: str | Path, step: int | None = None) -> TextModel:
                             nn.unbox(models.abstract_params(model)))
     params = checkpoint.restore_params(checkpoints, steps[-1] if step is None else step, abstract)
     checkpoints.close()
-    return TextModel(model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
+    return model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER)
 
 
-def generate(
-    text_model: TextModel, prompt: str, max_new_tokens: int, temperature: float = 1.0,
-    top_k: int | None = None, seed: int = 0,
-) -> Iterator[str]:
-    """Continues `prompt`, yielding text piece by piece; ends at end-of-text.
-
-    Each token is drawn from softmax(logits / temperature) over the `top_k` likeliest (None: all);
-    temperature 0 takes the likeliest. The model sees the last context_length tokens. Cost: a whole
-    forward pass a token. Raises UserError for settings out of range.
-    """
-    if temperature < 0:
-        raise UserError(f"temperature={temperature}: must not be negative")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k={top_k}: must be at least 1")
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
-    tokenizer = text_model.tokenizer
-    ids = [tokenizer.end_of_text, *tokenizer.encode([prompt])[0]]
-    generated, shown = [], ""
-    for token in _next_tokens(text_model, ids, max_new_tokens, temperature, top_k, seed):
-        if token == tokenizer.end_of_text:
-            break
-        generated.append(token)
-        text = tokenizer.decode(generated)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
-            yield text[len(shown):]
-            shown = text
-    yield tokenizer.decode(generated)[len(shown):]
+def chosen_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
+    """The numbers of the paths that `paths` names. Raises UserError if there are no such paths."""
+    c = model.config
+    if c.architecture != "pgpt":
+        raise UserError(f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}")
+    if paths == "best":
+        return [int(np.argmax(path_weights(params)))]
+    try:
+        numbers = [int(number) for number in (paths.split(",") if isinstance(paths, str) else paths)]
+    except ValueError:
+        numbers = []
+    if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(c.num_paths)):
+        raise UserError(f"paths={paths!r}: must be all, best, or different numbers from 0 to "
+                        f"{c.num_paths - 1}, separated by commas")
+    return numbers
 
 
-def _next_tokens(text_model: TextModel, ids: list[int], count: int, temperature, top_k, seed):
-    context = text_model.model.config.context_length
-    key = jax.random.key(seed)
-    for position in range(count):
-        visible = ids[-context:]
-        tokens_1xT = np.zeros((1, context), np.int32)  # NumPy's: JAX would compile for every length
-        tokens_1xT[0, :len(visible)] = visible
-        token = _next_token(
-            text_model.model, text_model.tokenizer.vocab_size, top_k, text_model.params, tokens_1xT,
-            len(visible), temperature, jax.random.fold_in(key, position))
-        ids = [*ids, int(token)]
-        yield ids[-1]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _next_token(model, vocab_size, top_k, params, tokens_1xT, length, temperature, key):
-    """The token after the first `length` of `tokens_1xT`, a scalar."""
-    logits_V = model.apply({"params": params}, tokens_1xT)[0, length - 1, :vocab_size]
-    if top_k is not None:
-        least = jax.lax.top_k(logits_V, min(top_k, vocab_size))[0][-1]
-        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
-    drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
-    return jnp.where(temperature == 0, jnp.argmax(logits_V), drawn)
+def check_count(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{field}={value}: must be at least {least}")

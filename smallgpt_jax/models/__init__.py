@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.gpt import GPT
-from smallgpt_jax.models.layers import INIT_STD, ModelConfig, layer_norm, normal
+from smallgpt_jax.models.layers import EVALUATION, INIT_STD, Mode, ModelConfig, layer_norm, normal
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
@@ -23,8 +23,8 @@ HEAD_WIDTH_AT_INIT_STD = 256
 class LanguageModel(nn.Module):
     """Token and position embeddings, an architecture's trunk, final LayerNorm, output head.
 
-    Build it with `build`, which checks the configuration first. `train=True` applies dropout,
-    which then needs the random stream "dropout".
+    Build it with `build`, which checks the configuration first. Applied with `Mode(train=True)` it
+    needs the random stream "dropout".
     """
 
     config: ModelConfig
@@ -45,27 +45,42 @@ class LanguageModel(nn.Module):
             self.head = self.param("head", normal(std, "embed", "vocab"), (width, c.vocab_size))
         self.dropout = nn.Dropout(c.dropout)
 
-    def hidden(self, tokens_BxT, train: bool = False):
+    def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
         """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
         dtype = self.config.dtype
         # Each device looks up whole rows: an embedding kept in parts by width is gathered first.
         table_VxD = nn.with_logical_constraint(
             self.token_embedding.astype(dtype), ("vocab", "embed_activation"))
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0)
-        x_BxTxD += self.position_embedding[None, :tokens_BxT.shape[1]].astype(dtype)
-        x_BxTxD = self.dropout(x_BxTxD, deterministic=not train)
+        x_BxTxD += self.position_vectors(tokens_BxT.shape[1], mode).astype(dtype)
+        x_BxTxD = self.dropout(x_BxTxD, deterministic=not mode.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
-        x_BxTxW = self.final_norm(self.trunk(x_BxTxD, train))
+        x_BxTxW = self.final_norm(self.trunk(x_BxTxD, mode))
         # Also the place of its gradient: left to itself, XLA's partitioner has got that one wrong.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
+
+    def position_vectors(self, time: int, mode: Mode):
+        """The position embedding of each token, (B or 1, T, D)."""
+        if not mode.decode:
+            return self.position_embedding[None, :time]
+        # What fills up short rows may lie beyond the last position.
+        return jnp.take(self.position_embedding, mode.positions(time), axis=0, mode="clip")
 
     def head_weight(self):
         """The output matrix, (W, V) float32: the head's own, or the token embedding's transpose."""
         return self.token_embedding.T if self.config.tie_embeddings else self.head
 
-    def __call__(self, tokens_BxT, train: bool = False):
+    def __call__(self, tokens_BxT, mode: Mode = EVALUATION):
         """Logits of each position's next token, (B, T, V) float32."""
-        x_BxTxW = self.hidden(tokens_BxT, train)
+        return self.logits(self.hidden(tokens_BxT, mode))
+
+    def next_logits(self, tokens_BxT, mode: Mode):
+        """Logits of the token after each row's `mode.length_B` tokens, (B, V) float32."""
+        x_BxTxW = self.hidden(tokens_BxT, mode)
+        last = jnp.take_along_axis(x_BxTxW, mode.length_B[:, None, None] - 1, axis=1)
+        return self.logits(last)[:, 0]
+
+    def logits(self, x_BxTxW):
         return jnp.dot(x_BxTxW, self.head_weight().astype(x_BxTxW.dtype),
                        preferred_element_type=jnp.float32)
 

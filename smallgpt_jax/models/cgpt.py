@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
-from smallgpt_jax.models.layers import ModelConfig, normal, zeros
+from smallgpt_jax.models.layers import Mode, ModelConfig, normal, remembered, zeros
 from smallgpt_jax.models.lgpt import LGPT
 
 
@@ -11,7 +11,8 @@ class CausalConv(nn.Module):
     """Convolution over time that sees only the past, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position. With
-    kernel_size 1 this is a dense layer.
+    kernel_size 1 this is a dense layer. When decoding, each row's last kernel_size − 1 inputs are
+    kept: B·(kernel_size − 1)·D numbers of the model's type.
     """
 
     features: int
@@ -19,17 +20,29 @@ class CausalConv(nn.Module):
     dtype: str
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, mode: Mode):
         batch, time, width = x_BxTxD.shape
         fan_in = self.kernel_size * width
         kernel = self.param("kernel", normal(fan_in**-0.5, "conv_time", "embed", "embed_compressed"),
                             (self.kernel_size, width, self.features))
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
-        padded = jnp.pad(x_BxTxD.astype(self.dtype), ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
+        padded = self.with_past(x_BxTxD.astype(self.dtype), mode)
         y = bias.reshape(1, -1).astype(self.dtype)
         for j in range(self.kernel_size):  # two-dimensional products, see Dense
             y += padded[:, j:j + time].reshape(-1, width) @ kernel[j].astype(self.dtype)
         return y.reshape(batch, time, self.features)
+
+    def with_past(self, x_BxTxD, mode: Mode):
+        """x with the kernel_size − 1 inputs before it in front, (B, kernel_size − 1 + T, D)."""
+        batch, _, width = x_BxTxD.shape
+        taps = self.kernel_size - 1
+        if not mode.decode or taps == 0:
+            return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
+        past, _ = remembered(self, "past", (batch, taps, width), x_BxTxD.dtype)
+        padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
+        last_BxC = mode.length_B[:, None] + jnp.arange(taps)[None]  # what fills up a row does not count
+        past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
+        return padded
 
 
 class CGPT(LGPT):
@@ -44,5 +57,6 @@ class CGPT(LGPT):
             config.refuse("conv_kernel", "must be from 1 to config.model.context_length"
                           f"={config.context_length}")
 
-    def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        return CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)
+    def compress(self, stage: ModelConfig, mode: Mode, name: str):
+        conv = CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)
+        return lambda x_BxTxD: conv(x_BxTxD, mode)

@@ -8,6 +8,7 @@ names onto the mesh. Weights are float32; products are computed in `config.dtype
 import dataclasses
 import math
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -60,12 +61,40 @@ class ModelConfig:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
 
 
+@flax.struct.dataclass
+class Mode:
+    """How a model is applied: what layers have to know besides the activations.
+
+    In training and evaluation each row is a whole text from position 0 on. In decoding the rows go
+    on from where their caches end, and layers keep in the collection "cache", row by row, what
+    later positions need of these. Rows may differ in length: what fills them up comes last.
+    """
+
+    train: bool = flax.struct.field(pytree_node=False, default=False)  # dropout is applied
+    # Decoding: the number of positions that a new cache has room for; None when not decoding.
+    cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
+    start_B: jax.Array | None = None  # the position of each row's first token
+    length_B: jax.Array | None = None  # how many tokens each row has
+
+    @property
+    def decode(self) -> bool:
+        return self.cache_length is not None
+
+    def positions(self, time: int):
+        """The position of each token, (B or 1, time)."""
+        steps_1xT = jnp.arange(time)[None]
+        return self.start_B[:, None] + steps_1xT if self.decode else steps_1xT
+
+
+EVALUATION = Mode()
+
+
 class Trunk(nn.Module):
     """What an architecture is: the layers between the embedding and the final LayerNorm.
 
     A subclass maps (B, T, D) activations to (B, T, `output_width(config)`) ones, lists in
     `own_fields` the fields of ModelConfig that it alone reads, and refuses in `check` what it
-    cannot build.
+    cannot build. It hands `mode` on to its blocks.
     """
 
     config: ModelConfig
@@ -80,7 +109,7 @@ class Trunk(nn.Module):
     def output_width(cls, config: ModelConfig) -> int:
         return config.d_model
 
-    def __call__(self, x_BxTxD, train: bool):
+    def __call__(self, x_BxTxD, mode: Mode):
         raise NotImplementedError
 
 
@@ -171,12 +200,16 @@ def causal_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused projection to queries, keys and values."""
+    """Causal self-attention with one fused projection to queries, keys and values.
+
+    When decoding, keys and values of all positions so far are kept: 2·B·S·D numbers of the model's
+    type, S the cache's length.
+    """
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
         heads, head_width = c.num_heads, c.d_model // c.num_heads
         # Heads come first in the fused kernel, so that a mesh can split it by heads.
@@ -184,9 +217,54 @@ class Attention(nn.Module):
             (heads, 3, head_width), ("embed", "heads", "qkv", "head_width"),
             INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD)
         q, k, v = (qkv_BxTxHx3xK[:, :, :, i] for i in range(3))
+        y_BxTxHxK = self.attend_with_cache(q, k, v, mode) if mode.decode else causal_attention(q, k, v)
         return Dense(
             (c.d_model,), ("heads", "head_width", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="out")(causal_attention(q, k, v))
+            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxTxHxK)
+
+    def attend_with_cache(self, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, mode: Mode):
+        """Attention to each row's earlier positions too, which the cache holds; adds these to it.
+
+        Slot s of the cache is position s. What fills up short rows is written as well, beyond their
+        ends: nothing looks there before it is written over.
+        """
+        batch, time, heads, head_width = k_BxTxHxK.shape
+        shape = (batch, heads, mode.cache_length, head_width)
+        keys, is_new = remembered(self, "keys", shape, k_BxTxHxK.dtype)
+        values, _ = remembered(self, "values", shape, v_BxTxHxK.dtype)
+        keys.value = write(keys.value, k_BxTxHxK, mode.start_B)
+        values.value = write(values.value, v_BxTxHxK, mode.start_B)
+        if is_new:
+            return causal_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
+        return cached_attention(q_BxTxHxK, keys.value, values.value, mode.positions(time))
+
+
+def remembered(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
+    """A variable of the collection "cache", zero at first, and whether it is new.
+
+    A module that is called several times in one pass has one for each call: layers may be shared.
+    """
+    calls = module.get_variable("calls", name, 0)
+    module.put_variable("calls", name, calls + 1)
+    is_new = not module.has_variable("cache", f"{name}_{calls}")
+    return module.variable("cache", f"{name}_{calls}", jnp.zeros, shape, dtype), is_new
+
+
+def write(cache_BxHxSxK, x_BxTxHxK, start_B):
+    """The cache with each row of x in the slots from that row's start on; those beyond S are dropped."""
+    batch, time = x_BxTxHxK.shape[:2]
+    slots_BxT = start_B[:, None] + jnp.arange(time)[None]
+    return cache_BxHxSxK.at[jnp.arange(batch)[:, None], :, slots_BxT].set(x_BxTxHxK, mode="drop")
+
+
+def cached_attention(q_BxTxHxK, keys_BxHxSxK, values_BxHxSxK, positions_BxT):
+    """`causal_attention` to the slots of a cache, slot s being position s; (B, T, H, K)."""
+    scores_BxHxTxS = jnp.einsum(
+        "bthk,bhsk->bhts", q_BxTxHxK / math.sqrt(q_BxTxHxK.shape[3]), keys_BxHxSxK,
+        preferred_element_type=jnp.float32)
+    is_past_BxTxS = jnp.arange(keys_BxHxSxK.shape[2])[None, None] <= positions_BxT[:, :, None]
+    weights_BxHxTxS = jax.nn.softmax(jnp.where(is_past_BxTxS[:, None], scores_BxHxTxS, -1e30))
+    return jnp.einsum("bhts,bhsk->bthk", weights_BxHxTxS.astype(values_BxHxSxK.dtype), values_BxHxSxK)
 
 
 class MLP(nn.Module):
@@ -217,29 +295,39 @@ class Block(nn.Module):
     """A pre-LayerNorm block: x + attention(LN(x)), then x + MLP(LN(x))."""
 
     config: ModelConfig
-    train: bool
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
-        dropout = nn.Dropout(c.dropout, deterministic=not self.train)
-        x_BxTxD += dropout(Attention(c, name="attention")(layer_norm(c, "attention_norm")(x_BxTxD)))
+        dropout = nn.Dropout(c.dropout, deterministic=not mode.train)
+        x_BxTxD += dropout(
+            Attention(c, name="attention")(layer_norm(c, "attention_norm")(x_BxTxD), mode))
         x_BxTxD += dropout(MLP(c, name="mlp")(layer_norm(c, "mlp_norm")(x_BxTxD)))
         return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
 
 
-def blocks(config: ModelConfig, length: int, train: bool, name: str):
+def blocks(config: ModelConfig, length: int, mode: Mode, name: str):
     """`length` blocks in a row, (B, T, D) → (B, T, D), their weights stacked on a `layers` axis.
 
     `config.scan_layers` loops over them (compile time flat in depth); otherwise they are unrolled.
-    The weights have the same layout either way.
+    The weights have the same layout either way. Only for decoding they lie apart, as NAME_0,
+    NAME_1, … (see `inference.decoder.unstacked`): slicing a stack would copy the weights for each token.
     """
+    if mode.decode:
+        def in_a_row(x_BxTxD):
+            for block in apart:
+                x_BxTxD = block(x_BxTxD, mode)
+            return x_BxTxD
+
+        apart = [Block(config, name=f"{name}_{i}") for i in range(length)]
+        return in_a_row
+
     def step(block, x_BxTxD):
-        return block(x_BxTxD), None
+        return block(x_BxTxD, mode), None
 
     scanned = nn.scan(
         step, length=length, unroll=1 if config.scan_layers else length,
         variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
         metadata_params={nn.PARTITION_NAME: "layers"})
-    block = Block(config, train, name=name)
+    block = Block(config, name=name)
     return lambda x_BxTxD: scanned(block, x_BxTxD)[0]

@@ -4,7 +4,7 @@ import dataclasses
 
 import flax.linen as nn
 
-from smallgpt_jax.models.layers import Dense, ModelConfig, Trunk, blocks
+from smallgpt_jax.models.layers import Dense, Mode, ModelConfig, Trunk, blocks
 
 
 class LGPT(Trunk):
@@ -44,14 +44,14 @@ class LGPT(Trunk):
         return config.d_model // 2 ** num_compressions(config)
 
     @nn.compact
-    def __call__(self, x, train: bool):
+    def __call__(self, x, mode: Mode):
         for i, stage in enumerate(stages(self.config)):
-            x = blocks(stage, self.config.blocks_per_stage, train, name=f"stage_{i}")(x)
+            x = blocks(stage, self.config.blocks_per_stage, mode, name=f"stage_{i}")(x)
             if i < num_compressions(self.config):
-                x = self.compress(stage, name=f"compress_{i}")(x)
+                x = self.compress(stage, mode, name=f"compress_{i}")(x)
         return x
 
-    def compress(self, stage: ModelConfig, name: str) -> nn.Module:
+    def compress(self, stage: ModelConfig, mode: Mode, name: str):
         """The layer from this stage's width to half of it, (B, T, D) → (B, T, D/2).
 
         Its initial weights keep the variance of what passes: GPT-2's 0.02 would shrink the

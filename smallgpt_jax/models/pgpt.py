@@ -1,10 +1,14 @@
 """ParallelGPT (arXiv 2404.14462, section 3.1): paths side by side, joined by a learned weighting."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from smallgpt_jax.models.layers import Dense, ModelConfig, Trunk, blocks
+from smallgpt_jax.models.layers import Dense, Mode, ModelConfig, Trunk, blocks
 
 
 class Path(nn.Module):
@@ -16,14 +20,13 @@ class Path(nn.Module):
 
     config: ModelConfig
     length: int
-    train: bool
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
         x_BxTxD = Dense(
             (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(x_BxTxD)
-        return blocks(c, self.length, self.train, name="blocks")(x_BxTxD)
+        return blocks(c, self.length, mode, name="blocks")(x_BxTxD)
 
 
 class PGPT(Trunk):
@@ -44,14 +47,18 @@ class PGPT(Trunk):
             config.refuse("num_paths", f"must divide config.model.num_layers={config.num_layers}")
 
     @nn.compact
-    def __call__(self, x_BxTxD, train: bool):
+    def __call__(self, x_BxTxD, mode: Mode):
         num_paths = self.config.num_paths
-        paths = nn.vmap(
-            Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True}, spmd_axis_name="path",
-            metadata_params={nn.PARTITION_NAME: "path"})
         length = self.config.num_layers // num_paths
-        y_PxBxTxD = paths(self.config, length, train, name="paths")(x_BxTxD)
+        if mode.decode:  # weights apart, as those of `blocks`
+            y_PxBxTxD = jnp.stack([Path(self.config, length, name=f"paths_{p}")(x_BxTxD, mode)
+                                   for p in range(num_paths)])
+        else:
+            paths = nn.vmap(
+                Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True}, spmd_axis_name="path",
+                metadata_params={nn.PARTITION_NAME: "path"})
+            y_PxBxTxD = paths(self.config, length, name="paths")(x_BxTxD, mode)
         if num_paths == 1:
             return y_PxBxTxD[0]
         logits = self.param(
@@ -60,3 +67,27 @@ class PGPT(Trunk):
             (num_paths - 1,))
         weights_P = jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype)
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
+
+
+def path_weights(params) -> np.ndarray:
+    """The learned weights of a pgpt's paths, (P,) float64; they sum to 1."""
+    num_paths = len(params["trunk"]["paths"]["dense"]["bias"])
+    logits = np.asarray(params["trunk"]["path_logits"], np.float64) if num_paths > 1 else []
+    exponentials = np.exp(np.append(logits, 0.0))
+    return exponentials / exponentials.sum()
+
+
+def with_paths(config: ModelConfig, params, paths: Sequence[int]):
+    """The pgpt that is left with these paths only: its config and parameters.
+
+    The weights of the paths are those it has learned, renormalised over the chosen ones.
+    """
+    trunk = params["trunk"]
+    chosen = np.array(paths)
+    kept = {"paths": jax.tree.map(lambda x: x[chosen], trunk["paths"])}
+    if len(chosen) > 1:
+        logits = jnp.append(trunk["path_logits"], 0.0)[chosen]
+        kept["path_logits"] = logits[:-1] - logits[-1]
+    length = config.num_layers // config.num_paths
+    config = dataclasses.replace(config, num_paths=len(chosen), num_layers=length * len(chosen))
+    return config, {**params, "trunk": kept}

@@ -1,0 +1,188 @@
+"""Cached decoding: what a model has read is kept, so that a new token costs one position's work.
+
+`advance` is all there is to it, one jitted function for every architecture: it reads the rows' next
+tokens and draws one more for each. A prompt, a later turn of a conversation and a single token
+differ only in how many tokens that is.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smallgpt_jax import models
+from smallgpt_jax.inference.sampling import Sampling, sample
+from smallgpt_jax.models.layers import Mode
+
+SHORTEST = 16  # lengths are rounded up to a power of two from here on, and compiled once each
+
+
+def bucket(length: int, longest: int) -> int:
+    """The number of positions that `length` tokens are filled up to."""
+    return min(longest, max(SHORTEST, 1 << (length - 1).bit_length()))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "cache_length", "vocab_size"), donate_argnames=("cache", "seen_BxV"))
+def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
+            model: models.LanguageModel, cache_length: int, vocab_size: int):
+    """Reads the first `count_B` of each row's tokens, which begin at position `start_B`, and draws
+    the next.
+
+    Returns the cache with these tokens, what has been seen now (None without a repetition penalty),
+    the drawn tokens (B,) int32, and the logits (B, vocab_size) float32 before sampling. An empty
+    `cache` begins one of `cache_length` positions. Takes over the memory of `cache` and `seen_BxV`.
+    A row's draw depends on nothing but the seed, its two numbers in `stream_Bx2`, its text and the
+    settings.
+    """
+    mode = Mode(cache_length=cache_length, start_B=start_B, length_B=count_B)
+    logits_BxV, kept = model.apply({"params": params, "cache": cache}, tokens_BxT, mode,
+                                   method="next_logits", mutable=["cache", "calls"])
+    logits_BxV = logits_BxV[:, :vocab_size]  # the embedding may have more rows than the tokenizer ids
+    if seen_BxV is not None:
+        is_filler = jnp.arange(tokens_BxT.shape[1])[None] >= count_B[:, None]
+        rows = jnp.arange(len(tokens_BxT))[:, None]
+        seen_BxV = seen_BxV.at[rows, jnp.where(is_filler, vocab_size, tokens_BxT)].set(True, mode="drop")
+    key = jax.random.key(seed)
+    key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
+        stream_Bx2)
+    return kept["cache"], seen_BxV, sample(logits_BxV, seen_BxV, sampling, key_B), logits_BxV
+
+
+def unstacked(model: models.LanguageModel, params):
+    """`params` as decoding wants them: the weights of layers and paths that training stacks lie
+    apart, as NAME_0, NAME_1, …, and matrices have the type that products are computed in."""
+    def apart(params, wanted):
+        if not isinstance(wanted, dict):
+            return params.astype(model.config.dtype) if params.ndim > 1 else params
+        parts = {}
+        for name in wanted:
+            if name in params:
+                part = params[name]
+            else:
+                stack, number = name.rsplit("_", 1)
+                part = jax.tree.map(lambda x: x[int(number)], params[stack])
+            parts[name] = apart(part, wanted[name])
+        return parts
+
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    wanted = jax.eval_shape(
+        lambda start, count: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32),
+                                        Mode(cache_length=1, start_B=start, length_B=count),
+                                        method="next_logits")["params"], one, one)
+    return apart(params, nn.unbox(wanted))
+
+
+class Texts:
+    """Rows of tokens that a model reads and continues, and the cache of what it has read.
+
+    `ids` are the tokens of each row; append to them, then `draw`. When a row is longer than the
+    model's context, its older tokens but the last half of a context are forgotten, and the rest is
+    read again.
+
+    The cache holds, for each row, B·S·2·Σ(width of each block) numbers of the model's type, S the
+    cache's length, and for cgpt B·(conv_kernel − 1)·Σ(width of each convolution's input) more.
+    """
+
+    def __init__(self, model: models.LanguageModel, params, vocab_size: int, ids: Sequence[Sequence[int]],
+                 seed: int = 0):
+        """`params` are `unstacked`, `ids` have at least one token a row."""
+        self.model, self.params, self.vocab_size = model, params, vocab_size
+        self.ids = [list(row) for row in ids]
+        self._seed = np.uint32(seed)
+        self._sample = np.zeros(len(ids), np.int32)  # tells rows of the same text apart
+        self._forgotten = np.zeros(len(ids), np.int32)
+        self._cache, self._cache_length, self._seen = {}, 0, None
+        self._read = np.zeros(len(ids), np.int32)  # tokens of each row that are in the cache
+
+    def repeat(self, times: int, sampling: Sampling) -> None:
+        """Makes each row `times` rows, told apart as samples 0, 1, …; its text is read only once."""
+        if max(map(len, self.ids)) > 1:
+            last = [row.pop() for row in self.ids]
+            self.draw(sampling)
+            for row, token in zip(self.ids, last):
+                row.append(token)
+        self.ids = [list(row) for row in self.ids for _ in range(times)]
+        self._sample = np.tile(np.arange(times, dtype=np.int32), len(self._sample))
+        self._read, self._forgotten = np.repeat(self._read, times), np.repeat(self._forgotten, times)
+        self._cache, self._seen = jax.tree.map(
+            lambda x: jnp.repeat(x, times, axis=0), (self._cache, self._seen))
+
+    def reserve(self, new_tokens: int) -> None:
+        """Makes room for so many more tokens in each row, so that no `draw` has to."""
+        context = self.model.config.context_length
+        needed = bucket(max(map(len, self.ids)) + new_tokens, context)
+        if needed > self._cache_length:
+            if self._cache:
+                self._cache = _longer(self._cache, self._cache_length, needed)
+            self._cache_length = needed
+
+    def draw(self, sampling: Sampling) -> jax.Array:
+        """Reads what is new in each row and returns the next tokens, (B,) int32.
+
+        Returns at once, with an array that is still being computed. Rows with nothing new (finished
+        ones) get a meaningless token.
+        """
+        return self.draw_with_logits(sampling)[0]
+
+    def draw_with_logits(self, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+        """`draw`, and the logits (B, V) float32 that each token was drawn from, before sampling."""
+        context = self.model.config.context_length
+        if max(map(len, self.ids)) > context:
+            self._forget()
+        self.reserve(0)
+        new = [row[start:] for row, start in zip(self.ids, self._read)]
+        longest = max(map(len, new))
+        tokens_BxT = np.zeros((len(new), 1 if longest == 1 else bucket(longest, context)), np.int32)
+        for filled, row in zip(tokens_BxT, new):
+            filled[:len(row)] = row
+        counts = np.array([len(row) for row in new], np.int32)
+        streams = np.stack([self._sample, self._forgotten + self._read + counts], axis=1)
+        self._cache, self._seen, drawn_B, logits_BxV = advance(
+            self.params, self._cache, self._seen_before(sampling), tokens_BxT, self._read,
+            np.maximum(counts, 1), self._seed, streams, sampling,
+            model=self.model, cache_length=self._cache_length, vocab_size=self.vocab_size)
+        self._read = self._read + counts
+        return drawn_B, logits_BxV
+
+    @property
+    def forgotten(self) -> int:
+        """How many tokens have left the context, in all rows together."""
+        return int(self._forgotten.sum())
+
+    def cache_bytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self._cache))
+
+    def _forget(self) -> None:
+        context = self.model.config.context_length
+        kept = max(1, context // 2)
+        for i, row in enumerate(self.ids):
+            if len(row) > context:
+                self._forgotten[i] += len(row) - kept
+                del row[:-kept]
+        self._cache, self._seen = {}, None
+        self._read = np.zeros_like(self._read)
+
+    def _seen_before(self, sampling: Sampling):
+        if sampling.repetition_penalty is None:
+            return None
+        if self._seen is None:
+            seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
+            for seen, row, read in zip(seen_BxV, self.ids, self._read):
+                seen[row[:read]] = True
+            return jnp.asarray(seen_BxV)
+        return self._seen
+
+
+@functools.partial(jax.jit, static_argnames=("length", "new_length"))
+def _longer(cache, length: int, new_length: int):
+    """The cache with room for more positions; what has no axis of positions stays as it is."""
+    def pad(path, x):
+        if path[-1].key.startswith("past"):
+            return x
+        return jnp.pad(x, ((0, 0), (0, 0), (0, new_length - length), (0, 0)))
+
+    return jax.tree_util.tree_map_with_path(pad, cache)

@@ -23,4 +23,6 @@ def get_config(size: str = "paper"):
     config.model.stage_heads = "fixed"
     if size == "quickstart":
         config.model.d_model = 192  # the head then reads 48; with 32 it learns little but word pairs
+        config.optimizer.learning_rate = 1.5e-3
+        config.optimizer.final_learning_rate = 1e-4
     return config

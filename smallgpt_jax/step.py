@@ -26,15 +26,15 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
-def cross_entropy(x_BxTxW, head_WxV, targets_BxT, weights_BxT, chunks: int):
-    """Σ weight · −log softmax(x·head)[target], a float32 scalar.
+def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
+    """Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
     Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) never exists
     whole; `chunks` divides T. The gradients are computed with the value, part by part, since
     keeping or recomputing the logits would cost more: three products instead of four.
     Logits and softmax are float32, the products take the type of x.
     """
-    return _cross_entropy(x_BxTxW, head_WxV, _in_chunks(targets_BxT, chunks),
+    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
 
 
@@ -48,12 +48,12 @@ def _rows(x_BxCxW):
     return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
 
 
-def _chunk_loss(chunk, head_WxV):
+def _chunk_loss(chunk, head_VxW):
     """The weighted loss of one part, and its gradient by the logits, (B·C, V) in the type of x."""
     x_BxCxW, targets_BxC, weights_BxC = chunk
-    logits = jnp.dot(_rows(x_BxCxW), head_WxV, preferred_element_type=jnp.float32)
+    logits = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
     log_normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    is_target = targets_BxC.reshape(-1, 1) == jnp.arange(head_WxV.shape[1])[None]
+    is_target = targets_BxC.reshape(-1, 1) == jnp.arange(len(head_VxW))[None]
     weights = weights_BxC.reshape(-1)
     target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=1)
     loss = jnp.sum(weights * (log_normaliser[:, 0] - target_logits))
@@ -62,8 +62,8 @@ def _chunk_loss(chunk, head_WxV):
 
 
 @jax.custom_vjp
-def _cross_entropy(x_BxTxW, head_WxV, targets_NxBxC, weights_NxBxC):
-    head = head_WxV.astype(x_BxTxW.dtype)
+def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+    head = head_VxW.astype(x_BxTxW.dtype)
 
     def add_chunk(total, chunk):
         loss, _ = _chunk_loss(chunk, head)
@@ -73,18 +73,18 @@ def _cross_entropy(x_BxTxW, head_WxV, targets_NxBxC, weights_NxBxC):
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
 
 
-def _cross_entropy_forward(x_BxTxW, head_WxV, targets_NxBxC, weights_NxBxC):
-    head = head_WxV.astype(x_BxTxW.dtype)
+def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+    head = head_VxW.astype(x_BxTxW.dtype)
 
     def add_chunk(carry, chunk):
         total, d_head = carry
         x_BxCxW = chunk[0]
         loss, d_logits = _chunk_loss(chunk, head)
-        d_head += jnp.dot(_rows(x_BxCxW).T, d_logits, preferred_element_type=jnp.float32)
-        return (total + loss, d_head), jnp.dot(d_logits, head.T).reshape(x_BxCxW.shape)
+        d_head += jnp.dot(d_logits.T, _rows(x_BxCxW), preferred_element_type=jnp.float32)
+        return (total + loss, d_head), jnp.dot(d_logits, head).reshape(x_BxCxW.shape)
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
-    zero = jnp.float32(0), jnp.zeros(head_WxV.shape, jnp.float32)
+    zero = jnp.float32(0), jnp.zeros(head_VxW.shape, jnp.float32)
     (total, d_head), d_x_NxBxCxW = jax.lax.scan(add_chunk, zero, chunks)
     return total, (jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape), d_head)
 

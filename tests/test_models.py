@@ -140,7 +140,7 @@ def plain_logits(config, params, tokens_T):
                         y[t] += x[t - back] @ kernel
                 x = y
     x = plain_layer_norm(params["final_norm"], x)
-    return x @ (params["token_embedding"].T if config.tie_embeddings else params["head"])
+    return x @ params["token_embedding" if config.tie_embeddings else "head"].T
 
 
 def plain_blocks(stack, x, num_heads):

@@ -99,7 +99,7 @@ def convert(architecture, tensors):
         "position_embedding": tensors["transformer.wpe.weight"],
         "trunk": trunk(architecture, tensors),
         "final_norm": {"scale": tensors["transformer.ln_f.weight"]},
-        "head": tensors["lm_head.weight"].T})
+        "head": tensors["lm_head.weight"]})
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "pgpt", "lgpt", "cgpt"])

@@ -21,11 +21,11 @@ from smallgpt_jax.train import compile_train_step, initial_state, state_sharding
 @pytest.mark.parametrize("chunks", [1, 4, 16])
 def test_cross_entropy_and_its_gradients(chunks):
     keys = jax.random.split(jax.random.key(0), 4)
-    x, head = jax.random.normal(keys[0], (3, 16, 8)), jax.random.normal(keys[1], (8, 50))
+    x, head = jax.random.normal(keys[0], (3, 16, 8)), jax.random.normal(keys[1], (50, 8))
     targets = jax.random.randint(keys[2], (3, 16), 0, 50)
     weights = jax.random.uniform(keys[3], (3, 16))
 
-    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64).T
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     one_hot = np.eye(50)[targets]
     expected = -np.sum(np.asarray(weights) * np.log((probabilities * one_hot).sum(axis=-1)))
@@ -37,14 +37,14 @@ def test_cross_entropy_and_its_gradients(chunks):
     value, (d_x, d_head) = jax.value_and_grad(loss, (0, 1))(x, head)
     assert float(value) == pytest.approx(3 * expected, rel=1e-5)
     assert float(loss(x, head)) == pytest.approx(3 * expected, rel=1e-5)
-    np.testing.assert_allclose(d_x, 3 * d_logits @ np.asarray(head).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(d_x, 3 * d_logits @ np.asarray(head), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        d_head, 3 * np.einsum("btw,btv->wv", x, d_logits), rtol=1e-4, atol=1e-4)
+        d_head, 3 * np.einsum("btw,btv->vw", x, d_logits), rtol=1e-4, atol=1e-4)
 
 
 def test_logits_never_exist_whole():
     """No array of the compiled gradient holds more than a chunk of the logits."""
-    x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((8, 999), "float32")
+    x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((999, 8), "float32")
     targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in ("int32", "float32"))
     text = jax.jit(jax.grad(cross_entropy), static_argnums=4).lower(
         x, head, targets, weights, 8).as_text()

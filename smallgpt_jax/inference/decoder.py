@@ -54,7 +54,8 @@ def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_
 
 def unstacked(model: models.LanguageModel, params):
     """`params` as decoding wants them: the weights of layers and paths that training stacks lie
-    apart, as NAME_0, NAME_1, …, and matrices have the type that products are computed in."""
+    apart, as NAME_0, NAME_1, …, those of `Dense` are transposed, and matrices have the type that
+    products are computed in."""
     def apart(params, wanted):
         if not isinstance(wanted, dict):
             return params.astype(model.config.dtype) if params.ndim > 1 else params
@@ -62,6 +63,8 @@ def unstacked(model: models.LanguageModel, params):
         for name in wanted:
             if name in params:
                 part = params[name]
+            elif name == "kernel_transposed":
+                part = params["kernel"].reshape(wanted[name].shape[::-1]).T
             else:
                 stack, number = name.rsplit("_", 1)
                 part = jax.tree.map(lambda x: x[int(number)], params[stack])
@@ -105,11 +108,12 @@ class Texts:
             self.draw(sampling)
             for row, token in zip(self.ids, last):
                 row.append(token)
+        rows = len(self.ids)
         self.ids = [list(row) for row in self.ids for _ in range(times)]
         self._sample = np.tile(np.arange(times, dtype=np.int32), len(self._sample))
         self._read, self._forgotten = np.repeat(self._read, times), np.repeat(self._forgotten, times)
         self._cache, self._seen = jax.tree.map(
-            lambda x: jnp.repeat(x, times, axis=0), (self._cache, self._seen))
+            functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
 
     def reserve(self, new_tokens: int) -> None:
         """Makes room for so many more tokens in each row, so that no `draw` has to."""
@@ -177,12 +181,17 @@ class Texts:
         return self._seen
 
 
+def _repeat_rows(x, rows: int, times: int):
+    """Each of the `rows` parts of the first axis, `times` times."""
+    return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
+
+
 @functools.partial(jax.jit, static_argnames=("length", "new_length"))
 def _longer(cache, length: int, new_length: int):
     """The cache with room for more positions; what has no axis of positions stays as it is."""
     def pad(path, x):
         if path[-1].key.startswith("past"):
             return x
-        return jnp.pad(x, ((0, 0), (0, 0), (0, new_length - length), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, new_length - length), (0, 0)))
 
     return jax.tree_util.tree_map_with_path(pad, cache)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.gpt import GPT
-from smallgpt_jax.models.layers import EVALUATION, INIT_STD, Mode, ModelConfig, layer_norm, normal
+from smallgpt_jax.models.layers import EVALUATION, INIT_STD, Mode, ModelConfig, layer_norm, normal, transposed_product
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
         if not c.tie_embeddings:
             width = trunk.output_width(c)
             std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
-            self.head = self.param("head", normal(std, "embed", "vocab"), (width, c.vocab_size))
+            self.head = self.param("head", normal(std, "vocab", "embed"), (c.vocab_size, width))
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
@@ -67,8 +67,8 @@ class LanguageModel(nn.Module):
         return jnp.take(self.position_embedding, mode.positions(time), axis=0, mode="clip")
 
     def head_weight(self):
-        """The output matrix, (W, V) float32: the head's own, or the token embedding's transpose."""
-        return self.token_embedding.T if self.config.tie_embeddings else self.head
+        """The output matrix, (V, W) float32: the head's own, or the token embedding."""
+        return self.token_embedding if self.config.tie_embeddings else self.head
 
     def __call__(self, tokens_BxT, mode: Mode = EVALUATION):
         """Logits of each position's next token, (B, T, V) float32."""
@@ -81,8 +81,11 @@ class LanguageModel(nn.Module):
         return self.logits(last)[:, 0]
 
     def logits(self, x_BxTxW):
-        return jnp.dot(x_BxTxW, self.head_weight().astype(x_BxTxW.dtype),
-                       preferred_element_type=jnp.float32)
+        batch, time, width = x_BxTxW.shape
+        logits_RxV = transposed_product(
+            x_BxTxW.reshape(-1, width), self.head_weight().astype(x_BxTxW.dtype),
+            preferred_element_type=jnp.float32)
+        return logits_RxV.reshape(batch, time, -1)
 
 
 def build(**fields) -> LanguageModel:

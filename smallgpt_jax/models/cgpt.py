@@ -57,6 +57,5 @@ class CGPT(LGPT):
             config.refuse("conv_kernel", "must be from 1 to config.model.context_length"
                           f"={config.context_length}")
 
-    def compress(self, stage: ModelConfig, mode: Mode, name: str):
-        conv = CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)
-        return lambda x_BxTxD: conv(x_BxTxD, mode)
+    def compress(self, stage: ModelConfig, name: str) -> nn.Module:
+        return CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from smallgpt_jax.errors import UserError
 
+QUERIES = 128  # positions of a prompt that attend at one time
+FEW_ROWS = 64  # up to here a product's time is that of reading its weights
 INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections scaled down
 
 
@@ -117,7 +119,8 @@ class Dense(nn.Module):
     """x·W (+ b) on (B, T, *inputs) → (B, T, *features); kernel (*inputs, *features).
 
     `axes` names the kernel's axes. The product is taken on two-dimensional arrays: on a CPU, XLA
-    fuses what surrounds a three-dimensional one into loops that take twice as long.
+    fuses what surrounds a three-dimensional one into loops that take twice as long. Decoding keeps
+    the kernel as (outputs, inputs): for a few rows, W·xᵀ reads it up to twice as fast there.
     """
 
     features: tuple[int, ...]
@@ -127,17 +130,28 @@ class Dense(nn.Module):
     dtype: str
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, mode: Mode):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         size_in, size_out = math.prod(inputs), math.prod(self.features)
-        kernel = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
-        y = jnp.dot(
-            x.reshape(-1, size_in).astype(self.dtype),
-            kernel.reshape(size_in, size_out).astype(self.dtype))
+        x_RxI = x.reshape(-1, size_in).astype(self.dtype)
+        if mode.decode:
+            kernel_OxI = self.param("kernel_transposed", nn.initializers.zeros, (size_out, size_in))
+            y_RxO = transposed_product(x_RxI, kernel_OxI.astype(self.dtype))
+        else:
+            kernel = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
+            y_RxO = jnp.dot(x_RxI, kernel.reshape(size_in, size_out).astype(self.dtype))
         if self.use_bias:
             bias = self.param("bias", zeros(*self.axes[len(inputs):]), self.features)
-            y += bias.reshape(1, size_out).astype(self.dtype)
-        return y.reshape(*batch_and_time, *self.features)
+            y_RxO += bias.reshape(1, size_out).astype(self.dtype)
+        return y_RxO.reshape(*batch_and_time, *self.features)
+
+
+def transposed_product(x_RxI, w_OxI, **options):
+    """x·wᵀ, (R, O); for a few rows as (w·xᵀ)ᵀ."""
+    contract_last = (((1,), (1,)), ((), ()))
+    if len(x_RxI) <= FEW_ROWS:
+        return jax.lax.dot_general(w_OxI, x_RxI, contract_last, **options).T
+    return jax.lax.dot_general(x_RxI, w_OxI, contract_last, **options)
 
 
 def normal(std: float, *axes: str):
@@ -215,28 +229,62 @@ class Attention(nn.Module):
         # Heads come first in the fused kernel, so that a mesh can split it by heads.
         qkv_BxTxHx3xK = Dense(
             (heads, 3, head_width), ("embed", "heads", "qkv", "head_width"),
-            INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD)
+            INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD, mode)
         q, k, v = (qkv_BxTxHx3xK[:, :, :, i] for i in range(3))
         y_BxTxHxK = self.attend_with_cache(q, k, v, mode) if mode.decode else causal_attention(q, k, v)
         return Dense(
             (c.d_model,), ("heads", "head_width", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxTxHxK)
+            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxTxHxK, mode)
 
     def attend_with_cache(self, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, mode: Mode):
         """Attention to each row's earlier positions too, which the cache holds; adds these to it.
 
         Slot s of the cache is position s. What fills up short rows is written as well, beyond their
-        ends: nothing looks there before it is written over.
+        ends: nothing looks there before it is written over. Rows and heads share an axis: with two,
+        XLA's CPU compiler copies the whole cache for each token.
         """
         batch, time, heads, head_width = k_BxTxHxK.shape
-        shape = (batch, heads, mode.cache_length, head_width)
+        shape = (batch * heads, mode.cache_length, head_width)
         keys, is_new = remembered(self, "keys", shape, k_BxTxHxK.dtype)
         values, _ = remembered(self, "values", shape, v_BxTxHxK.dtype)
-        keys.value = write(keys.value, k_BxTxHxK, mode.start_B)
-        values.value = write(values.value, v_BxTxHxK, mode.start_B)
+        q, k, v = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, time, head_width)
+                   for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
         if is_new:
-            return causal_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
-        return cached_attention(q_BxTxHxK, keys.value, values.value, mode.positions(time))
+            room = ((0, 0), (0, mode.cache_length - time), (0, 0))
+            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+            y = jnp.concatenate([  # a part of the queries at a time, which look at no later keys
+                attend(q[:, i:i + QUERIES], k[:, :i + QUERIES], v[:, :i + QUERIES],
+                       jnp.arange(i, min(i + QUERIES, time))[None])
+                for i in range(0, time, QUERIES)], axis=1)
+        else:
+            keys.value = write(keys.value, k, jnp.repeat(mode.start_B, heads))
+            values.value = write(values.value, v, jnp.repeat(mode.start_B, heads))
+            y = attend(q, keys.value, values.value, jnp.repeat(mode.positions(time), heads, axis=0))
+        return jnp.swapaxes(y.reshape(batch, heads, time, head_width), 1, 2)
+
+
+def write(cache_HxSxK, x_HxTxK, start_H):
+    """The cache with x in the slots from each row's start on; slots beyond S are dropped."""
+    rows, time, _ = x_HxTxK.shape
+    if time > 1:
+        slots_HxT = start_H[:, None] + jnp.arange(time)[None]
+        return cache_HxSxK.at[jnp.arange(rows)[:, None], slots_HxT].set(x_HxTxK, mode="drop")
+    if rows == 1:  # of what follows, the compiler makes something slower
+        return jax.lax.dynamic_update_slice(cache_HxSxK, x_HxTxK, (0, start_H[0], 0))
+    return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
+        cache_HxSxK, x_HxTxK, start_H)
+
+
+def attend(q_HxTxK, keys_HxSxK, values_HxSxK, positions_HxT):
+    """softmax(q·keysᵀ/√K)·values over the slots up to each query's position, (H, T, K)."""
+    # One query is a matrix–vector product, which XLA's CPU compiler sees only without the axis.
+    t = "" if q_HxTxK.shape[1] == 1 else "t"
+    q = (q_HxTxK if t else q_HxTxK[:, 0]) / math.sqrt(q_HxTxK.shape[2])
+    scores = jnp.einsum(f"h{t}k,hsk->h{t}s", q, keys_HxSxK, preferred_element_type=jnp.float32)
+    is_past_HxTxS = jnp.arange(keys_HxSxK.shape[1])[None, None] <= positions_HxT[:, :, None]
+    weights = jax.nn.softmax(jnp.where(is_past_HxTxS.reshape(-1, *scores.shape[1:]), scores, -1e30))
+    y = jnp.einsum(f"h{t}s,hsk->h{t}k", weights.astype(values_HxSxK.dtype), values_HxSxK)
+    return y.reshape(q_HxTxK.shape)
 
 
 def remembered(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
@@ -250,37 +298,20 @@ def remembered(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
     return module.variable("cache", f"{name}_{calls}", jnp.zeros, shape, dtype), is_new
 
 
-def write(cache_BxHxSxK, x_BxTxHxK, start_B):
-    """The cache with each row of x in the slots from that row's start on; those beyond S are dropped."""
-    batch, time = x_BxTxHxK.shape[:2]
-    slots_BxT = start_B[:, None] + jnp.arange(time)[None]
-    return cache_BxHxSxK.at[jnp.arange(batch)[:, None], :, slots_BxT].set(x_BxTxHxK, mode="drop")
-
-
-def cached_attention(q_BxTxHxK, keys_BxHxSxK, values_BxHxSxK, positions_BxT):
-    """`causal_attention` to the slots of a cache, slot s being position s; (B, T, H, K)."""
-    scores_BxHxTxS = jnp.einsum(
-        "bthk,bhsk->bhts", q_BxTxHxK / math.sqrt(q_BxTxHxK.shape[3]), keys_BxHxSxK,
-        preferred_element_type=jnp.float32)
-    is_past_BxTxS = jnp.arange(keys_BxHxSxK.shape[2])[None, None] <= positions_BxT[:, :, None]
-    weights_BxHxTxS = jax.nn.softmax(jnp.where(is_past_BxTxS[:, None], scores_BxHxTxS, -1e30))
-    return jnp.einsum("bhts,bhsk->bthk", weights_BxHxTxS.astype(values_BxHxSxK.dtype), values_BxHxSxK)
-
-
 class MLP(nn.Module):
     """Two dense layers with a GELU between them, `mlp_ratio` times as wide inside."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
         h_BxTxF = Dense(
             (c.mlp_ratio * c.d_model,), ("embed", "mlp"),
-            INIT_STD, c.use_bias, c.dtype, name="up")(x_BxTxD)
+            INIT_STD, c.use_bias, c.dtype, name="up")(x_BxTxD, mode)
         return Dense(
             (c.d_model,), ("mlp", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="down")(gelu(h_BxTxF))
+            residual_std(c), c.use_bias, c.dtype, name="down")(gelu(h_BxTxF), mode)
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -302,7 +333,7 @@ class Block(nn.Module):
         dropout = nn.Dropout(c.dropout, deterministic=not mode.train)
         x_BxTxD += dropout(
             Attention(c, name="attention")(layer_norm(c, "attention_norm")(x_BxTxD), mode))
-        x_BxTxD += dropout(MLP(c, name="mlp")(layer_norm(c, "mlp_norm")(x_BxTxD)))
+        x_BxTxD += dropout(MLP(c, name="mlp")(layer_norm(c, "mlp_norm")(x_BxTxD), mode))
         return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
 
 

@@ -48,10 +48,10 @@ class LGPT(Trunk):
         for i, stage in enumerate(stages(self.config)):
             x = blocks(stage, self.config.blocks_per_stage, mode, name=f"stage_{i}")(x)
             if i < num_compressions(self.config):
-                x = self.compress(stage, mode, name=f"compress_{i}")(x)
+                x = self.compress(stage, name=f"compress_{i}")(x, mode)
         return x
 
-    def compress(self, stage: ModelConfig, mode: Mode, name: str):
+    def compress(self, stage: ModelConfig, name: str) -> nn.Module:
         """The layer from this stage's width to half of it, (B, T, D) → (B, T, D/2).
 
         Its initial weights keep the variance of what passes: GPT-2's 0.02 would shrink the

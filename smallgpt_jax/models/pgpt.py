@@ -25,7 +25,8 @@ class Path(nn.Module):
     def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
         x_BxTxD = Dense(
-            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(x_BxTxD)
+            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
+                x_BxTxD, mode)
         return blocks(c, self.length, mode, name="blocks")(x_BxTxD)
 
 

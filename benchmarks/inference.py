@@ -1,0 +1,231 @@
+"""What writing text costs: prefill, decoding and memory of the four architectures at one size.
+
+    pip install -e '.[bench]'
+    python benchmarks/inference.py --output=docs/inference
+
+For gpt, pgpt (all paths, and one), lgpt and cgpt with the same layers, heads and width, over batch
+sizes and contexts: milliseconds to read a prompt that leaves room for --new_tokens in the context;
+tokens/s of greedy decoding with the context all but full; bytes of weights and cache; and the share
+of the machine's memory bandwidth that decoding reaches (bytes of weights and cache read a token ×
+steps/s, over that of summing an array larger than any cache of the processor). Beside them, in the
+same run, `transformers`' GPT-2 with its cache. Weights are random: they do not change the cost.
+
+Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png; the last line of standard
+output is the same as JSON. Each figure is the median of --repeats; what is compared takes turns.
+"""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from smallgpt_jax import cli, models
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.pgpt import with_paths
+
+SIZES = {  # layers, heads, width, vocabulary
+    "10M": (8, 8, 256, 8192),
+    "124M": (12, 12, 768, 50_304),
+}
+GREEDY = Sampling(temperature=None)
+
+_SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and vocabulary of all.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Rows that are written at once.")
+_CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Positions, prompt and text together.")
+_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens that are written and timed.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Timings of each.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "These rows only, by name.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where the table and the plots go; none if unset.")
+
+
+def our_model(architecture: str, context: int):
+    """A model of the chosen size with random weights, and the weights as training has them."""
+    layers, heads, width, vocabulary = SIZES[_SIZE.value]
+    own = {"gpt": {}, "pgpt": {"num_paths": 2}}.get(
+        architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
+    if architecture == "cgpt":
+        own["conv_kernel"] = 3
+    if architecture in ("lgpt", "cgpt"):
+        heads = min(heads, width // 2 ** (layers // 2 - 1))
+    model = models.build(
+        architecture=architecture, num_layers=layers, num_heads=heads, d_model=width, mlp_ratio=4,
+        vocab_size=vocabulary, context_length=context, dropout=0.0, use_bias=False, tie_embeddings=False,
+        dtype="float32", scan_layers=True, **own)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(0.02 * rng.standard_normal(x.value.shape, np.float32)),
+        models.abstract_params(model), is_leaf=lambda x: hasattr(x, "names"))
+    return model, params
+
+
+class Ours:
+    """One of this project's architectures."""
+
+    def __init__(self, architecture: str, context: int, paths=None):
+        model, params = our_model(architecture, context)
+        if paths is not None:
+            config, params = with_paths(model.config, params, paths)
+            model = models.LanguageModel(config)
+        self.model, self.params = model, decoder.unstacked(model, params)
+        self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.params))
+        # A token reads one row of the token and position embeddings, not all.
+        self.read_bytes = self.weight_bytes - sum(
+            self.params[name].nbytes for name in ("token_embedding", "position_embedding"))
+
+    def run(self, prompts_BxT, new_tokens: int):
+        """Seconds to read the prompts and draw a token, seconds of the other tokens, cache bytes."""
+        texts = decoder.Texts(self.model, self.params, self.model.config.vocab_size, prompts_BxT.tolist())
+        texts.reserve(new_tokens)
+        started = time.perf_counter()
+        drawn_B = np.asarray(texts.draw(GREEDY))
+        read = time.perf_counter()
+        for _ in range(new_tokens - 1):
+            for row, token in zip(texts.ids, drawn_B):
+                row.append(int(token))
+            drawn_B = np.asarray(texts.draw(GREEDY))
+        return read - started, time.perf_counter() - read, texts.cache_bytes()
+
+
+class Transformers:
+    """`transformers`' GPT-2 with its key-value cache, in PyTorch, eager, as most people run it."""
+
+    def __init__(self, context: int):
+        import torch
+        import transformers
+
+        layers, heads, width, vocabulary = SIZES[_SIZE.value]
+        self.torch = torch
+        self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
+        self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
+        self.read_bytes = self.weight_bytes - 4 * width * context  # its head is the token embedding
+
+    def run(self, prompts_BxT, new_tokens: int):
+        with self.torch.inference_mode():
+            tokens = self.torch.tensor(prompts_BxT)
+            started = time.perf_counter()
+            result = self.model(tokens, use_cache=True, logits_to_keep=1)
+            drawn = result.logits[:, -1].argmax(-1, keepdim=True)
+            read = time.perf_counter()
+            for _ in range(new_tokens - 1):
+                result = self.model(drawn, past_key_values=result.past_key_values, use_cache=True)
+                drawn = result.logits[:, -1].argmax(-1, keepdim=True)
+            seconds = time.perf_counter() - read
+        batch, length = prompts_BxT.shape
+        c = self.model.config
+        return read - started, seconds, 2 * 4 * c.n_layer * c.n_embd * batch * (length + new_tokens - 1)
+
+
+CONTENDERS = {
+    "gpt": lambda context: Ours("gpt", context),
+    "pgpt": lambda context: Ours("pgpt", context),
+    "pgpt (one path)": lambda context: Ours("pgpt", context, paths=[0]),
+    "lgpt": lambda context: Ours("lgpt", context),
+    "cgpt": lambda context: Ours("cgpt", context),
+    "transformers GPT-2": Transformers,
+}
+
+
+def bandwidth() -> float:
+    """Bytes a second that the machine reads from memory: the best of several sums of 1 GiB."""
+    x = jnp.ones(2**28, jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(x).block_until_ready()
+
+    def seconds():
+        started = time.perf_counter()
+        total(x).block_until_ready()
+        return time.perf_counter() - started
+
+    return x.nbytes / min(seconds() for _ in range(5))
+
+
+def measure() -> list[dict]:
+    names = _ONLY.value or list(CONTENDERS)
+    if unknown := set(names) - set(CONTENDERS):
+        raise UserError(f"--only={', '.join(unknown)}: choose from {', '.join(CONTENDERS)}")
+    peak, rows = bandwidth(), []
+    for context in map(int, _CONTEXTS.value):
+        contenders = {name: CONTENDERS[name](context) for name in names}
+        for batch in map(int, _BATCHES.value):
+            prompts = np.random.default_rng(0).integers(
+                0, SIZES[_SIZE.value][3], (batch, context - _NEW_TOKENS.value))
+            timings = {name: [] for name in names}
+            for repeat in range(_REPEATS.value + 1):  # the first one compiles
+                for name, contender in contenders.items():
+                    timing = contender.run(prompts, _NEW_TOKENS.value)
+                    if repeat:
+                        timings[name].append(timing)
+            for name, contender in contenders.items():
+                prefill, decode = (statistics.median(t[i] for t in timings[name]) for i in (0, 1))
+                steps_per_second = (_NEW_TOKENS.value - 1) / decode
+                cache_bytes = timings[name][0][2]
+                rows.append({
+                    "model": name, "batch": batch, "context": context, "prefill_ms": 1000 * prefill,
+                    "decode_tokens_per_second": batch * steps_per_second,
+                    "weight_bytes": contender.weight_bytes, "cache_bytes": cache_bytes,
+                    "bandwidth_share": (contender.read_bytes + cache_bytes) * steps_per_second / peak})
+                print(line(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def line(row: dict) -> str:
+    return (f"| {row['model']} | {row['batch']} | {row['context']} | {row['prefill_ms']:,.1f} "
+            f"| {row['decode_tokens_per_second']:,.0f} | {row['weight_bytes'] / 1e6:,.1f} "
+            f"| {row['cache_bytes'] / 1e6:,.1f} | {row['bandwidth_share']:.0%} |")
+
+
+def table(rows: list[dict]) -> str:
+    head = ("| model | batch | context | prefill ms | decode tokens/s | weights MB | cache MB | bandwidth |\n"
+            "|---|---|---|---|---|---|---|---|")
+    return "\n".join([head, *map(line, rows)])
+
+
+def plot(rows: list[dict], path: Path, label: str, value) -> None:
+    """One panel a batch size: `value` of each model against the context."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = sorted({row["batch"] for row in rows})
+    figure, panels = pyplot.subplots(1, len(batches), figsize=(4 * len(batches), 3.6), squeeze=False)
+    for panel, batch in zip(panels[0], batches):
+        for name in dict.fromkeys(row["model"] for row in rows):
+            points = [row for row in rows if (row["model"], row["batch"]) == (name, batch)]
+            panel.plot([row["context"] for row in points], [value(row) for row in points], "o-", label=name)
+        panel.set(title=f"batch {batch}", xlabel="context", ylabel=label, xscale="log", yscale="log")
+        panel.set_xticks([row["context"] for row in points], [row["context"] for row in points])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    rows = measure()
+    print(table(rows))
+    if _OUTPUT.value:
+        output = Path(_OUTPUT.value)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_name(output.name + ".md").write_text(table(rows) + "\n")
+        plot(rows, output.with_name(output.name + "-latency.png"), "ms a decoding step",
+             lambda row: 1000 * row["batch"] / row["decode_tokens_per_second"])
+        plot(rows, output.with_name(output.name + "-memory.png"), "weights + cache, MB",
+             lambda row: (row["weight_bytes"] + row["cache_bytes"]) / 1e6)
+    print(json.dumps({"size": _SIZE.value, "device": jax.devices()[0].device_kind,
+                      "machine": platform.processor() or platform.machine(), "jax": jax.__version__,
+                      "rows": rows}))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -24,6 +24,7 @@ setup(
         "cuda": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
         "hf": ["datasets"],
+        "bench": ["matplotlib", "torch", "transformers"],
         "test": ["pytest", "pytest-xdist", "ruff"],
     },
 )

@@ -37,8 +37,11 @@ def test_the_papers_recipes_differ_only_in_the_model():
         others = [load_config(name, size).copy_and_resolve_references()
                   for name in ("gpt", "pgpt", "lgpt", "cgpt")]
         for config in others:
-            for group in ("data", "mesh", "optimizer", "train"):
+            for group in ("data", "mesh", "train"):
                 assert config[group] == others[0][group]
+            # The narrowing ones learn at a rate of their own in the quickstart, alike.
+            narrows = size == "quickstart" and config.model.architecture in ("lgpt", "cgpt")
+            assert config.optimizer == others[2 if narrows else 0].optimizer
 
 
 @pytest.mark.parametrize("flags, status, words", [

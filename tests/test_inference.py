@@ -125,7 +125,7 @@ def test_bytes_of_the_cache(architecture, fields, numbers_a_position, extra):
 def test_bfloat16_weights_and_caches():
     model, params = small("gpt", dtype="bfloat16")
     weights = decoder.unstacked(model, params)
-    assert weights["trunk"]["blocks_3"]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    assert weights["trunk"]["blocks_3"]["mlp"]["up"]["kernel_transposed"].dtype == jnp.bfloat16
     texts = texts_of(model, params, random_rows(model, [5]))
     _, logits = texts.draw_with_logits(Sampling())
     assert logits.dtype == jnp.float32

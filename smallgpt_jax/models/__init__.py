@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.gpt import GPT
-from smallgpt_jax.models.layers import EVALUATION, INIT_STD, Mode, ModelConfig, layer_norm, normal, transposed_product
+from smallgpt_jax.models.layers import (
+    EVALUATION,
+    INIT_STD,
+    Mode,
+    ModelConfig,
+    layer_norm,
+    normal,
+    transposed_product,
+)
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 

@@ -162,6 +162,7 @@ def measure() -> list[dict]:
             timings = {name: [] for name in names}
             for repeat in range(_REPEATS.value + 1):  # the first one compiles
                 for name, contender in contenders.items():
+                    time.sleep(0.3)  # idle threads of the one before it may still be spinning
                     timing = contender.run(prompts, _NEW_TOKENS.value)
                     if repeat:
                         timings[name].append(timing)

@@ -152,6 +152,12 @@ def test_nothing_is_compiled_twice():
     assert decoder.advance._cache_size() == before + 2
 
 
+def test_lengths_are_rounded_up():
+    lengths = (1, 16, 17, 33, 64, 65, 96, 97, 128, 129, 700, 1000)
+    assert [decoder.bucket(n, 1000) for n in lengths] == [
+        16, 16, 32, 48, 64, 96, 96, 128, 128, 192, 768, 1000]
+
+
 # ---------------------------------------------------------------------- sampling
 
 def test_filters_are_those_of_the_formulas():
@@ -290,6 +296,15 @@ def test_a_long_conversation_forgets(model):
     assert conversation.forgotten > 0
     with pytest.raises(UserError, match=r"33 tokens at once: at most 32"):
         list(conversation.say("x" * 33))
+
+
+def test_what_the_readme_shows(workdir):
+    example = re.search(r"```python\n(from smallgpt_jax import inference.*?)```",
+                        (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(example.replace("runs/pgpt-quickstart", str(workdir)), names)
+    assert [len(texts) for texts in names["texts"]] == [2, 2]
+    assert "".join(names["turn"])
 
 
 # ---------------------------------------------------------------------- refusals

@@ -17,12 +17,13 @@ from smallgpt_jax import models
 from smallgpt_jax.inference.sampling import Sampling, sample
 from smallgpt_jax.models.layers import Mode
 
-SHORTEST = 16  # lengths are rounded up to a power of two from here on, and compiled once each
+SHORTEST = 16  # lengths are rounded up to this, 32, 48, 64, 96, 128, 192, … and compiled once each
 
 
 def bucket(length: int, longest: int) -> int:
     """The number of positions that `length` tokens are filled up to."""
-    return min(longest, max(SHORTEST, 1 << (length - 1).bit_length()))
+    step = max(SHORTEST, 1 << max(0, (length - 1).bit_length() - 2))
+    return min(longest, -(-length // step) * step)
 
 
 @functools.partial(

@@ -11,7 +11,8 @@ steps/s, over that of summing an array larger than any cache of the processor). 
 same run, `transformers`' GPT-2 with its cache. Weights are random: they do not change the cost.
 
 Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png; the last line of standard
-output is the same as JSON. Each figure is the median of --repeats; what is compared takes turns.
+output is the same as JSON. This project's cache is counted as it is allocated, the other as it is
+filled. Each figure is the median of --repeats; what is compared takes turns.
 """
 
 import json
@@ -103,6 +104,8 @@ class Transformers:
         import transformers
 
         layers, heads, width, vocabulary = SIZES[_SIZE.value]
+        if jax.default_backend() != "cpu":
+            raise UserError("PyTorch is compared on the CPU only: JAX_PLATFORMS=cpu, or --only without it")
         self.torch = torch
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
@@ -153,6 +156,8 @@ def measure() -> list[dict]:
     names = _ONLY.value or list(CONTENDERS)
     if unknown := set(names) - set(CONTENDERS):
         raise UserError(f"--only={', '.join(unknown)}: choose from {', '.join(CONTENDERS)}")
+    if min(map(int, _CONTEXTS.value)) <= _NEW_TOKENS.value:
+        raise UserError(f"--contexts: each must be longer than --new_tokens={_NEW_TOKENS.value}")
     peak, rows = bandwidth(), []
     for context in map(int, _CONTEXTS.value):
         contenders = {name: CONTENDERS[name](context) for name in names}

@@ -55,26 +55,30 @@ def main() -> None:
         show(prompt, model.stream(prompt, seed=_SEED.value, **settings))
 
 
-def show(prompt: str, pieces) -> None:
-    first = next(pieces, "")  # nothing is shown if the prompt is refused
-    print(prompt + first, end="", flush=True)
+def show(prompt: str, pieces) -> str:
+    """Prints a text as it comes; returns it."""
+    print(prompt, end="", flush=True)
+    text = prompt
     for piece in pieces:
         print(piece, end="", flush=True)
+        text += piece
     print()
+    return text
 
 
 def converse(conversation: inference.Conversation, settings: dict) -> None:
-    """Turns until the input ends (Ctrl-D); a line of the user's is a line of the text."""
+    """Turns until the input ends (Ctrl-D); what the user writes is a line of its own in the text."""
     if sys.stdin.isatty():
         print("You write a line, the model goes on; Ctrl-D ends. A new line sees all before it.", flush=True)
-    forgotten = 0
+    forgotten, line_end = 0, ""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
         try:
-            show("", conversation.say(line + "\n", **settings))
+            answer = show("", conversation.say(f"{line_end}{line}\n", **settings))
+            line_end = "" if answer.endswith("\n") else "\n"
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
         if new := conversation.forgotten - forgotten:

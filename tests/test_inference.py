@@ -47,7 +47,8 @@ def texts_of(model, params, ids, **settings):
 
 
 def assert_cache_gives_the_whole_pass(model, params):
-    """Three rows of different lengths, read as prompts of 1, 5 and 9 tokens and then one by one."""
+    """Three rows of different lengths, read as prompts of 1, 5 and 9 tokens, then a few at a time
+    (each row another number), then one by one."""
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
     for place, row in zip(filled, rows):
@@ -64,8 +65,9 @@ def assert_cache_gives_the_whole_pass(model, params):
             compared += 1
         going_on = [i for i in going_on if len(texts.ids[i]) < len(rows[i])]
         for i in going_on:
-            texts.ids[i].append(rows[i][len(texts.ids[i])])
-    assert compared == sum(map(len, rows)) - 4 - 8  # every position but those inside the prompts
+            read = len(texts.ids[i])
+            texts.ids[i] += rows[i][read:read + (i + 1 if read < 10 else 1)]
+    assert compared > 25
 
 
 @pytest.mark.parametrize("architecture, fields", VARIANTS)
@@ -244,9 +246,68 @@ def test_stop_strings(model):
 
 
 def test_characters_of_several_tokens_come_whole():
-    written = inference.Written(Bytes(), stop=["é!"])
-    assert [written.add(byte) for byte in "né§é".encode()] == ["n", "", "", "é", "§", "", ""]
-    assert (written.rest(), written.is_done) == ("é", False)
+    written = inference.Written(Bytes(), stop=["né!"])
+    assert [written.add(byte) for byte in "né§né".encode()] == ["", "", "", "", "né§", "", "", ""]
+    assert (written.rest(), written.is_done) == ("né", False)
+
+
+@pytest.fixture(scope="module")
+def cgpt():
+    """One with convolutions that look back, whose cache is not a matter of positions alone."""
+    model, params = small("cgpt", conv_kernel=3)
+    return inference.TextModel(model, decoder.unstacked(model, params), Bytes())
+
+
+@pytest.mark.parametrize("settings", [
+    {"temperature": 0}, {"seed": 3}, {"temperature": 0, "repetition_penalty": 1.5}])
+def test_a_batch_with_convolutions(cgpt, settings):
+    """Also of an empty prompt, and long enough for rows to be forgotten at different times."""
+    prompts = ["", "abc", "the cat sat"]
+    alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
+    assert cgpt.generate_batch(prompts, 30, **settings) == [[text] for text in alone]
+    assert [texts[0] for texts in cgpt.generate_batch(prompts, 30, samples=2, **settings)] == alone
+
+
+def test_a_conversation_with_convolutions(cgpt):
+    def text(turns):
+        conversation = cgpt.conversation()
+        for turn in turns:
+            list(conversation.say(turn, 3, temperature=0))
+        return conversation._text
+
+    said = text(["ab", "", "cde"])
+    fresh = decoder.Texts(cgpt.model, cgpt.params, 257, said.ids)
+    _, logits = said.draw_with_logits(Sampling())
+    np.testing.assert_allclose(logits, fresh.draw_with_logits(Sampling())[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_turn_that_adds_nothing(model):
+    conversation = model.conversation()
+    pieces = conversation.say("the cat", 5, temperature=0)
+    next(pieces)
+    pieces.close()  # what was computed ahead is not written
+    assert "".join(conversation.say("", 4, temperature=0)) == model.generate("the cat", 5, temperature=0)[1:]
+
+
+def test_a_refused_turn_changes_nothing(model):
+    conversation = model.conversation()
+    for refused in ({"max_new_tokens": -1}, {"stop": "END"}, {"temperature": -1}):
+        with pytest.raises(UserError):
+            conversation.say("the", **refused)
+    assert conversation._text.ids == [[256]]
+
+
+def test_end_of_text_is_not_penalised():
+    model, params = small("gpt", num_layers=1)
+    texts = texts_of(model, params, [[256, 7, 7, 9], [256, 3]], unpenalised=256)
+    texts.draw(Sampling(repetition_penalty=2.0))
+    assert [np.flatnonzero(row).tolist() for row in texts._seen] == [[7, 9], [3]]
+    texts.ids = [[*row, 11] for row in texts.ids]
+    texts.draw(Sampling())
+    assert texts._seen is None
+    texts.ids = [[*row, 12] for row in texts.ids]
+    texts.draw(Sampling(repetition_penalty=2.0))
+    assert [np.flatnonzero(row).tolist() for row in texts._seen] == [[7, 9, 11, 12], [3, 11, 12]]
 
 
 def test_text_goes_on_past_the_context(model):
@@ -317,6 +378,8 @@ def test_what_the_readme_shows(workdir):
     ({"top_p": 1.5}, ["top_p=1.5"]),
     ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
     ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
+    ({"seed": -1}, ["seed=-1"]),
+    ({"stop": "END"}, ["stop='END'", "list"]),
     ({"prompt": "x" * 64}, ["64 tokens", "ends at 64"]),
     ({"prompt": "a\udcffb"}, ["character 2", "UTF-8"]),
 ])
@@ -324,6 +387,12 @@ def test_impossible_texts_are_refused(model, settings, words):
     with pytest.raises(UserError) as error:
         model.generate(**{"prompt": "the", "max_new_tokens": 5, **settings})
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_batches_that_are_none(model):
+    for prompts, samples in (("the", 1), ([], 1), (["the"], 0)):
+        with pytest.raises(UserError, match=r"prompts=|samples=0"):
+            model.generate_batch(prompts, samples=samples)
 
 
 def test_characters_without_a_piece(model, tmp_path):

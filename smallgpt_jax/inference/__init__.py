@@ -42,12 +42,11 @@ class TextModel:
         Ends at end-of-text, after `max_new_tokens`, or before the first of the strings in `stop`.
         `settings` are `Sampling`'s fields: temperature (1.0; 0: always the likeliest token), top_k,
         top_p, repetition_penalty. Beyond the model's context the older half of it is forgotten and
-        the rest read again. Raises UserError for settings out of range, and for a prompt that is
-        longer than the context or that the tokenizer cannot represent.
+        the rest read again. Raises UserError at once for settings out of range, and for a prompt
+        that is longer than the context or that the tokenizer cannot represent.
         """
-        sampling = Sampling(**settings).check()
-        text = self._begin([prompt], seed)
-        yield from self._write(text, max_new_tokens, stop, sampling)
+        sampling = check(stop, max_new_tokens, settings)
+        return self._write(self._begin([prompt], seed), max_new_tokens, stop, sampling)
 
     def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
                        stop: Sequence[str] = (), seed: int = 0, **settings) -> list[list[str]]:
@@ -56,9 +55,9 @@ class TextModel:
         The prompts may differ in length. Each text is what `generate` would write alone, up to
         rounding; the second and later samples draw from random streams of their own.
         """
-        sampling = Sampling(**settings).check()
-        check_count("max_new_tokens", max_new_tokens, 0)
-        check_count("samples", samples, 1)
+        sampling = check(stop, max_new_tokens, settings)
+        if samples < 1:
+            raise UserError(f"samples={samples}: must be at least 1")
         text = self._begin(prompts, seed)
         text.repeat(samples, sampling)
         text.reserve(max_new_tokens)
@@ -68,6 +67,7 @@ class TextModel:
             for row, writing, token in zip(text.ids, written, drawn_B):
                 if not writing.is_done:
                     writing.add(int(token))
+                if not writing.is_done:
                     row.append(int(token))
             if all(writing.is_done for writing in written):
                 break
@@ -93,19 +93,21 @@ class TextModel:
         return ids
 
     def _begin(self, prompts: Sequence[str], seed: int) -> decoder.Texts:
-        if not prompts:
-            raise UserError("no prompt given; \"\" begins a document")
+        if isinstance(prompts, str) or not prompts:
+            raise UserError(f"prompts={prompts!r}: must be a list of texts; \"\" begins a document")
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed={seed}: must be at least 0 and below 2^32")
         context = self.model.config.context_length
         ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"a prompt of {longest - 1:,} tokens: the model's context ends at {context:,} "
                             "(one of them marks the beginning)")
-        return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed)
+        return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed,
+                             unpenalised=self.tokenizer.end_of_text)
 
     def _write(self, text: decoder.Texts, max_new_tokens: int, stop: Sequence[str],
                sampling: Sampling) -> Iterator[str]:
         """Continues the only row of `text`, which has all written tokens afterwards."""
-        check_count("max_new_tokens", max_new_tokens, 0)
         text.reserve(max_new_tokens)
         written = Written(self.tokenizer, stop)
         drawn_B = text.draw(sampling) if max_new_tokens else None
@@ -137,18 +139,20 @@ class Conversation:
 
     def say(self, text: str, max_new_tokens: int = 200, *, stop: Sequence[str] = (),
             **settings) -> Iterator[str]:
-        """Adds `text`, then yields what the model goes on with; arguments as for `TextModel.stream`.
+        """Adds `text` at once, and yields what the model goes on with; arguments as for
+        `TextModel.stream`.
 
-        A stop string, too, belongs to what has been written. Raises UserError for a text of more
-        than half a context.
+        What is not taken from the iterator is not written. A stop string, too, belongs to what has
+        been written. Raises UserError, having added nothing, also for a text of more than half a
+        context.
         """
-        sampling = Sampling(**settings).check()
+        sampling = check(stop, max_new_tokens, settings)
         ids = self._model.encode(text)
         half = max(1, self._model.model.config.context_length // 2)
         if len(ids) > half:
             raise UserError(f"{len(ids):,} tokens at once: at most {half:,}, half of the model's context")
         self._text.ids[0] += ids
-        yield from self._model._write(self._text, max_new_tokens, stop, sampling)
+        return self._model._write(self._text, max_new_tokens, stop, sampling)
 
     @property
     def forgotten(self) -> int:
@@ -175,8 +179,9 @@ class Written:
             self.text = self.text[:min(places)]
             return self.rest()
         # A character may take several tokens, and a stop string may be about to come.
-        begun = max((n for s in self._stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
-        return self._show(min(len(self.text.rstrip(INCOMPLETE)), len(self.text) - begun))
+        whole = self.text.rstrip(INCOMPLETE)
+        begun = max((n for s in self._stop for n in range(1, len(s)) if whole.endswith(s[:n])), default=0)
+        return self._show(len(whole) - begun)
 
     def rest(self) -> str:
         """What was held back, once no more tokens come."""
@@ -212,7 +217,7 @@ def load_trained(folder: str | Path, step: int | None = None):
     checkpoints = checkpoint.open_checkpoints(folder / workdir.CHECKPOINT_FOLDER)
     steps = sorted(checkpoints.all_steps())
     if not steps or step not in (None, *steps):
-        raise UserError(f"{folder}: no checkpoint{f' of step {step}' if step else ''}; there are: "
+        raise UserError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; there are: "
                         f"{', '.join(map(str, steps)) or 'none yet'}")
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
@@ -239,6 +244,10 @@ def chosen_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
     return numbers
 
 
-def check_count(field: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{field}={value}: must be at least {least}")
+def check(stop: Sequence[str], max_new_tokens: int, settings: dict) -> Sampling:
+    """The settings of a text as a Sampling. Raises UserError for what is out of range."""
+    if isinstance(stop, str):
+        raise UserError(f"stop={stop!r}: must be a list of texts")
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    return Sampling(**settings).check()

@@ -27,15 +27,18 @@ def bucket(length: int, longest: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "cache_length", "vocab_size"), donate_argnames=("cache", "seen_BxV"))
+    jax.jit,
+    static_argnames=("model", "cache_length", "vocab_size", "unpenalised"),
+    donate_argnames=("cache", "seen_BxV"))
 def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
-            model: models.LanguageModel, cache_length: int, vocab_size: int):
+            model: models.LanguageModel, cache_length: int, vocab_size: int, unpenalised: int | None):
     """Reads the first `count_B` of each row's tokens, which begin at position `start_B`, and draws
     the next.
 
     Returns the cache with these tokens, what has been seen now (None without a repetition penalty),
     the drawn tokens (B,) int32, and the logits (B, vocab_size) float32 before sampling. An empty
     `cache` begins one of `cache_length` positions. Takes over the memory of `cache` and `seen_BxV`.
+    The token `unpenalised` never counts as seen. What is drawn for a row of no tokens means nothing.
     A row's draw depends on nothing but the seed, its two numbers in `stream_Bx2`, its text and the
     settings.
     """
@@ -47,10 +50,18 @@ def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_
         is_filler = jnp.arange(tokens_BxT.shape[1])[None] >= count_B[:, None]
         rows = jnp.arange(len(tokens_BxT))[:, None]
         seen_BxV = seen_BxV.at[rows, jnp.where(is_filler, vocab_size, tokens_BxT)].set(True, mode="drop")
+        if unpenalised is not None:
+            seen_BxV = seen_BxV.at[:, unpenalised].set(False)
+    return kept["cache"], seen_BxV, choose(logits_BxV, seen_BxV, seed, stream_Bx2, sampling), logits_BxV
+
+
+@jax.jit
+def choose(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
+    """Draws a token for each row, (B,) int32, from random streams of their own."""
     key = jax.random.key(seed)
     key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
         stream_Bx2)
-    return kept["cache"], seen_BxV, sample(logits_BxV, seen_BxV, sampling, key_B), logits_BxV
+    return sample(logits_BxV, seen_BxV, sampling, key_B)
 
 
 def unstacked(model: models.LanguageModel, params):
@@ -87,16 +98,17 @@ class Texts:
     model's context, its older tokens but the last half of a context are forgotten, and the rest is
     read again.
 
-    The cache holds, for each row, B·S·2·Σ(width of each block) numbers of the model's type, S the
-    cache's length, and for cgpt B·(conv_kernel − 1)·Σ(width of each convolution's input) more.
+    The cache holds B·S·2·Σ(width of each block) numbers of the model's type, B rows, S the cache's
+    length, and for cgpt B·(conv_kernel − 1)·Σ(width of each convolution's input) more.
     """
 
     def __init__(self, model: models.LanguageModel, params, vocab_size: int, ids: Sequence[Sequence[int]],
-                 seed: int = 0):
-        """`params` are `unstacked`, `ids` have at least one token a row."""
+                 seed: int = 0, unpenalised: int | None = None):
+        """`params` are `unstacked`, `ids` have at least one token a row; the repetition penalty
+        leaves out `unpenalised`."""
         self.model, self.params, self.vocab_size = model, params, vocab_size
         self.ids = [list(row) for row in ids]
-        self._seed = np.uint32(seed)
+        self._seed, self._unpenalised = np.uint32(seed), unpenalised
         self._sample = np.zeros(len(ids), np.int32)  # tells rows of the same text apart
         self._forgotten = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen = {}, 0, None
@@ -104,6 +116,8 @@ class Texts:
 
     def repeat(self, times: int, sampling: Sampling) -> None:
         """Makes each row `times` rows, told apart as samples 0, 1, …; its text is read only once."""
+        if times == 1:
+            return
         if max(map(len, self.ids)) > 1:
             last = [row.pop() for row in self.ids]
             self.draw(sampling)
@@ -128,8 +142,9 @@ class Texts:
     def draw(self, sampling: Sampling) -> jax.Array:
         """Reads what is new in each row and returns the next tokens, (B,) int32.
 
-        Returns at once, with an array that is still being computed. Rows with nothing new (finished
-        ones) get a meaningless token.
+        Returns at once, with an array that is still being computed. If no row has anything new, it
+        draws again from the last logits; if only some have, the others are finished: what is drawn
+        for them means nothing, and they cannot be continued.
         """
         return self.draw_with_logits(sampling)[0]
 
@@ -138,28 +153,30 @@ class Texts:
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
             self._forget()
-        self.reserve(0)
         new = [row[start:] for row, start in zip(self.ids, self._read)]
-        longest = max(map(len, new))
+        counts = np.array([len(row) for row in new], np.int32)
+        streams = np.stack([self._sample, self._forgotten + self._read + counts], axis=1)
+        seen_BxV, longest = self._seen_before(sampling), max(map(len, new))
+        if longest == 0:
+            return choose(self._logits, seen_BxV, self._seed, streams, sampling), self._logits
+        self.reserve(0)
         tokens_BxT = np.zeros((len(new), 1 if longest == 1 else bucket(longest, context)), np.int32)
         for filled, row in zip(tokens_BxT, new):
             filled[:len(row)] = row
-        counts = np.array([len(row) for row in new], np.int32)
-        streams = np.stack([self._sample, self._forgotten + self._read + counts], axis=1)
-        self._cache, self._seen, drawn_B, logits_BxV = advance(
-            self.params, self._cache, self._seen_before(sampling), tokens_BxT, self._read,
-            np.maximum(counts, 1), self._seed, streams, sampling,
-            model=self.model, cache_length=self._cache_length, vocab_size=self.vocab_size)
+        self._cache, self._seen, drawn_B, self._logits = advance(
+            self.params, self._cache, seen_BxV, tokens_BxT, self._read, counts, self._seed, streams,
+            sampling, model=self.model, cache_length=self._cache_length, vocab_size=self.vocab_size,
+            unpenalised=self._unpenalised)
         self._read = self._read + counts
-        return drawn_B, logits_BxV
+        return drawn_B, self._logits
+
+    def cache_bytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self._cache))
 
     @property
     def forgotten(self) -> int:
         """How many tokens have left the context, in all rows together."""
         return int(self._forgotten.sum())
-
-    def cache_bytes(self) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(self._cache))
 
     def _forget(self) -> None:
         context = self.model.config.context_length
@@ -178,6 +195,8 @@ class Texts:
             seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
             for seen, row, read in zip(seen_BxV, self.ids, self._read):
                 seen[row[:read]] = True
+            if self._unpenalised is not None:
+                seen_BxV[:, self._unpenalised] = False
             return jnp.asarray(seen_BxV)
         return self._seen
 

@@ -17,7 +17,7 @@ class Sampling:
     temperature: float | None = 1.0  # of softmax(logits / temperature); None or 0: the likeliest token
     top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # among this many likeliest
     top_p: float | None = None  # among the likeliest that together have this probability
-    repetition_penalty: float | None = None  # of tokens that the text has already; 1: none
+    repetition_penalty: float | None = None  # of tokens that the text has in the context; 1: none
 
     def check(self) -> "Sampling":
         """The same, with what has no effect set to None. Raises UserError for what is out of range."""

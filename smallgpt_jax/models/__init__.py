@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
     def next_logits(self, tokens_BxT, mode: Mode):
         """Logits of the token after each row's `mode.length_B` tokens, (B, V) float32."""
         x_BxTxW = self.hidden(tokens_BxT, mode)
-        last = jnp.take_along_axis(x_BxTxW, mode.length_B[:, None, None] - 1, axis=1)
+        last = jnp.take_along_axis(x_BxTxW, jnp.maximum(mode.length_B, 1)[:, None, None] - 1, axis=1)
         return self.logits(last)[:, 0]
 
     def logits(self, x_BxTxW):

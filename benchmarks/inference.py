@@ -208,12 +208,12 @@ def plot(rows: list[dict], path: Path, label: str, value) -> None:
         for name in dict.fromkeys(row["model"] for row in rows):
             points = [row for row in rows if (row["model"], row["batch"]) == (name, batch)]
             panel.plot([row["context"] for row in points], [value(row) for row in points], "o-", label=name)
-        panel.set(title=f"batch {batch}", xlabel="context", ylabel=label, xscale="log", yscale="log")
-        panel.set_xticks([row["context"] for row in points], [row["context"] for row in points])
-        panel.minorticks_off()
+        panel.set(title=f"batch {batch}", xlabel="context", ylabel=label)
+        panel.set_xticks(sorted({row["context"] for row in rows}))
+        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=7)
     figure.savefig(path, dpi=120)
 
 

@@ -83,9 +83,8 @@ class Mode:
         return self.cache_length is not None
 
     def positions(self, time: int):
-        """The position of each token, (B or 1, time)."""
-        steps_1xT = jnp.arange(time)[None]
-        return self.start_B[:, None] + steps_1xT if self.decode else steps_1xT
+        """Decoding: the position of each token, (B, time)."""
+        return self.start_B[:, None] + jnp.arange(time)[None]
 
 
 EVALUATION = Mode()

@@ -69,7 +69,8 @@ def show(prompt: str, pieces) -> str:
 def converse(conversation: inference.Conversation, settings: dict) -> None:
     """Turns until the input ends (Ctrl-D); what the user writes is a line of its own in the text."""
     if sys.stdin.isatty():
-        print("You write a line, the model goes on; Ctrl-D ends. A new line sees all before it.", flush=True)
+        print("You write a line, the model goes on (--max_new_tokens); Ctrl-D ends. It sees all that was "
+              "written before, as far as its context reaches.", flush=True)
     forgotten, line_end = 0, ""
     while True:
         try:

@@ -1,6 +1,6 @@
 """Makes the token store of a recipe: its text, tokenized, for `smallgpt_jax.main` to train on.
 
-    python -m smallgpt_jax.prepare --config=configs/pgpt.py
+    python -m smallgpt_jax.prepare --config=configs/pgpt.py:quickstart
 
 Training makes the store by itself when the source is local and under 1 GB; a larger or a remote one
 is prepared with this command first, once for all recipes that use it.

@@ -232,6 +232,7 @@ def test_a_batch_is_its_texts_one_by_one(model):
     sampled = model.generate_batch(prompts, 20, seed=4, top_k=20, samples=3)
     assert [texts[0] for texts in sampled] == alone
     assert all(len(set(texts)) == 3 for texts in sampled)
+    assert len({text for texts in sampled for text in texts}) == 9
     assert "".join(model.stream("the", 20, seed=4, top_k=20)) == alone[0]
 
 
@@ -421,6 +422,8 @@ def test_paths_of_a_model_without_paths():
 
 
 def test_workdirs_without_a_model(workdir, tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        inference.load(tmp_path / "nothere")
     with pytest.raises(UserError, match=r"config\.json"):
         inference.load(tmp_path)
     shutil.copy(workdir / "config.json", tmp_path)

@@ -101,7 +101,7 @@ class TextModel:
         ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"a prompt of {longest - 1:,} tokens: the model's context ends at {context:,} "
-                            "(one of them marks the beginning)")
+                            "(one of them marks the beginning); shorten it")
         return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed,
                              unpenalised=self.tokenizer.end_of_text)
 
@@ -210,15 +210,18 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
 def load_trained(folder: str | Path, step: int | None = None):
     """(model, parameters as they were trained, tokenizer) of a workdir; see `load`."""
     folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; a run's --workdir is wanted")
     config = workdir.read_config(folder)
     model = models.build(**config.model)
     if not (folder / workdir.CHECKPOINT_FOLDER).is_dir():
         raise UserError(f"{folder}: this run has no checkpoint yet")
     checkpoints = checkpoint.open_checkpoints(folder / workdir.CHECKPOINT_FOLDER)
     steps = sorted(checkpoints.all_steps())
-    if not steps or step not in (None, *steps):
-        raise UserError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; there are: "
-                        f"{', '.join(map(str, steps)) or 'none yet'}")
+    if not steps:
+        raise UserError(f"{folder}: this run has no checkpoint yet")
+    if step not in (None, *steps):
+        raise UserError(f"{folder}: no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
                             nn.unbox(models.abstract_params(model)))

@@ -6,6 +6,7 @@ differ only in how many tokens that is.
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 
 import flax.linen as nn
@@ -109,7 +110,8 @@ class Texts:
         self.model, self.params, self.vocab_size = model, params, vocab_size
         self.ids = [list(row) for row in ids]
         self._seed, self._unpenalised = np.uint32(seed), unpenalised
-        self._sample = np.zeros(len(ids), np.int32)  # tells rows of the same text apart
+        # What tells the rows' random streams apart: their text at the beginning, and their sample.
+        self._stream = np.array([zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids], np.uint32)
         self._forgotten = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen = {}, 0, None
         self._read = np.zeros(len(ids), np.int32)  # tokens of each row that are in the cache
@@ -125,7 +127,7 @@ class Texts:
                 row.append(token)
         rows = len(self.ids)
         self.ids = [list(row) for row in self.ids for _ in range(times)]
-        self._sample = np.tile(np.arange(times, dtype=np.int32), len(self._sample))
+        self._stream = np.repeat(self._stream, times) + np.tile(np.arange(times, dtype=np.uint32), rows)
         self._read, self._forgotten = np.repeat(self._read, times), np.repeat(self._forgotten, times)
         self._cache, self._seen = jax.tree.map(
             functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
@@ -155,7 +157,8 @@ class Texts:
             self._forget()
         new = [row[start:] for row, start in zip(self.ids, self._read)]
         counts = np.array([len(row) for row in new], np.int32)
-        streams = np.stack([self._sample, self._forgotten + self._read + counts], axis=1)
+        positions = self._forgotten + self._read + counts
+        streams = np.stack([self._stream, positions.astype(np.uint32)], axis=1)
         seen_BxV, longest = self._seen_before(sampling), max(map(len, new))
         if longest == 0:
             return choose(self._logits, seen_BxV, self._seed, streams, sampling), self._logits

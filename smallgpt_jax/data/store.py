@@ -134,15 +134,7 @@ def prepare(
         tokenizers.save(made, partial / "tokenizer")
         dtype = np.uint16 if made.vocab_size <= 2**16 else np.uint32
         writers = {name: SplitWriter(partial, name, dtype) for name in SPLITS}
-        told = time.monotonic()
-        for batch in batches_of_texts(texts()):
-            for text, ids in zip(batch, made.encode(batch)):
-                split = "validation" if is_validation(text, validation_fraction) else "train"
-                writers[split].add(made.end_of_text, ids, text_bytes=len(text.encode()))
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                tokens = sum(writer.tokens for writer in writers.values())
-                say(f"  {tokens / 1e6:,.1f} M tokens, {tokens / (told - started):,.0f} tokens/s")
+        tokenize(texts(), made, writers, validation_fraction, say)
         for writer in writers.values():
             writer.close()
             if not writer.documents:
@@ -172,6 +164,20 @@ def prepare(
         f"{store.validation.tokens / 1e6:.2f} M for validation, "
         f"{store.train.bytes_per_token:.2f} bytes a token ({time.monotonic() - started:.0f} s)")
     return store
+
+
+def tokenize(texts: Iterable[str], tokenizer: Tokenizer, writers: dict[str, "SplitWriter"],
+             validation_fraction: float, say) -> None:
+    """Writes the tokens of each text to the split it belongs to; says every ten seconds how it goes."""
+    started = told = time.monotonic()
+    for batch in batches_of_texts(texts):
+        for text, ids in zip(batch, tokenizer.encode(batch)):
+            split = "validation" if is_validation(text, validation_fraction) else "train"
+            writers[split].add(tokenizer.end_of_text, ids, text_bytes=len(text.encode()))
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            tokens = sum(writer.tokens for writer in writers.values())
+            say(f"  {tokens / 1e6:,.1f} M tokens, {tokens / (told - started):,.0f} tokens/s")
 
 
 def is_validation(text: str, fraction: float) -> bool:

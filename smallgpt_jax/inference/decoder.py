@@ -84,12 +84,15 @@ def unstacked(model: models.LanguageModel, params):
             parts[name] = apart(part, wanted[name])
         return parts
 
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
-    wanted = jax.eval_shape(
-        lambda start, count: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32),
-                                        Mode(cache_length=1, start_B=start, length_B=count),
-                                        method="next_logits")["params"], one, one)
-    return apart(params, nn.unbox(wanted))
+    return apart(params, nn.unbox(decoding_shapes(model, rows=1, cache_length=1)["params"]))
+
+
+def decoding_shapes(model: models.LanguageModel, rows: int, cache_length: int):
+    """The shapes of what decoding reads, nothing allocated: the collections "params" and "cache"."""
+    numbers_B = jnp.ones(rows, jnp.int32)
+    mode = Mode(cache_length=cache_length, start_B=numbers_B, length_B=numbers_B)
+    return jax.eval_shape(
+        lambda: model.init(jax.random.key(0), numbers_B[:, None], mode, method="next_logits"))
 
 
 class Texts:
@@ -138,7 +141,8 @@ class Texts:
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
             if self._cache:
-                self._cache = _longer(self._cache, self._cache_length, needed)
+                longer = decoding_shapes(self.model, len(self.ids), needed)["cache"]
+                self._cache = jax.tree.map(_padded, self._cache, longer)
             self._cache_length = needed
 
     def draw(self, sampling: Sampling) -> jax.Array:
@@ -209,12 +213,6 @@ def _repeat_rows(x, rows: int, times: int):
     return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
 
 
-@functools.partial(jax.jit, static_argnames=("length", "new_length"))
-def _longer(cache, length: int, new_length: int):
-    """The cache with room for more positions; what has no axis of positions stays as it is."""
-    def pad(path, x):
-        if path[-1].key.startswith("past"):
-            return x
-        return jnp.pad(x, ((0, 0), (0, new_length - length), (0, 0)))
-
-    return jax.tree_util.tree_map_with_path(pad, cache)
+def _padded(x, wanted):
+    """`x` with zeros at the end of its axes, up to the shape of `wanted`."""
+    return jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, wanted.shape)])

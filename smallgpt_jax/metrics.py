@@ -8,44 +8,39 @@ from pathlib import Path
 
 import tensorboardX
 
+from smallgpt_jax import processes
 from smallgpt_jax.workdir import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the key is how jax names it.
-PEAK_FLOPS = {
-    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12, "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The device's peak, None where it is not known (a CPU); the longest name that fits counts."""
-    fitting = [name for name in PEAK_FLOPS if device_kind.startswith(name)]
-    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
-
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard files, in which each step then stands once.
+    """Writes metrics.jsonl and TensorBoard files, in which each step then stands once; process 0 does.
 
     Lines of steps after `first_step`, from a run that went on after its last checkpoint, are
     removed: those steps are made again.
     """
 
     def __init__(self, workdir: Path, first_step: int):
+        self._writes = processes.is_first()
+        if not self._writes:
+            return
         self._path = workdir / METRICS_FILE
         kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._tensorboard = tensorboardX.SummaryWriter(str(workdir), purge_step=first_step + 1)
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
+        if not self._writes:
+            return
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
         for name, value in values.items():
             self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
     def close(self) -> None:
-        self._tensorboard.close()
+        if self._writes:
+            self._tensorboard.close()
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -8,6 +8,7 @@ import math
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -47,9 +48,10 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
                          axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """The number of parts that the rows of a batch are split into."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def batch_parts(mesh: Mesh | None = None) -> int:
+    """The number of parts that the rows of a batch are split into (of the mesh of `context`)."""
+    shape = (mesh or jax.sharding.get_abstract_mesh()).shape
+    return shape.get("data", 1) * shape.get("fsdp", 1)
 
 
 def context(mesh: Mesh):
@@ -76,11 +78,25 @@ def param_shardings(mesh: Mesh, boxed_params):
         boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
 
 
-def divisible_spec(mesh: Mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Where an array with these axes lies: a dimension that the mesh does not divide is replicated."""
     spec = nn.logical_to_mesh_axes(names, RULES)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
                            for axes, size, length in zip(spec, shape, lengths)))
+
+
+def undivided(mesh: Mesh, boxed_params) -> list[str]:
+    """A line for each axis of the weights that its mesh axis does not divide, and so leaves whole."""
+    lines = {}
+    for box in jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)):
+        wanted = nn.logical_to_mesh_axes(box.names, RULES)
+        given = divisible_spec(mesh, box.names, box.value.shape)
+        for name, size, axis, kept in zip(box.names, box.value.shape, wanted, given):
+            if axis != kept:
+                lines[f"{name} = {size} is whole on each device: config.mesh.{axis}={mesh.shape[axis]} "
+                      "does not divide it"] = None
+    return list(lines)
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
@@ -91,13 +107,52 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
         shardings, transform_non_params=lambda _: replicated(mesh))
 
 
-def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """The rows of a batch that this process's devices hold."""
-    rows = [index[0] for index in sharding.addressable_devices_indices_map((batch_size,)).values()]
-    return slice(min(r.start or 0 for r in rows),
-                 max(batch_size if r.stop is None else r.stop for r in rows))
+def gathered(weight, names: tuple[str, ...]):
+    """A weight as products read it: its `fsdp` parts put together, other parts still apart.
+
+    Said outright, since the compiler's own choice is to pass parts around while it multiplies, in
+    products too small to be quick.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:  # 0 outside of any mesh
+        return weight
+    parts = divisible_spec(mesh, names, weight.shape)
+    return jax.lax.with_sharding_constraint(
+        weight, PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts)))
 
 
-def global_batch(sharding: NamedSharding, local):
-    """The global array of which this process has the rows `local`."""
-    return jax.make_array_from_process_local_data(sharding, local)
+def platform() -> str:
+    """"cpu", "gpu" or "tpu": what the function being traced is compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
+def per_device(function, names: tuple[tuple[str, ...], ...]):
+    """`function` of arrays with these axis names, computed by each device on its own part of them.
+
+    For what the compiler cannot split by itself (kernels). The result lies as the first argument.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:  # 0 outside of any mesh
+        return function
+
+    def mapped(*arguments):
+        specs = tuple(divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
+        return jax.shard_map(
+            function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)
+
+    return mapped
+
+
+def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """Which rows of a batch this process's devices hold, in order; not always neighbours."""
+    parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows, in parts]))
+
+
+def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
+    """The global array whose `rows` are those of `local`, all that this process has to hold."""
+    def part(index):
+        return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), part)

@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from smallgpt_jax import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.layers import Mode
+
+# Of a logit over its target's, in nats: the loss of a token less likely than exp(−70) is understated.
+# The sum of a vocabulary's exponentials stays below the largest float32.
+MAX_DIFFERENCE = 70.0
 
 
 class TrainState(NamedTuple):
@@ -32,7 +37,7 @@ def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
     Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) never exists
     whole; `chunks` divides T. The gradients are computed with the value, part by part, since
     keeping or recomputing the logits would cost more: three products instead of four.
-    Logits and softmax are float32, the products take the type of x.
+    Logits and softmax are float32, the products take the type of x and head.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
@@ -49,24 +54,29 @@ def _rows(x_BxCxW):
 
 
 def _chunk_loss(chunk, head_VxW):
-    """The weighted loss of one part, and its gradient by the logits, (B·C, V) in the type of x."""
+    """The weighted loss of one part, and its gradient by the logits, (B·C, V) in the type of x.
+
+    The loss of a row is log Σⱼ exp(lⱼ − l) with l the logit of its target, which is had beforehand:
+    no pass over the logits looks for the largest. Differences are cut at MAX_DIFFERENCE.
+    """
     x_BxCxW, targets_BxC, weights_BxC = chunk
-    logits = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
-    log_normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    is_target = targets_BxC.reshape(-1, 1) == jnp.arange(len(head_VxW))[None]
-    weights = weights_BxC.reshape(-1)
-    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=1)
-    loss = jnp.sum(weights * (log_normaliser[:, 0] - target_logits))
-    d_logits = weights[:, None] * (jnp.exp(logits - log_normaliser) - is_target)
-    return loss, d_logits.astype(x_BxCxW.dtype)
+    x_RxW, targets, weights = _rows(x_BxCxW), targets_BxC.reshape(-1), weights_BxC.reshape(-1)
+    logits_RxV = jnp.dot(x_RxW, head_VxW.T, preferred_element_type=jnp.float32)
+    target_logits = jnp.einsum("rw,rw->r", x_RxW, jnp.take(head_VxW, targets, axis=0),
+                               preferred_element_type=jnp.float32)
+    ratios_RxV = jnp.exp(jnp.minimum(logits_RxV - target_logits[:, None], MAX_DIFFERENCE))
+    sums = jnp.sum(ratios_RxV, axis=1)
+    loss = jnp.sum(weights * jnp.log(sums))
+    is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # what is kept of the logits
+    d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
+    return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 
 
 @jax.custom_vjp
 def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
-    head = head_VxW.astype(x_BxTxW.dtype)
-
     def add_chunk(total, chunk):
-        loss, _ = _chunk_loss(chunk, head)
+        loss, _ = _chunk_loss(chunk, head_VxW)
         return total + loss, None
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
@@ -74,24 +84,29 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
-    head = head_VxW.astype(x_BxTxW.dtype)
+    # Each device adds up its own part of the head's gradient; they are summed once, after the loop.
+    parts = sharding.batch_parts()
 
     def add_chunk(carry, chunk):
-        total, d_head = carry
+        total, d_head_PxVxW = carry
         x_BxCxW = chunk[0]
-        loss, d_logits = _chunk_loss(chunk, head)
-        d_head += jnp.dot(d_logits.T, _rows(x_BxCxW), preferred_element_type=jnp.float32)
-        return (total + loss, d_head), jnp.dot(d_logits, head).reshape(x_BxCxW.shape)
+        loss, d_logits = _chunk_loss(chunk, head_VxW)
+        d_head_PxVxW += jnp.einsum(
+            "prv,prw->pvw", d_logits.reshape(parts, -1, len(head_VxW)),
+            x_BxCxW.reshape(parts, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
+        d_x = jnp.dot(d_logits, head_VxW).reshape(x_BxCxW.shape)
+        return (total + loss, nn.with_logical_constraint(d_head_PxVxW, ("batch", "vocab", None))), d_x
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
-    zero = jnp.float32(0), jnp.zeros(head_VxW.shape, jnp.float32)
-    (total, d_head), d_x_NxBxCxW = jax.lax.scan(add_chunk, zero, chunks)
-    return total, (jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape), d_head)
+    zero = jnp.float32(0), jnp.zeros((parts, *head_VxW.shape), jnp.float32)
+    (total, d_head_PxVxW), d_x_NxBxCxW = jax.lax.scan(add_chunk, zero, chunks)
+    d_x = jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape)
+    return total, (d_x, d_head_PxVxW.sum(axis=0).astype(head_VxW.dtype))
 
 
 def _cross_entropy_backward(gradients, cotangent):
     d_x, d_head = gradients
-    return cotangent.astype(d_x.dtype) * d_x, cotangent * d_head, None, None
+    return *(cotangent.astype(d.dtype) * d for d in (d_x, d_head)), None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

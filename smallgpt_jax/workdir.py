@@ -26,7 +26,8 @@ GROUPS = ("model", "data", "mesh", "optimizer", "train")
 MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
-    "model.scan_layers", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.path", "data.store",
+    "model.attention", "model.scan_layers", "model.remat", "mesh.data", "mesh.fsdp", "mesh.tensor",
+    "mesh.path", "data.store",
 }
 
 

@@ -11,11 +11,12 @@ from conftest import ARCHITECTURES, build, init, load_config
 from flax import linen as nn
 
 from smallgpt_jax import models, sharding
+from smallgpt_jax.analysis import hlo
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import cross_entropy, eval_step
-from smallgpt_jax.train import compile_train_step, initial_state, state_shardings
+from smallgpt_jax.train import abstract_state, compile_train_step, initial_state, runnable, set_up
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -100,21 +101,17 @@ def test_impossible_optimizers_are_refused(change, words):
 
 # ---------------------------------------------------------------------- meshes
 
-def losses(architecture, devices=1, steps=5, **fields):
+def losses(architecture, devices=1, steps=20, **fields):
     """The losses of a few training steps, and the parameters after them."""
     config = load_config(architecture, **fields)
-    model = models.build(**config.model)
-    mesh = sharding.make_mesh(**config.mesh, devices=jax.devices()[:devices])
-    boxed = models.abstract_params(model)
-    optimizer = make_optimizer(boxed, **config.optimizer)
-    shardings = state_shardings(mesh, boxed, optimizer)
-    state = initial_state(model, optimizer, config.train.seed, shardings)
-    step = compile_train_step(model, optimizer, config, mesh, shardings)
+    setup = set_up(config, jax.devices()[:devices])
+    state = initial_state(setup, config)
+    step = runnable(compile_train_step(setup, config), setup.mesh)
     tokens = np.random.default_rng(0).integers(
-        0, model.config.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
+        0, config.model.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
     found = []
     for batch in tokens:
-        state, metrics = step(state, sharding.global_batch(sharding.batch_sharding(mesh), batch))
+        state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(setup.mesh)))
         found.append(float(metrics["loss"]))
     return np.array(found), jax.device_get(state.params)
 
@@ -125,11 +122,15 @@ def losses_on_one_device(architecture):
 
 
 @pytest.mark.parametrize("architecture, fields", [
-    *((name, {"mesh__data": 8}) for name in ARCHITECTURES),
     *((name, {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}) for name in ARCHITECTURES),
+    ("gpt", {"mesh__data": 8}),
     ("gpt", {"mesh__data": 1, "mesh__fsdp": 8}),
+    ("gpt", {"mesh__data": 2, "mesh__fsdp": 4, "train__microbatches": 1, "model__remat": "dots"}),
+    ("pgpt", {"mesh__data": 4, "mesh__path": 2}),
     ("pgpt", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
     ("pgpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__path": 2, "model__scan_layers": False}),
+    ("lgpt", {"mesh__data": 4, "mesh__tensor": 2}),
+    ("cgpt", {"mesh__data": 4, "mesh__tensor": 2}),
 ])
 def test_eight_devices_compute_what_one_does(architecture, fields):
     np.testing.assert_allclose(
@@ -137,16 +138,18 @@ def test_eight_devices_compute_what_one_does(architecture, fields):
 
 
 @pytest.mark.parametrize("fields", [
-    {"train__microbatches": 2}, {"train__microbatches": 8}, {"train__loss_chunks": 8},
-    {"model__scan_layers": False}])
+    {"train__microbatches": 2}, {"train__microbatches": 4}, {"train__loss_chunks": 8},
+    {"model__scan_layers": False}, {"model__remat": "full"}, {"model__remat": "dots"},
+    {"model__remat": "full", "model__scan_layers": False}])
 def test_how_a_step_is_computed_does_not_matter(fields):
     np.testing.assert_allclose(
         losses("lgpt", **fields)[0], losses_on_one_device("lgpt"), rtol=1e-5)
 
 
-def test_microbatches_on_a_mesh():
-    np.testing.assert_allclose(
-        losses("gpt", devices=4, train__microbatches=2)[0], losses_on_one_device("gpt"), rtol=1e-5)
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_on_a_mesh(microbatches):
+    found = losses("gpt", devices=2, train__microbatches=microbatches)[0]
+    np.testing.assert_allclose(found, losses_on_one_device("gpt"), rtol=1e-5)
 
 
 def test_lion_trains():
@@ -166,6 +169,40 @@ def test_weights_lie_where_the_rules_say():
     odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
         None, "fsdp", None, None, None)
+
+
+def test_what_the_mesh_does_not_divide_is_said_once():
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4, path=1)
+    lines = sharding.undivided(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
+    assert lines == ["heads = 3 is whole on each device: config.mesh.tensor=4 does not divide it"]
+
+
+# ---------------------------------------------------------------------- traffic
+
+def compiled(architecture, function=compile_train_step, **fields):
+    config = load_config(architecture, **fields)
+    return hlo.Program(function(set_up(config, jax.devices()[:8]), config).as_text())
+
+
+def test_copies_of_the_model_send_each_other_gradients_and_nothing_else():
+    model = build("gpt")
+    traffic = compiled("gpt", mesh__data=8).collectives()
+    assert set(traffic) == {"all-reduce"}
+    of_gradients = 4 * models.num_parameters(model)
+    assert 0 < traffic["all-reduce"]["bytes"] - of_gradients <= 16  # the loss, and an empty sum
+
+
+def test_paths_meet_once():
+    """pgpt's forward pass with each path on a device of its own: one all-reduce of what they found."""
+    config = load_config("pgpt", mesh__data=1, mesh__path=2)
+    setup = set_up(config, jax.devices()[:2])
+    params = abstract_state(setup, config).params
+    tokens = jax.ShapeDtypeStruct((8, 64), "int32", sharding=sharding.batch_sharding(setup.mesh))
+    with sharding.context(setup.mesh):
+        forward = jax.jit(lambda params, tokens: setup.model.apply(
+            {"params": params}, tokens, method="hidden")).lower(params, tokens).compile()
+    assert hlo.Program(forward.as_text()).collectives() == {
+        "all-reduce": {"count": 1, "bytes": 4 * 8 * 64 * config.model.d_model}}
 
 
 @pytest.mark.parametrize("lengths, words", [

@@ -13,6 +13,7 @@ import pytest
 from conftest import ARCHITECTURES, ROOT, load_config, run
 
 from smallgpt_jax import checkpoint, metrics, models
+from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.train import train
@@ -181,9 +182,9 @@ def test_bigram_loss_is_that_of_the_formula():
 
 
 def test_mfu_needs_a_known_chip():
-    assert metrics.peak_flops("TPU v5 lite") == 197e12
-    assert metrics.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert metrics.peak_flops("cpu") is None
+    assert chips.chip("TPU v5 lite").flops == 197e12
+    assert chips.chip("NVIDIA H100 80GB HBM3").flops == 989e12
+    assert chips.chip("cpu") is None
 
 
 # ---------------------------------------------------------------------- refusals

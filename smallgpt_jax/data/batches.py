@@ -21,7 +21,7 @@ class ReadWindows(grain.transforms.Map):
 
     split: Split
     context_length: int
-    rows: slice
+    rows: slice | np.ndarray
 
     def map(self, windows_B: np.ndarray) -> np.ndarray:
         starts = windows_B[self.rows].astype(np.int64) * self.context_length
@@ -29,7 +29,8 @@ class ReadWindows(grain.transforms.Map):
 
 
 def train_batches(
-    split: Split, context_length: int, batch_size: int, seed: int, rows: slice = slice(None),
+    split: Split, context_length: int, batch_size: int, seed: int,
+    rows: slice | np.ndarray = slice(None),
 ) -> grain.MapDataset:
     """Item `step` is the batch of that step, endlessly: (rows, context_length + 1) int32.
 
@@ -54,7 +55,8 @@ def prefetched(batches: grain.MapDataset, first_step: int) -> Iterator[np.ndarra
 
 
 def validation_batches(
-    split: Split, context_length: int, batch_size: int, limit: int, rows: slice = slice(None),
+    split: Split, context_length: int, batch_size: int, limit: int,
+    rows: slice | np.ndarray = slice(None),
 ) -> grain.MapDataset:
     """The split's first `limit` batches (0: all) in one fixed shuffled order, each window once.
 

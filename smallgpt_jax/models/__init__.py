@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.gpt import GPT
@@ -22,6 +23,8 @@ from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
+
+TABLE_AXES = ("vocab", "embed")  # of the embedding and of the head
 
 # The variance of the first logits is width × std²; above this width GPT-2's 0.02 would lift the
 # loss of an untrained model by more than 0.05 over ln(vocabulary).
@@ -41,7 +44,7 @@ class LanguageModel(nn.Module):
         c = self.config
         trunk = ARCHITECTURES[c.architecture]
         self.token_embedding = self.param(
-            "token_embedding", normal(INIT_STD, "vocab", "embed"), (c.vocab_size, c.d_model))
+            "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
         self.position_embedding = self.param(
             "position_embedding", normal(INIT_STD, "position", "embed"),
             (c.context_length, c.d_model))
@@ -50,15 +53,14 @@ class LanguageModel(nn.Module):
         if not c.tie_embeddings:
             width = trunk.output_width(c)
             std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
-            self.head = self.param("head", normal(std, "vocab", "embed"), (c.vocab_size, width))
+            self.head = self.param("head", normal(std, *TABLE_AXES), (c.vocab_size, width))
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
         """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
         dtype = self.config.dtype
         # Each device looks up whole rows: an embedding kept in parts by width is gathered first.
-        table_VxD = nn.with_logical_constraint(
-            self.token_embedding.astype(dtype), ("vocab", "embed_activation"))
+        table_VxD = sharding.gathered(self.token_embedding.astype(dtype), TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0)
         x_BxTxD += self.position_vectors(tokens_BxT.shape[1], mode).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not mode.train)
@@ -75,8 +77,9 @@ class LanguageModel(nn.Module):
         return jnp.take(self.position_embedding, mode.positions(time), axis=0, mode="clip")
 
     def head_weight(self):
-        """The output matrix, (V, W) float32: the head's own, or the token embedding."""
-        return self.token_embedding if self.config.tie_embeddings else self.head
+        """The output matrix, (V, W), in the type of products: the head's own, or the embedding."""
+        weight = self.token_embedding if self.config.tie_embeddings else self.head
+        return sharding.gathered(weight.astype(self.config.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, mode: Mode = EVALUATION):
         """Logits of each position's next token, (B, T, V) float32."""
@@ -91,7 +94,7 @@ class LanguageModel(nn.Module):
     def logits(self, x_BxTxW):
         batch, time, width = x_BxTxW.shape
         logits_RxV = transposed_product(
-            x_BxTxW.reshape(-1, width), self.head_weight().astype(x_BxTxW.dtype),
+            x_BxTxW.reshape(-1, width), self.head_weight(),
             preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
 

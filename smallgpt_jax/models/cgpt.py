@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
+from smallgpt_jax import sharding
 from smallgpt_jax.models.layers import Mode, ModelConfig, normal, remembered, zeros
 from smallgpt_jax.models.lgpt import LGPT
 
@@ -23,13 +24,15 @@ class CausalConv(nn.Module):
     def __call__(self, x_BxTxD, mode: Mode):
         batch, time, width = x_BxTxD.shape
         fan_in = self.kernel_size * width
-        kernel = self.param("kernel", normal(fan_in**-0.5, "conv_time", "embed", "embed_compressed"),
+        axes = ("conv_time", "embed", "embed_compressed")
+        kernel = self.param("kernel", normal(fan_in**-0.5, *axes),
                             (self.kernel_size, width, self.features))
+        kernel = sharding.gathered(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = self.with_past(x_BxTxD.astype(self.dtype), mode)
         y = bias.reshape(1, -1).astype(self.dtype)
         for j in range(self.kernel_size):  # two-dimensional products, see Dense
-            y += padded[:, j:j + time].reshape(-1, width) @ kernel[j].astype(self.dtype)
+            y += padded[:, j:j + time].reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
     def with_past(self, x_BxTxD, mode: Mode):

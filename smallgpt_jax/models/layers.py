@@ -13,10 +13,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import attention
 
 QUERIES = 128  # positions of a prompt that attend at one time
 FEW_ROWS = 64  # up to here a product's time is that of reading its weights
+REMAT = {  # what the forward pass of a block keeps for the backward pass, which computes the rest again
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(attention.OUTPUT)),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections scaled down
 
 
@@ -38,7 +47,9 @@ class ModelConfig:
     use_bias: bool
     tie_embeddings: bool
     dtype: str
+    attention: str
     scan_layers: bool
+    remat: str
     num_paths: int | None = None
     blocks_per_stage: int | None = None
     compress_last_stage: bool | None = None
@@ -57,8 +68,10 @@ class ModelConfig:
                 self.refuse(field, "must be at least 1")
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")
-        if self.dtype not in ("float32", "bfloat16"):
-            self.refuse("dtype", "must be float32 or bfloat16")
+        for field, allowed in (("dtype", ("float32", "bfloat16")), ("remat", tuple(REMAT)),
+                               ("attention", attention.BACKENDS)):
+            if getattr(self, field) not in allowed:
+                self.refuse(field, f"must be one of {', '.join(allowed)}")
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
 
@@ -131,19 +144,63 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x, mode: Mode):
+        return self.decoding_product(x) if mode.decode else self.product(x)
+
+    def product(self, x):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
-        size_in, size_out = math.prod(inputs), math.prod(self.features)
-        x_RxI = x.reshape(-1, size_in).astype(self.dtype)
-        if mode.decode:
-            kernel_OxI = self.param("kernel_transposed", nn.initializers.zeros, (size_out, size_in))
-            y_RxO = transposed_product(x_RxI, kernel_OxI.astype(self.dtype))
-        else:
-            kernel = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
-            y_RxO = jnp.dot(x_RxI, kernel.reshape(size_in, size_out).astype(self.dtype))
-        if self.use_bias:
-            bias = self.param("bias", zeros(*self.axes[len(inputs):]), self.features)
-            y_RxO += bias.reshape(1, size_out).astype(self.dtype)
-        return y_RxO.reshape(*batch_and_time, *self.features)
+        kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
+        y_RxO = jnp.dot(x.reshape(-1, len(kernel_IxO)).astype(self.dtype), kernel_IxO)
+        return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
+
+    def decoding_product(self, x):
+        batch_and_time, size_in = x.shape[:2], math.prod(x.shape[2:])
+        kernel_OxI = self.param("kernel_transposed", nn.initializers.zeros,
+                                (math.prod(self.features), size_in)).astype(self.dtype)
+        y_RxO = transposed_product(x.reshape(-1, size_in).astype(self.dtype), kernel_OxI)
+        return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
+
+    def kernel(self, inputs: tuple[int, ...]):
+        weight = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
+        return sharding.gathered(weight.astype(self.dtype), self.axes)
+
+    def with_bias(self, y_BxTxO):
+        if not self.use_bias:
+            return y_BxTxO
+        bias = self.param("bias", zeros(*self.axes[-len(self.features):]), self.features)
+        return y_BxTxO + bias[None, None].astype(self.dtype)
+
+
+class IntoHeads(Dense):
+    """The fused projection to queries, keys and values, (B, T, D) → three of (B, H, T, K).
+
+    Heads come first in the fused kernel, (D, H, 3, K), so that a mesh can split it by heads. The
+    three products are taken apart, each writing what attention reads: TPUs would else copy them.
+    """
+
+    def product(self, x_BxTxD):
+        kernel_DxHx3xK = self.kernel(x_BxTxD.shape[2:])
+        parts = (jnp.einsum("btd,dhk->bhtk", x_BxTxD.astype(self.dtype), kernel_DxHx3xK[:, :, i])
+                 for i in range(3))
+        if not self.use_bias:
+            return tuple(parts)
+        bias_Hx3xK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
+        return tuple(part + bias_Hx3xK[None, :, i, None] for i, part in enumerate(parts))
+
+    def decoding_product(self, x_BxTxD):
+        return tuple(jnp.moveaxis(super().decoding_product(x_BxTxD), (3, 2), (0, 2)))
+
+
+class FromHeads(Dense):
+    """The projection of what heads have found, (B, H, T, K) → (B, T, D); kernel (H, K, D)."""
+
+    def product(self, x_BxHxTxK):
+        _, heads, _, head_width = x_BxHxTxK.shape
+        kernel_HxKxD = self.kernel((heads, head_width))
+        return self.with_bias(
+            jnp.einsum("bhtk,hkd->btd", x_BxHxTxK.astype(self.dtype), kernel_HxKxD))
+
+    def decoding_product(self, x_BxHxTxK):
+        return super().decoding_product(jnp.swapaxes(x_BxHxTxK, 1, 2))
 
 
 def transposed_product(x_RxI, w_OxI, **options):
@@ -167,9 +224,9 @@ def zeros(*axes: str):
 def layer_norm(config: ModelConfig, name: str) -> nn.LayerNorm:
     """LayerNorm over the last axis, statistics in float32, a bias only if the model has biases."""
     return nn.LayerNorm(
-        epsilon=1e-5, use_bias=config.use_bias, dtype=config.dtype, use_fast_variance=False,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed",)),
-        bias_init=zeros("embed"), name=name)
+        epsilon=1e-5, use_bias=config.use_bias, dtype=config.dtype,
+        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)),
+        bias_init=zeros("norm"), name=name)
 
 
 @jax.custom_vjp
@@ -199,20 +256,6 @@ def _gelu_backward(derivative, cotangent):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-def causal_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK):
-    """softmax(q·kᵀ/√K)·v over the positions up to each one's own, (B, T, H, K).
-
-    Scores and softmax are float32 (Vaswani et al., arXiv 1706.03762, equation 1).
-    """
-    time, head_width = q_BxTxHxK.shape[1], q_BxTxHxK.shape[3]
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
-    scores_BxHxTxS = jnp.einsum(
-        "bhtk,bhsk->bhts", q / math.sqrt(head_width), k, preferred_element_type=jnp.float32)
-    mask_TxS = jnp.where(jnp.tril(jnp.ones((time, time), bool)), 0.0, -1e30)
-    weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS + mask_TxS[None, None]).astype(v.dtype)
-    return jnp.swapaxes(jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS, v), 1, 2)
-
-
 class Attention(nn.Module):
     """Causal self-attention with one fused projection to queries, keys and values.
 
@@ -226,29 +269,29 @@ class Attention(nn.Module):
     def __call__(self, x_BxTxD, mode: Mode):
         c = self.config
         heads, head_width = c.num_heads, c.d_model // c.num_heads
-        # Heads come first in the fused kernel, so that a mesh can split it by heads.
-        qkv_BxTxHx3xK = Dense(
+        q, k, v = IntoHeads(
             (heads, 3, head_width), ("embed", "heads", "qkv", "head_width"),
             INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD, mode)
-        q, k, v = (qkv_BxTxHx3xK[:, :, :, i] for i in range(3))
-        y_BxTxHxK = self.attend_with_cache(q, k, v, mode) if mode.decode else causal_attention(q, k, v)
-        return Dense(
+        if mode.decode:
+            y_BxHxTxK = self.attend_with_cache(q, k, v, mode)
+        else:
+            y_BxHxTxK = attention.causal_attention(q, k, v, backend=c.attention)
+        return FromHeads(
             (c.d_model,), ("heads", "head_width", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxTxHxK, mode)
+            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, mode)
 
-    def attend_with_cache(self, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, mode: Mode):
+    def attend_with_cache(self, q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, mode: Mode):
         """Attention to each row's earlier positions too, which the cache holds; adds these to it.
 
         Slot s of the cache is position s. What fills up short rows is written as well, beyond their
         ends: nothing looks there before it is written over. Rows and heads share an axis: with two,
         XLA's CPU compiler copies the whole cache for each token.
         """
-        batch, time, heads, head_width = k_BxTxHxK.shape
+        batch, heads, time, head_width = k_BxHxTxK.shape
         shape = (batch * heads, mode.cache_length, head_width)
-        keys, is_new = remembered(self, "keys", shape, k_BxTxHxK.dtype)
-        values, _ = remembered(self, "values", shape, v_BxTxHxK.dtype)
-        q, k, v = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, time, head_width)
-                   for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
+        keys, is_new = remembered(self, "keys", shape, k_BxHxTxK.dtype)
+        values, _ = remembered(self, "values", shape, v_BxHxTxK.dtype)
+        q, k, v = (x.reshape(batch * heads, time, head_width) for x in (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK))
         if is_new:
             room = ((0, 0), (0, mode.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
@@ -260,7 +303,7 @@ class Attention(nn.Module):
             keys.value = write(keys.value, k, jnp.repeat(mode.start_B, heads))
             values.value = write(values.value, v, jnp.repeat(mode.start_B, heads))
             y = attend(q, keys.value, values.value, jnp.repeat(mode.positions(time), heads, axis=0))
-        return jnp.swapaxes(y.reshape(batch, heads, time, head_width), 1, 2)
+        return y.reshape(batch, heads, time, head_width)
 
 
 def write(cache_HxSxK, x_HxTxK, start_H):
@@ -356,6 +399,8 @@ def blocks(config: ModelConfig, length: int, mode: Mode, name: str):
     def step(block, x_BxTxD):
         return block(x_BxTxD, mode), None
 
+    if config.remat != "none":
+        step = nn.remat(step, policy=REMAT[config.remat], prevent_cse=not config.scan_layers)
     scanned = nn.scan(
         step, length=length, unroll=1 if config.scan_layers else length,
         variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},

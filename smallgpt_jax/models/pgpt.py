@@ -66,7 +66,9 @@ class PGPT(Trunk):
             "path_logits",
             nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
             (num_paths - 1,))
-        weights_P = jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype)
+        # Whole on each device, so that nothing but the sum of the paths passes between them.
+        weights_P = nn.with_logical_constraint(
+            jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
 
 

@@ -1,0 +1,163 @@
+"""What a training step will need and cost on devices that are not there: the compiled program, measured."""
+
+import dataclasses
+import math
+import re
+import time
+
+import jax
+from ml_collections import ConfigDict
+
+from smallgpt_jax import models, sharding, train
+from smallgpt_jax.analysis import chips, flops, hlo, memory
+from smallgpt_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One training step. Bytes, cycles and collectives are those of one device.
+
+    `estimated_cycles` are the compiler's own, summed over the program, without kernels and without
+    waiting for collectives; `kernel_cycles` a roofline of the kernels (see `kernel_seconds`). None
+    where the compiler makes no estimate (CPUs), or where the program does not fit.
+    """
+
+    parameters: int
+    flops_per_token: float
+    flops_per_step: float
+    tokens_per_step: int
+    devices: int
+    device_kind: str
+    hbm_bytes: int | None
+    argument_bytes: int
+    temp_bytes: int | None
+    needed_bytes: int
+    fits: bool
+    account: dict[str, float]
+    compile_seconds: float
+    collectives: dict[str, dict[str, int]] | None
+    estimated_cycles: int | None
+    kernel_cycles: int | None
+    estimated_step_seconds: float | None
+    estimated_mfu: float | None
+
+
+def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
+    """Compiles the training step of `config` for `devices` and reads off what it takes.
+
+    Raises UserError for what cannot be trained there, but not for what does not fit.
+    """
+    setup = train.set_up(config, devices)
+    state = train.abstract_state(setup, config)
+    chip = chips.chip(devices[0].device_kind)
+    per_token = flops.train_flops_per_token(setup.model)
+    tokens = config.train.batch_size * config.model.context_length
+    sequences = config.train.batch_size / (
+        sharding.batch_parts(setup.mesh) * config.train.microbatches)
+    known = dict(
+        parameters=models.num_parameters(setup.model), flops_per_token=per_token,
+        flops_per_step=per_token * tokens, tokens_per_step=tokens, devices=len(devices),
+        device_kind=devices[0].device_kind, hbm_bytes=chip and int(chip.hbm),
+        account=memory.account(setup.model, setup.mesh, state, sequences, config.train.loss_chunks))
+    started = time.monotonic()
+    try:
+        program = train.compile_train_step(setup, config)
+    except jax.errors.JaxRuntimeError as error:
+        return Estimate(**known, **does_not_fit(error, memory.bytes_on_device(state)),
+                        compile_seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    needs = program.memory_analysis()
+    outputs = needs.output_size_in_bytes - needs.alias_size_in_bytes
+    text = hlo.Program(program.as_text())
+    return Estimate(
+        **known, fits=True,
+        **speed(text, config.model.context_length, chip, per_token * tokens / len(devices)),
+        argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
+        needed_bytes=needs.argument_size_in_bytes + needs.temp_size_in_bytes + outputs,
+        collectives=text.collectives(), compile_seconds=seconds)
+
+
+# What the TPU compiler says of a program that is too large, in its two forms.
+TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
+                       r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM")
+
+
+def does_not_fit(error: Exception, argument_bytes: int) -> dict:
+    found = TOO_LARGE.search(str(error))
+    if not found:
+        raise error
+    size, unit = found[1] or found[3], found[2] or found[4]
+    needed = int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
+    return dict(
+        fits=False, argument_bytes=argument_bytes, temp_bytes=None, needed_bytes=needed,
+        collectives=None, estimated_cycles=None, kernel_cycles=None, estimated_step_seconds=None,
+        estimated_mfu=None)
+
+
+def speed(program: hlo.Program, positions: int, chip: chips.Chip | None, flops_a_device: float) -> dict:
+    if not chip or not chip.hertz:
+        return dict.fromkeys(
+            ("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
+    cycles = program.cycles()
+    kernel_cycles = round(chip.hertz * sum(
+        times * kernel_seconds(call.line, positions, chip) for times, call in program.kernels()))
+    seconds = (cycles + kernel_cycles) / chip.hertz
+    return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
+                estimated_mfu=flops_a_device / (seconds * chip.flops))
+
+
+# Products of (rows, positions) × (positions, head width) that each of the kernels takes.
+SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+
+def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
+    """A roofline for a call of a splash attention kernel on that many positions: its products at peak speed.
+
+    Counted as the matrix unit takes them: the (512 × 512) blocks on and below the diagonal, heads filled
+    up to 128. Its reads and writes of memory take less time than that. Raises ValueError for a kernel
+    that is not known here.
+    """
+    name = next((name for name in SPLASH_PRODUCTS if name in line), None)
+    if not name:
+        raise ValueError(f"a kernel of unknown cost: {line[:200]}")
+    found = re.search(r"operand_layout_constraints=\{.*?\w+\[(\d+(?:,\d+){3,})\]", line)
+    *rows_and_heads, width, length = map(int, found[1].split(","))  # the last two stand in either order
+    head_width = width * length // positions
+    blocks = positions // math.gcd(positions, 512)
+    computed = (blocks + 1) / (2 * blocks)
+    return (SPLASH_PRODUCTS[name] * 2 * math.prod(rows_and_heads) * computed * positions**2
+            * max(head_width, 128) / chip.flops)
+
+
+def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
+    """The most sequences a device at one time (of one microbatch) with which the step still fits.
+
+    Few compilations: between one that fits and one that does not, where memory would end if it grew
+    evenly. Raises UserError if not even one sequence fits.
+    """
+    mesh = sharding.make_mesh(**config.mesh, devices=devices)
+    parts = sharding.batch_parts(mesh) * config.train.microbatches
+    needed: dict[int, int] = {}
+
+    def fits(sequences: int) -> bool:
+        tried = config.copy_and_resolve_references()
+        tried.train.batch_size = sequences * parts
+        result = estimate(tried, devices)
+        needed[sequences] = result.needed_bytes
+        say(f"  {sequences} a device: {result.needed_bytes / chips.GiB:.2f} GiB"
+            + ("" if result.fits else ", does not fit"))
+        return result.fits
+
+    hbm = chips.chip(devices[0].device_kind).hbm
+    if not fits(1):
+        raise UserError("not even one sequence a device fits: use more devices with config.mesh.fsdp, "
+                        "config.model.remat='full', or a smaller model")
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        slope = (needed[high] - needed[low]) / (high - low)
+        guess = low + int((hbm - needed[low]) / slope) if slope > 0 else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

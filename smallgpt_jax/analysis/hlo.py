@@ -1,0 +1,116 @@
+"""What a compiled program does, read from its text: collectives, and the compiler's own estimates.
+
+The text is that of `jax.stages.Compiled.as_text()`: one computation after another, one instruction
+a line. What a loop runs counts as often as the loop goes round.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `shape` is the text of the result's type, `line` the whole."""
+
+    shape: str
+    opcode: str
+    line: str
+
+    @property
+    def calls(self) -> list[str]:
+        """The computations that it runs (what it reduces with does not count)."""
+        keys = "body|calls" + ("|to_apply" if self.opcode == "call" else "")
+        found = re.findall(rf"\b(?:{keys})=%?([\w.\-]+)", self.line)
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.line):
+            found += [name.strip(" %") for name in branches[1].split(",")]
+        return found
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate; 0 where it has none (kernels, collectives)."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
+        return int(found[1]) if found else 0
+
+    @property
+    def channel(self) -> str:
+        """What the pieces of one collective have in common."""
+        found = re.search(r"channel_id=(\d+)", self.line)
+        return found[1] if found else self.line
+
+    @property
+    def is_kernel(self) -> bool:
+        return 'custom_call_target="tpu_custom_call"' in self.line
+
+    @property
+    def result_bytes(self) -> int:
+        """Of the result's arrays, as they are without padding."""
+        return sum(math.ceil(bits(dtype) * math.prod(int(n) for n in sizes.split(",") if n) / 8)
+                   for dtype, sizes in _ARRAY.findall(self.shape))
+
+
+def bits(dtype: str) -> int:
+    """Of one element: bf16 → 16, pred → 8, token → 0."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8 if dtype == "pred" else 0
+
+
+class Program:
+    """A compiled program: its computations by name, each a list of instructions."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        for line in text.splitlines():
+            if start := _COMPUTATION.match(line):
+                body = self.computations[start[2]] = []
+                if start[1]:
+                    self.entry = start[2]
+            elif instruction := _INSTRUCTION.match(line):
+                body.append(Instruction(instruction[1], instruction[2], line))
+
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """Kind → how many run, and the bytes of their results on one device, all together."""
+        channels = {}  # one that runs beside other work is written in several pieces of one channel
+        for times, instruction in self.executed():
+            kind = instruction.opcode.removesuffix("-done")  # -start holds the operands too
+            if kind in COLLECTIVES:
+                channels[instruction.channel] = kind, times, times * instruction.result_bytes
+        found = {}
+        for kind, times, size in channels.values():
+            entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+            entry["count"] += times
+            entry["bytes"] += size
+        return found
+
+    def cycles(self) -> int:
+        """The compiler's estimate for one run, without kernels and without waiting for collectives."""
+        return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
+
+    def kernels(self) -> list[tuple[int, Instruction]]:
+        """The calls of Pallas kernels, and how often each runs."""
+        return [(times, i) for times, i in self.executed() if i.is_kernel]
+
+    def executed(self, fused: bool = True, name: str | None = None,
+                 times: int = 1) -> Iterator[tuple[int, Instruction]]:
+        """Each instruction, and how often it runs; with `fused`, also the parts of fusions."""
+        for instruction in self.computations[name or self.entry]:
+            yield times, instruction
+            for called in instruction.calls:
+                if instruction.opcode == "while":
+                    yield from self.executed(fused, called, times * self.trips(instruction))
+                elif fused or instruction.opcode != "fusion":
+                    yield from self.executed(fused, called, times)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop goes round: as the compiler notes, or the bound its counter is compared with."""
+        if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+            return int(noted[1])
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]
+        bounds = [re.search(r"constant\((\d+)\)", i.line) for i in self.computations[condition]]
+        return max((int(bound[1]) for bound in bounds if bound), default=1)

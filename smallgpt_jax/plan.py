@@ -1,0 +1,105 @@
+"""Will it fit, and how fast can it be: compiles a recipe's training step for machines that are not there.
+
+    python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
+    python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
+
+The real TPU compiler does it (pip install '.[plan]'), no TPU is needed; with --topology=cpu:8 the CPU's.
+Exit status 1 if the step does not fit. --search finds the largest batch a chip that does.
+"""
+
+import dataclasses
+import json
+import sys
+
+from absl import flags
+
+from smallgpt_jax import cli, train
+from smallgpt_jax.analysis import chips, memory
+from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
+from smallgpt_jax.errors import UserError
+
+_CONFIG = cli.define_config()
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1 and other shapes of these chips; cpu:8.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch a chip that fits; many compilations.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else.")
+flags.mark_flags_as_required(["config", "topology"])
+
+
+def main() -> None:
+    config, devices = _CONFIG.value, chips.devices(_TOPOLOGY.value)
+    if _SEARCH.value:
+        if not chips.chip(devices[0].device_kind):
+            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory is known")
+        setup = train.set_up(config, devices)
+        sequences = largest_batch(config, devices, say=lambda line: print(line, file=sys.stderr, flush=True))
+        config = config.copy_and_resolve_references()
+        config.train.batch_size = (
+            sequences * train.sharding.batch_parts(setup.mesh) * config.train.microbatches)
+    result = estimate(config, devices)
+    print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(config, devices, result))
+    if not result.fits:
+        gib = result.needed_bytes / chips.GiB, result.hbm_bytes / chips.GiB
+        raise UserError(f"does not fit: the step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}. Smaller "
+                        "parts (config.train.microbatches), config.mesh.fsdp or config.model.remat help")
+
+
+def words(config, devices, result: Estimate) -> str:
+    """The estimate as a person reads it."""
+    setup = train.set_up(config, devices)
+    layout = " × ".join(f"{axis} {length}" for axis, length in setup.mesh.shape.items() if length > 1)
+    lines = [
+        f"{config.model.architecture} on {result.devices} × {result.device_kind}"
+        + (f" ({layout})" if layout else "")
+        + f", {config.train.batch_size} × {config.model.context_length} tokens a step"
+        + (f" in {config.train.microbatches} parts" if config.train.microbatches > 1 else ""),
+        *train.exceptions(setup), "",
+        *parameters(setup, result), "",
+        *memory_table(result), "",
+        f"{result.flops_per_token:,.0f} FLOPs a token, {result.flops_per_step:.3e} a step",
+        f"compiled in {result.compile_seconds:.0f} s"]
+    if result.collectives is not None:
+        lines += ["", "Collectives of a step, on each device:" if result.collectives else
+                  "No collectives."]
+        lines += [f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
+                  for kind, found in sorted(result.collectives.items())]
+    if result.estimated_cycles:
+        seconds = result.estimated_step_seconds
+        lines += [
+            "", "Estimates of the compiler, without waiting for collectives, not measurements:",
+            f"  {result.estimated_cycles / 1e6:,.1f} M cycles, and {result.kernel_cycles / 1e6:,.1f} M in "
+            "attention kernels (their products at the chip's peak)",
+            f"  {1000 * seconds:,.1f} ms a step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
+            f"{result.estimated_mfu:.0%} MFU"]
+    return "\n".join(lines)
+
+
+def parameters(setup, result: Estimate) -> list[str]:
+    c = setup.model.config
+    lines = [f"{result.parameters:,} parameters"]
+    lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(setup.model).items()]
+    rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
+    if c.architecture == "gpt":
+        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} leaves out positions and an untied head")
+    return lines
+
+
+def memory_table(result: Estimate) -> list[str]:
+    """The compiled program's memory, and beside it the account by hand."""
+    hand = result.account
+    state = hand["weights"] + hand["moments"]
+    rest = hand["gradients"] + hand["activations"] + hand["logits"]
+    rows = [("state (weights, moments) and batch", result.argument_bytes, state),
+            ("  weights", None, hand["weights"]), ("  moments", None, hand["moments"]),
+            ("temporaries", result.temp_bytes, rest),
+            ("  gradients", None, hand["gradients"]), ("  activations", None, hand["activations"]),
+            ("  logits of a chunk", None, hand["logits"]),
+            ("all", result.needed_bytes, state + rest), ("the chip has", result.hbm_bytes, None)]
+    lines = [f"{'Memory of one device':36} {'compiled':>11} {'by hand':>11}"]
+    return lines + [
+        f"{name:36}" + "".join(f" {memory.in_words(size) if size else '':>11}" for size in sizes)
+        for name, *sizes in rows if any(sizes)]
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,223 @@
+"""What `plan` says of a step before it is run: counts against formulas, memory against the real step."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+from conftest import ARCHITECTURES, load_config, run
+
+from smallgpt_jax import models
+from smallgpt_jax.analysis import chips, estimate, hlo, memory
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.train import abstract_state, compile_train_step, set_up
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
+
+# Of the paper's sizes: parameters, and those that a token is multiplied with (all but embeddings, norms,
+# biases and path weights).
+V, S, D, L = 50_304, 1024, 768, 12
+WIDTHS = [D // 2**i for i in range(6)]
+MULTIPLIED = {
+    "gpt": 12 * L * D**2 + V * D,
+    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # at last the sum of the paths
+    "lgpt": sum(2 * 12 * w**2 + w * w // 2 for w in WIDTHS) + V * 12,
+}
+MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
+PARAMETERS = {
+    "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # biases as many as the sum's
+    "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
+}
+PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
+ATTENTION = {"gpt": L * D, "pgpt": L * D, "lgpt": 2 * sum(WIDTHS), "cgpt": 2 * sum(WIDTHS)}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_counts_are_those_of_the_formulas(architecture):
+    model = models.build(**load_config(architecture, "paper").model)
+    assert models.num_parameters(model) == PARAMETERS[architecture]
+    assert sum(memory.components(model).values()) == PARAMETERS[architecture]
+    flops = 6 * MULTIPLIED[architecture] + 12 * S * ATTENTION[architecture]
+    assert train_flops_per_token(model) == flops
+
+
+def test_components():
+    parts = memory.components(models.build(**load_config("gpt", "paper").model))
+    assert parts == {"token embedding": V * D, "position embedding": S * D, "attention": 4 * L * D**2,
+                     "MLP": 8 * L * D**2, "head": V * D, "LayerNorms": 25 * D}
+
+
+@pytest.mark.parametrize("fields, kept", [
+    ({}, 4 + 12 / 2), ({"model__remat": "dots"}, 3 + 8 / 2), ({"model__remat": "full"}, 1)])
+def test_account_of_activations(fields, kept):
+    """4 sequences a device at one time, two parts by tensor, bfloat16; splash attention keeps no weights."""
+    config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
+                         train__microbatches=2, **fields)
+    setup = set_up(config, jax.devices()[:8])
+    found = memory.account(setup.model, setup.mesh, abstract_state(setup, config), 4, 8)
+    scores = 0 if fields else L * 4 * S**2 * 12 * 2 / 2  # on CPUs attention is XLA's
+    assert found["activations"] == L * 4 * S * D * 2 * kept + scores
+    assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
+    whole = (S + 25) * D  # what tensor parts do not split
+    assert found["weights"] == found["gradients"] == 4 * ((PARAMETERS["gpt"] - whole) / 2 + whole)
+    assert found["moments"] == 2 * found["weights"] + 2 * 4  # and the optimiser's two counters
+
+
+def test_memory_is_that_of_the_step_that_main_runs():
+    result = run("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:8", "--json")
+    assert result.returncode == 0, result.stderr
+    planned = json.loads(result.stdout)
+    config = load_config("gpt")
+    needs = compile_train_step(set_up(config, jax.devices()[:8]), config).memory_analysis()
+    assert planned["temp_bytes"] == pytest.approx(needs.temp_size_in_bytes, rel=0.1)
+    assert planned["argument_bytes"] == needs.argument_size_in_bytes
+    assert planned["fits"] and planned["devices"] == 8 and planned["estimated_cycles"] is None
+    assert planned["flops_per_step"] == planned["flops_per_token"] * 8 * 64
+    assert set(planned["collectives"]) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice"]),
+    (["--topology=v9:4x4"], ["v9:4x4", "v5e:4x4", "v5p:2x2x1", "cpu:N"]),
+    (["--topology=cpu:0"], ["cpu:0"]),
+    (["--topology=cpu:2", "--search"], ["--search needs chips"]),
+    (["--topology=cpu:3", "--config.mesh.data=2"], ["data=2", "which is 3"]),
+    (["--topology=cpu:2", "--config.train.batch_size=7"], ["batch_size=7", "multiple of 2"]),
+])
+def test_impossible_plans_are_refused(flags, words):
+    if "v5e" in flags[0] and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler")
+    result = run("plan", "--config=configs/gpt.py:tiny", *flags)
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") <= 2, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install '\.\[plan\]'"):
+        chips.devices("v5e:2x2")
+
+
+# ---------------------------------------------------------------------- the TPU compiler
+
+TINY = ("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128")
+
+
+@needs_libtpu
+def test_a_tpu_program():
+    result = run(*TINY, "--json")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    planned = json.loads(result.stdout)
+    assert planned["fits"] and planned["hbm_bytes"] == 16 * 2**30 and planned["devices"] == 4
+    assert planned["estimated_cycles"] > 0 and planned["kernel_cycles"] > 0
+    seconds = (planned["estimated_cycles"] + planned["kernel_cycles"]) / 1.5e9
+    assert planned["estimated_step_seconds"] == pytest.approx(seconds)
+    assert planned["estimated_mfu"] == pytest.approx(
+        planned["flops_per_step"] / 4 / (seconds * 197e12))
+    assert set(planned["collectives"]) == {"all-reduce"}
+
+
+@needs_libtpu
+def test_what_does_not_fit():
+    result = run(*TINY, "--config.train.batch_size=131072")
+    assert result.returncode == 1
+    assert "does not fit" in result.stderr and "of the chip's 16" in result.stderr
+    assert "config.train.microbatches" in result.stderr
+
+
+@pytest.mark.parametrize("message, needed", [
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.", 18.5 * 2**30),
+    ("the total memory required for HLO temporaries (1.25T) exceeds available HBM.",
+     1280 * 2**30 + 7),
+])
+def test_the_compilers_words_for_too_large(message, needed):
+    found = estimate.does_not_fit(RuntimeError(message), 7)
+    assert not found["fits"] and found["needed_bytes"] == needed
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
+def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest):
+    """Memory that grows evenly but for a jump, and a chip that `largest` sequences a device fill."""
+    hbm = 3e9 + largest * 1e8 + 5e7
+    sizes = []
+
+    def stand_in(config, devices):
+        assert config.train.batch_size % 16 == 0  # 8 devices, 2 microbatches
+        sizes.append(config.train.batch_size // 16)
+        needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)
+        return type("Estimate", (), {"needed_bytes": needed, "fits": needed <= hbm})
+
+    monkeypatch.setattr(estimate, "estimate", stand_in)
+    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, hbm, 1))
+    config = load_config("gpt", train__microbatches=2)
+    assert estimate.largest_batch(config, jax.devices()[:8], say=lambda line: None) == largest
+    assert len(sizes) == len(set(sizes)) <= 12
+
+
+def test_search_when_nothing_fits(monkeypatch):
+    monkeypatch.setattr(estimate, "estimate", lambda *_: type(
+        "Estimate", (), {"needed_bytes": 2, "fits": False}))
+    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, 1, 1))
+    with pytest.raises(UserError, match="not even one sequence"):
+        estimate.largest_batch(load_config("gpt"), jax.devices()[:1], say=lambda line: None)
+
+
+# ---------------------------------------------------------------------- reading a program
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %gathered = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, dimensions={0}
+  ROOT %r = f32[4]{0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000000"}}
+}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %t = (s32[], f32[4]{0}) parameter(0)
+  %kernel = f32[4]{0} custom-call(%t), custom_call_target="tpu_custom_call"
+  %summed = (f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%kernel, %t), channel_id=3, to_apply=%add
+  ROOT %next = (s32[], f32[4]{0}) fusion(%t), calls=%fused, backend_config={"estimated_cycles":"50"}
+}
+
+%condition (t: (s32[], f32[4])) -> pred[] {
+  %t.1 = (s32[], f32[4]{0}) parameter(0)
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%t.1, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0), backend_config={"estimated_cycles":"7"}
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), channel_id=9
+  %done = f32[8]{0} all-gather-done(%start), channel_id=9
+  %piece = f32[4]{0} fusion(%a), kind=kOutput, calls=%fused
+  %loop = (s32[], f32[4]{0}) while(%a), condition=%condition, body=%body
+  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_reading_a_program():
+    program = hlo.Program(PROGRAM)
+    assert program.cycles() == 7 + 6 * 50  # parts of a fusion count with the fusion
+    assert [times for times, _ in program.kernels()] == [6]
+    assert program.collectives() == {
+        "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
+        "all-gather": {"count": 7, "bytes": 8 * 4 + 6 * 2 * 8 * 16}}
+    noted = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"4"}}')
+    assert hlo.Program(noted).cycles() == 7 + 4 * 50
+
+
+def test_roofline_of_a_kernel():
+    """Two products of (1024, 64) heads, filled up to 128, over 3 of the 4 blocks of the mask."""
+    line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
+            "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
+    products = 2 * 2 * 8 * 12 * 0.75 * 1024**2 * 128
+    assert estimate.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    of_paths = line.replace("bf16[8,12,64,1024]{3,2,1,0}", "bf16[2,4,12,1024,64]{4,3,2,1,0}")
+    assert estimate.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    with pytest.raises(ValueError, match="unknown cost"):
+        estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"])

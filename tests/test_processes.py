@@ -1,0 +1,111 @@
+"""Runs of several processes on this machine, started as a user starts them."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, run
+
+from smallgpt_jax import sharding
+from smallgpt_jax.metrics import read_lines
+
+CONFIG = ("--config=configs/gpt.py:tiny", "--config.train.steps=20")
+
+
+def cluster(workdir, *arguments, processes: int, devices: int, **environment):
+    return subprocess.run(
+        ["bash", ROOT / "launch" / "local_cluster.sh", f"--processes={processes}", f"--devices={devices}",
+         "--", *arguments, f"--workdir={workdir}"],
+        env={**os.environ, "PYTHON": sys.executable, "XLA_FLAGS": "--xla_backend_optimization_level=0",
+             **environment},
+        capture_output=True, text=True, timeout=600)
+
+
+def losses(workdir) -> np.ndarray:
+    return np.array([(line["step"], line["loss"]) for line in read_lines(workdir / "metrics.jsonl")])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, text_file):
+    """The same run in one process on one device."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    result = run("main", *CONFIG, f"--config.data.source={text_file}", "--config.train.log_every=1",
+                 f"--workdir={workdir}")
+    assert result.returncode == 0, result.stderr
+    return workdir
+
+
+def test_two_processes_train_as_one(tmp_path, text_file, alone):
+    """Two processes of four devices each; fsdp lies across both. Then one process goes on alone."""
+    data = f"--config.data.source={text_file}"
+    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=4")
+    result = cluster(tmp_path / "two", *CONFIG, data, "--config.train.log_every=1", *mesh,
+                     processes=2, devices=4)
+    assert result.returncode == 0, result.stderr
+    assert "on 8 cpu devices of 2 processes" in result.stdout
+    assert result.stdout.count("step 20/20   validation loss") == 1  # only process 0 speaks
+    assert not result.stderr.replace("[Gloo]", ""), result.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(alone), rtol=1e-5)
+
+    more = ("--config.train.steps=25", "--config.optimizer.decay_steps=40")
+    result = run("main", *CONFIG, data, "--config.train.log_every=1", *more,
+                 f"--workdir={tmp_path / 'two'}")
+    assert result.returncode == 0, result.stderr
+    assert "20 of them done" in result.stdout
+    result = run("main", *CONFIG, data, "--config.train.log_every=1", *more, f"--workdir={alone}")
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(alone), rtol=1e-5)
+
+
+def test_processes_with_different_configs_do_not_train(tmp_path, text_file):
+    """A stand-in python gives process 1 another seed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nif [[ "$*" = *process_id=1* ]]; then seed=--config.train.seed=7; fi\n'
+                      f'exec {sys.executable} "$@" $seed\n')
+    python.chmod(0o755)
+    result = cluster(tmp_path / "run", *CONFIG, f"--config.data.source={text_file}", processes=2, devices=1,
+                     PYTHON=str(python))
+    assert result.returncode == 1
+    assert "error: process 1 has a config other than process 0's" in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--coordinator=127.0.0.1:9"], ["--num_processes", "--process_id", "must be given too"]),
+    (["--num_processes=2", "--process_id=2", "--coordinator=127.0.0.1:9"], ["--process_id=2", "from 0 to 1"]),
+    (["--num_processes=2", "--process_id=1", "--coordinator=here"], ["--coordinator=here", "HOST:PORT"]),
+    (["--num_processes=2", "--process_id=1", "--coordinator=127.0.0.1:9"],
+     ["127.0.0.1:9", "no answer within 2 seconds"]),
+])
+def test_processes_that_cannot_meet(tmp_path, flags, words):
+    result = run("main", *CONFIG, f"--workdir={tmp_path / 'run'}", *flags, SMALLGPT_JOIN_SECONDS="2")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lengths", [dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(tensor=8)])
+def test_a_batch_is_put_together_from_rows(lengths):
+    mesh = sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
+    batch = np.random.default_rng(0).integers(0, 100, (16, 5))
+    rows = sharding.local_rows(mesh, 16)
+    np.testing.assert_array_equal(rows, np.arange(16))
+    array = sharding.global_batch(mesh, rows, 16, batch[rows])
+    np.testing.assert_array_equal(array, batch)
+    assert array.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
+
+
+def test_rows_of_a_process_need_not_be_neighbours(monkeypatch):
+    """A process whose devices are number 0, 3 and 6 of a mesh, as on a TPU slice."""
+    mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
+    whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
+    mine = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}
+
+    class Sharding:
+        def addressable_devices_indices_map(self, shape):
+            return mine
+
+    monkeypatch.setattr(sharding, "batch_sharding", lambda mesh: Sharding())
+    np.testing.assert_array_equal(sharding.local_rows(mesh, 8), [0, 1, 2, 3, 6, 7])

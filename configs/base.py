@@ -43,7 +43,7 @@ def paper() -> ConfigDict:
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32
     model.attention = "auto"  # auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
-    model.scan_layers = False  # loop over blocks (compiles faster) instead of unrolling them
+    model.scan_layers = False  # loop over blocks: compiles faster, runs slower, needs more memory
     model.remat = "none"  # less memory, more work: "dots" keeps only the results of products, "full" nothing
     # Parts that only some architectures have; unset for the others.
     model.num_paths = config_dict.placeholder(int)  # pgpt: paths side by side; divides num_layers

@@ -64,7 +64,8 @@ def paper() -> ConfigDict:
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # copies of the model, each with its part of the batch; -1: all devices left over
-    mesh.fsdp = 1  # parts that weights and optimiser state are kept in; splits the batch too
+    mesh.fsdp = 1  # parts that weights and optimiser state are kept in; splits the batch too. With
+    # model.remat "dots" or "full" no device ever holds all blocks' weights at one time
     mesh.tensor = 1  # parts of heads, MLP width and vocabulary
     mesh.path = 1  # groups of devices that pgpt's paths are spread over
 

@@ -90,7 +90,7 @@ trap 'tell_all TERM; end_soon' TERM
 trap 'tell_all HUP; end_soon' HUP
 trap 'tell_all KILL; rm -rf "$logs"' EXIT
 
-set -m # a process group for each: a Ctrl-C reaches them through hand_on alone, and only once
+set -m # a process group for each: a Ctrl-C reaches them through tell_all alone, and only once
 for ((i = 0; i < processes; i++)); do
   if ((i == 0)); then
     "${command[@]}" --process_id="$i" "$@" </dev/null &

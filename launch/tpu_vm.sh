@@ -9,8 +9,8 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   create    asks for the slice, as a queued resource, and waits until it is there
   install   copies this repository's last commit to all workers and makes the environment there
   start     starts `python -m smallgpt_jax.main ARGS` on all workers, to go on without you
-  resume    after a pre-emption, with the flags and ARGS of before: deletes what is left, then create,
-            install and start; the run continues from its checkpoint
+  resume    after a pre-emption, with the flags and ARGS of before: unless the slice is there, deletes what
+            is left of it and creates it; then install and start; the run continues from its checkpoint
   logs      follows the log of a worker
   status    the state of the slice, and of the run on each worker
   stop      ends the run on all workers
@@ -122,11 +122,12 @@ start() { # in two steps, so that no worker starts if one of them cannot
 }
 
 resume() {
-  wait_for_slice
-  if [[ $dry_run || $state != ACTIVE ]]; then
-    yes=yes delete
-    no_wait='' create
+  state=''
+  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else there is none: a resume that was cut short
+    wait_for_slice
+    [[ $state == ACTIVE ]] || yes=yes delete
   fi
+  [[ $state == ACTIVE ]] || no_wait='' create
   install
   start "$@"
 }

@@ -23,11 +23,13 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Several processes: how many.", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Several processes: which one this is, from 0 on.",
                                    lower_bound=0)
+_JOIN_TIMEOUT = flags.DEFINE_integer(
+    "join_timeout", 300, "Several processes: seconds to wait for the others at the start.", lower_bound=1)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> None:
-    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
     train(_CONFIG.value, _WORKDIR.value)
 
 

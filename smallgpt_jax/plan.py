@@ -31,11 +31,8 @@ def main() -> None:
     if _SEARCH.value:
         if not chips.chip(devices[0].device_kind):
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory is known")
-        setup = train.set_up(config, devices)
-        sequences = largest_batch(config, devices, say=lambda line: print(line, file=sys.stderr, flush=True))
-        config = config.copy_and_resolve_references()
-        config.train.batch_size = (
-            sequences * train.sharding.batch_parts(setup.mesh) * config.train.microbatches)
+        config.train.batch_size = largest_batch(
+            config, devices, say=lambda line: print(line, file=sys.stderr, flush=True))
     result = estimate(config, devices)
     print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(config, devices, result))
     if not result.fits:
@@ -88,11 +85,12 @@ def memory_table(result: Estimate) -> list[str]:
     """The compiled program's memory, and beside it the account by hand."""
     hand = result.account
     state = hand["weights"] + hand["moments"]
-    rest = hand["gradients"] + hand["activations"] + hand["logits"]
+    rest = sum(size for name, size in hand.items() if name not in ("weights", "moments"))
     rows = [("state (weights, moments) and batch", result.argument_bytes, state),
             ("  weights", None, hand["weights"]), ("  moments", None, hand["moments"]),
             ("temporaries", result.temp_bytes, rest),
-            ("  gradients", None, hand["gradients"]), ("  activations", None, hand["activations"]),
+            ("  gradients", None, hand["gradients"]), ("  gathered weights", None, hand["gathered"]),
+            ("  activations", None, hand["activations"]),
             ("  logits of a chunk", None, hand["logits"]),
             ("all", result.needed_bytes, state + rest), ("the chip has", result.hbm_bytes, None)]
     lines = [f"{'Memory of one device':36} {'compiled':>11} {'by hand':>11}"]

@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,16 +19,16 @@ from jax.experimental import multihost_utils
 
 from smallgpt_jax.errors import UserError
 
-WAIT = 60  # seconds that a process waits for the others when it starts; SMALLGPT_JOIN_SECONDS changes it
 LOST_AFTER = 30  # seconds without a sign of life after which a process counts as dead
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
     """Makes this process one of the `num_processes` of a run; call it before JAX sees any device.
 
     `coordinator` is the host:port that process 0 opens and the others connect to. With all three
     None they are found in a Slurm step of several tasks and on a TPU VM; elsewhere this process is
-    the only one. From then on only process 0 prints. Ends the process if the others do not come.
+    the only one. From then on only process 0 prints. If the others have not come after `timeout`
+    seconds, the process ends with exit status 1. Raises UserError for what cannot be a run.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
@@ -35,25 +37,32 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
                         "three flags")
     if not missing and not 0 <= process_id < num_processes:
         raise UserError(f"--process_id={process_id}: must be from 0 to {num_processes - 1}")
-    if missing and not (in_slurm_step() or on_tpu_vm()):
-        return
     if coordinator and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator={coordinator}: must be HOST:PORT")
+    if missing and not (in_slurm_step() or on_tpu_vm()):
+        return
 
     def give_up():
         others = f"--coordinator={coordinator}" if coordinator else "the other processes of this job"
-        print(f"error: {others}: no answer within {seconds} seconds. Start all processes at about the same "
-              "time, with the same flags but for --process_id", file=sys.stderr, flush=True)
+        print(f"error: {others}: no answer within {timeout} seconds (--join_timeout). Start all processes "
+              "at about the same time, with the same flags but for --process_id", file=sys.stderr, flush=True)
         os._exit(1)
 
     # JAX itself would end this process with a stack trace.
-    seconds = int(os.environ.get("SMALLGPT_JOIN_SECONDS", WAIT))
-    watchdog = threading.Timer(seconds, give_up)
+    watchdog = threading.Timer(timeout, give_up)
+    watchdog.daemon = True
     watchdog.start()
-    jax.distributed.initialize(coordinator, num_processes, process_id, initialization_timeout=10 * seconds,
-                               heartbeat_timeout_seconds=LOST_AFTER)
-    watchdog.cancel()
-    if jax.process_index() != 0:
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
+            heartbeat_timeout_seconds=LOST_AFTER, shutdown_timeout_seconds=LOST_AFTER)
+    except Exception as error:
+        if not coordinator and not in_slurm_step():  # a TPU VM of its own, as notebooks have them
+            return
+        raise UserError(f"no run of several processes: {str(error).splitlines()[0]}") from None
+    finally:
+        watchdog.cancel()
+    if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -62,14 +71,17 @@ def in_slurm_step() -> bool:
 
 
 def on_tpu_vm() -> bool:
-    chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    return bool(chips and importlib.util.find_spec("libtpu"))
+    if jax.config.jax_platforms and "tpu" not in jax.config.jax_platforms:
+        return False
+    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    vendors = {Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")}
+    return bool(devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu"))  # Google's
 
 
 def look_for_no_tpu() -> None:
     """Where the TPU compiler is installed, for `plan`, but no TPU: JAX would search and complain."""
-    has_gpu = glob.glob("/dev/nvidia[0-9]*")
-    if importlib.util.find_spec("libtpu") and not (on_tpu_vm() or has_gpu or jax.config.jax_platforms):
+    others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
+    if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -78,10 +90,18 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def wait_for_all(where: str) -> None:
-    """Returns when all processes have come to this place."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)
+def first(action: Callable[[], None]) -> None:
+    """Process 0 does it while the others wait. A UserError there is one in all processes: nobody is left
+    waiting for a process that has ended."""
+    problem = None
+    try:
+        if is_first():
+            action()
+    except UserError as error:
+        problem = error
+    failed, = from_first((problem is not None,))
+    if failed:
+        raise problem or UserError("process 0 has ended; its message says why")
 
 
 def from_first(numbers: tuple[int, ...]) -> tuple[int, ...]:

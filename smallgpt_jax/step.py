@@ -11,8 +11,8 @@ from smallgpt_jax import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.layers import Mode
 
-# Of a logit over its target's, in nats: the loss of a token less likely than exp(−70) is understated.
-# The sum of a vocabulary's exponentials stays below the largest float32.
+# In training, of a logit over its target's, in nats: the sum of a vocabulary's exponentials stays below the
+# largest float32. The loss of a token less likely than exp(−70) is understated; in evaluation it is not.
 MAX_DIFFERENCE = 70.0
 
 
@@ -54,17 +54,31 @@ def _rows(x_BxCxW):
 
 
 def _chunk_loss(chunk, head_VxW):
+    """The weighted loss of one part."""
+    x_BxCxW, _, weights_BxC = chunk
+    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    log_probabilities = _target_logits(chunk, head_VxW) - jax.nn.logsumexp(logits_RxV, axis=1)
+    return -jnp.sum(weights_BxC.reshape(-1) * log_probabilities)
+
+
+def _target_logits(chunk, head_VxW):
+    """The logit of each row's target, (B·C,) float32."""
+    x_BxCxW, targets_BxC, _ = chunk
+    return jnp.einsum("rw,rw->r", _rows(x_BxCxW), jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
+                      preferred_element_type=jnp.float32)
+
+
+def _chunk_loss_and_gradient(chunk, head_VxW):
     """The weighted loss of one part, and its gradient by the logits, (B·C, V) in the type of x.
 
-    The loss of a row is log Σⱼ exp(lⱼ − l) with l the logit of its target, which is had beforehand:
-    no pass over the logits looks for the largest. Differences are cut at MAX_DIFFERENCE.
+    The loss of a row is log Σⱼ exp(lⱼ − l) with l the logit of its target, which is had beforehand: no
+    pass over the logits looks for the largest. Differences are cut at MAX_DIFFERENCE.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
-    x_RxW, targets, weights = _rows(x_BxCxW), targets_BxC.reshape(-1), weights_BxC.reshape(-1)
-    logits_RxV = jnp.dot(x_RxW, head_VxW.T, preferred_element_type=jnp.float32)
-    target_logits = jnp.einsum("rw,rw->r", x_RxW, jnp.take(head_VxW, targets, axis=0),
-                               preferred_element_type=jnp.float32)
-    ratios_RxV = jnp.exp(jnp.minimum(logits_RxV - target_logits[:, None], MAX_DIFFERENCE))
+    targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
+    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    differences_RxV = logits_RxV - _target_logits(chunk, head_VxW)[:, None]
+    ratios_RxV = jnp.exp(jnp.minimum(differences_RxV, MAX_DIFFERENCE))
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
@@ -76,8 +90,7 @@ def _chunk_loss(chunk, head_VxW):
 @jax.custom_vjp
 def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
     def add_chunk(total, chunk):
-        loss, _ = _chunk_loss(chunk, head_VxW)
-        return total + loss, None
+        return total + _chunk_loss(chunk, head_VxW), None
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
@@ -90,7 +103,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
     def add_chunk(carry, chunk):
         total, d_head_PxVxW = carry
         x_BxCxW = chunk[0]
-        loss, d_logits = _chunk_loss(chunk, head_VxW)
+        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW)
         d_head_PxVxW += jnp.einsum(
             "prv,prw->pvw", d_logits.reshape(parts, -1, len(head_VxW)),
             x_BxCxW.reshape(parts, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)

@@ -36,8 +36,9 @@ def train(config: ConfigDict, workdir: str) -> None:
     Raises UserError, before it writes anything, for what cannot be trained.
     """
     # ------------------------------------------------------------------ What is asked for
+    processes.check_same("a config", config.to_json_best_effort(sort_keys=True))
     folder = Path(workdir).expanduser()
-    run_folder.check(folder, config)
+    processes.first(lambda: run_folder.check(folder, config))
     setup = set_up(config)
     model, mesh = setup.model, setup.mesh
 
@@ -53,11 +54,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     train_batches = batches.train_batches(store.train, seed=config.train.seed, **shape)
     validation_batches = batches.validation_batches(
         store.validation, limit=config.train.eval_steps, **shape)
-    processes.check_same("a config", config.to_json_best_effort(sort_keys=True))
     processes.check_same("a text", (store.folder / METADATA_FILE).read_text())
-    if processes.is_first():
-        run_folder.begin(folder, config, store)
-    processes.wait_for_all("workdir")
+    processes.first(lambda: run_folder.begin(folder, config, store))
 
     # ------------------------------------------------------------------ State
     # What fills it: 1. the newest checkpoint; 2. if there is none, the initialisers, from the seed.
@@ -147,9 +145,7 @@ def train(config: ConfigDict, workdir: str) -> None:
 def find_or_make(config: ConfigDict):
     """The token store of a config. Process 0 makes it where there is none; the others then find it, or
     make the same one again if they do not see process 0's files."""
-    if processes.is_first():
-        data.find_or_make(config.data)
-    processes.wait_for_all("token store")
+    processes.first(lambda: data.find_or_make(config.data))
     return data.find_or_make(config.data)
 
 
@@ -162,12 +158,13 @@ def where_it_left_off(folder: Path, checkpoints) -> tuple[int, bool]:
 
 def conclude(folder: Path) -> None:
     """The last words of a run: a text of its own (if one process sees the whole model), how good it is."""
+    if not processes.is_first():
+        return
     if jax.process_count() == 1:
         print("\nA text of its own:\n")
         for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
             print(piece, end="", flush=True)
         print("\n")
-    processes.wait_for_all("metrics are written")
     last = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"][-1]
     print(f"\nStep {last['step']}: validation loss {last['loss']:.4f}, {last['bits_per_byte']:.4f} "
           f"bits per byte. More text:\n"

@@ -1,13 +1,12 @@
 """Every attention backend against one plain formula in float64, alone and on a mesh."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smallgpt_jax import sharding
+from smallgpt_jax.models import attention
 from smallgpt_jax.models.attention import causal_attention, choose
 
 TIME = 256
@@ -104,8 +103,12 @@ def test_choice(asked, platform, change, name, why):
     assert bool(why) == bool(choose(asked, platform, **shape)[1])
 
 
-def test_attention_is_chosen_for_the_mesh_not_for_this_machine():
-    """The CPU's own program has no kernel in it."""
-    q, k, v, _ = inputs()
-    text = jax.jit(functools.partial(causal_attention, backend="auto")).lower(q, k, v).as_text()
-    assert "custom_call" not in text
+@pytest.mark.parametrize("platform, called", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "xla")])
+def test_attention_is_chosen_for_what_is_compiled_for(monkeypatch, platform, called):
+    calls = []
+    for name in ("xla", "splash", "cudnn"):
+        monkeypatch.setattr(attention, name, lambda q, *_, name=name: calls.append(name) or q)
+    monkeypatch.setattr(attention.sharding, "platform", lambda: platform)
+    q, k, v, _ = inputs().astype("bfloat16")
+    causal_attention(q, k, v)
+    assert calls == [called]

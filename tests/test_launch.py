@@ -419,14 +419,23 @@ time.sleep(60)
 
 
 def test_tpu_resume_makes_the_slice_anew(cloud):
-    cloud.states("SUSPENDING", "SUSPENDED", "WAITING_FOR_RESOURCES", "ACTIVE")
+    cloud.states("SUSPENDING", "SUSPENDING", "SUSPENDED", "WAITING_FOR_RESOURCES", "ACTIVE")
     result = cloud.tpu("resume", *KIND, "--spot", "--bucket=mine", "--", *RUN)
     assert result.returncode == 0, result.stderr
     assert [args[3] for args in cloud.args("gcloud")] == [
-        "describe", "describe", "delete", "create", "describe", "describe", "scp", "ssh", "ssh", "ssh"]
-    assert cloud.args("gcloud")[2:4] == [DELETE[1:], [*CREATE[1:], "--spot"]]
+        "describe", "describe", "describe", "delete", "create", "describe", "describe", "scp", "ssh", "ssh",
+        "ssh"]
+    assert cloud.args("gcloud")[3:5] == [DELETE[1:], [*CREATE[1:], "--spot"]]
     wait_until(lambda: cloud.calls("python"))
     assert cloud.args("python")[0][3] == f"--workdir={cloud.worker}/bucket/runs/a b"
+
+
+def test_tpu_resume_makes_a_slice_where_there_is_none(cloud):
+    """As after a resume that was cut short between deleting and creating."""
+    cloud.states("BROKEN", "ACTIVE")
+    assert cloud.tpu("resume", *KIND, "--", "--x").returncode == 0
+    assert [args[3] for args in cloud.args("gcloud")][:3] == ["describe", "create", "describe"]
+    wait_until(lambda: cloud.calls("python"))
 
 
 def test_tpu_resume_leaves_a_slice_that_is_there(cloud):

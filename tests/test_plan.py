@@ -63,6 +63,7 @@ def test_account_of_activations(fields, kept):
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
     whole = (S + 25) * D  # what tensor parts do not split
     assert found["weights"] == found["gradients"] == 4 * ((PARAMETERS["gpt"] - whole) / 2 + whole)
+    assert found["gathered"] == 0
     assert found["moments"] == 2 * found["weights"] + 2 * 4  # and the optimiser's two counters
 
 
@@ -152,16 +153,16 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
         return type("Estimate", (), {"needed_bytes": needed, "fits": needed <= hbm})
 
     monkeypatch.setattr(estimate, "estimate", stand_in)
-    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, hbm, 1))
+    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, hbm))
     config = load_config("gpt", train__microbatches=2)
-    assert estimate.largest_batch(config, jax.devices()[:8], say=lambda line: None) == largest
+    assert estimate.largest_batch(config, jax.devices()[:8], say=lambda line: None) == 16 * largest
     assert len(sizes) == len(set(sizes)) <= 12
 
 
 def test_search_when_nothing_fits(monkeypatch):
     monkeypatch.setattr(estimate, "estimate", lambda *_: type(
         "Estimate", (), {"needed_bytes": 2, "fits": False}))
-    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, 1, 1))
+    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, 1))
     with pytest.raises(UserError, match="not even one sequence"):
         estimate.largest_batch(load_config("gpt"), jax.devices()[:1], say=lambda line: None)
 

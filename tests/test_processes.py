@@ -1,8 +1,10 @@
 """Runs of several processes on this machine, started as a user starts them."""
 
+import functools
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -24,7 +26,10 @@ def cluster(workdir, *arguments, processes: int, devices: int, **environment):
 
 
 def losses(workdir) -> np.ndarray:
-    return np.array([(line["step"], line["loss"]) for line in read_lines(workdir / "metrics.jsonl")])
+    """Of the training steps, one after another."""
+    lines = [line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return np.array([line["loss"] for line in lines])
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +43,17 @@ def alone(tmp_path_factory, text_file):
 
 
 def test_two_processes_train_as_one(tmp_path, text_file, alone):
-    """Two processes of four devices each; fsdp lies across both. Then one process goes on alone."""
+    """Two processes of four devices each; fsdp lies across both. They go on, then one does alone."""
     data = f"--config.data.source={text_file}"
     mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=4")
-    result = cluster(tmp_path / "two", *CONFIG, data, "--config.train.log_every=1", *mesh,
-                     processes=2, devices=4)
-    assert result.returncode == 0, result.stderr
+    for steps in (10, 20):
+        result = cluster(tmp_path / "two", *CONFIG, data, "--config.train.log_every=1", *mesh,
+                         f"--config.train.steps={steps}", processes=2, devices=4)
+        assert result.returncode == 0, result.stderr
+    assert "10 of them done" in result.stdout
     assert "on 8 cpu devices of 2 processes" in result.stdout
     assert result.stdout.count("step 20/20   validation loss") == 1  # only process 0 speaks
-    assert not result.stderr.replace("[Gloo]", ""), result.stderr
+    assert not result.stderr, result.stderr
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(alone), rtol=1e-5)
 
     more = ("--config.train.steps=25", "--config.optimizer.decay_steps=40")
@@ -56,6 +63,20 @@ def test_two_processes_train_as_one(tmp_path, text_file, alone):
     assert "20 of them done" in result.stdout
     result = run("main", *CONFIG, data, "--config.train.log_every=1", *more, f"--workdir={alone}")
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(alone), rtol=1e-5)
+
+
+def test_what_is_wrong_for_process_0_ends_all(tmp_path, text_file):
+    """A workdir of another run, which only process 0 looks at: nobody is left waiting."""
+    run_it = functools.partial(cluster, tmp_path / "run", *CONFIG, f"--config.data.source={text_file}",
+                               processes=2, devices=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").write_text("")
+    started = time.monotonic()
+    result = run_it()
+    assert result.returncode == 1 and time.monotonic() - started < 60
+    assert "error: --workdir=" in result.stderr and "holds files, but no run" in result.stderr
+    assert "process 1: error: process 0 has ended; its message says why" in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
 
 
 def test_processes_with_different_configs_do_not_train(tmp_path, text_file):
@@ -79,7 +100,7 @@ def test_processes_with_different_configs_do_not_train(tmp_path, text_file):
      ["127.0.0.1:9", "no answer within 2 seconds"]),
 ])
 def test_processes_that_cannot_meet(tmp_path, flags, words):
-    result = run("main", *CONFIG, f"--workdir={tmp_path / 'run'}", *flags, SMALLGPT_JOIN_SECONDS="2")
+    result = run("main", *CONFIG, f"--workdir={tmp_path / 'run'}", *flags, "--join_timeout=2")
     assert result.returncode == 1
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert all(word in result.stderr for word in words), result.stderr

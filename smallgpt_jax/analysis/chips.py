@@ -16,25 +16,24 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device: `flops` dense bfloat16 FLOP/s, `hbm` bytes of memory, `bandwidth` of it in bytes/s,
-    `hertz` the clock that the compiler's cycles are of (TPUs)."""
+    """One device: `flops` dense bfloat16 FLOP/s, `hbm` bytes of memory, `hertz` the clock that the
+    compiler's cycles are of (TPUs)."""
 
     flops: float
     hbm: float
-    bandwidth: float
     hertz: float | None = None
 
 
 # The key is how JAX names the device. TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; their
 # clocks follow from the peak and the matrix units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
 CHIPS = {
-    "TPU v4": Chip(275e12, 32 * GiB, 1228e9, 1.05e9),
-    "TPU v5 lite": Chip(197e12, 16 * GiB, 819e9, 1.5e9),
-    "TPU v5": Chip(459e12, 95 * GiB, 2765e9, 1.75e9),
-    "TPU v6 lite": Chip(918e12, 32 * GiB, 1640e9, 1.75e9),
-    "NVIDIA A100": Chip(312e12, 80e9, 2039e9),
-    "NVIDIA H100": Chip(989e12, 80e9, 3350e9),
-    "NVIDIA H200": Chip(989e12, 141e9, 4800e9),
+    "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
+    "TPU v5 lite": Chip(197e12, 16 * GiB, 1.5e9),
+    "TPU v5": Chip(459e12, 95 * GiB, 1.75e9),
+    "TPU v6 lite": Chip(918e12, 32 * GiB, 1.75e9),
+    "NVIDIA A100": Chip(312e12, 80e9),
+    "NVIDIA H100": Chip(989e12, 80e9),
+    "NVIDIA H200": Chip(989e12, 141e9),
 }
 TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # for example
 

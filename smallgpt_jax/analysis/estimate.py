@@ -130,7 +130,7 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
 
 
 def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
-    """The most sequences a device at one time (of one microbatch) with which the step still fits.
+    """The largest batch size with which the step still fits.
 
     Few compilations: between one that fits and one that does not, where memory would end if it grew
     evenly. Raises UserError if not even one sequence fits.
@@ -160,4 +160,4 @@ def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
         guess = low + int((hbm - needed[low]) / slope) if slope > 0 else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low * parts

@@ -45,6 +45,11 @@ class Instruction:
         return found[1] if found else self.line
 
     @property
+    def scatters(self) -> bool:
+        """Whether it is a TPU's fusion of an all-reduce with the choice of one's own part."""
+        return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
+
+    @property
     def is_kernel(self) -> bool:
         return 'custom_call_target="tpu_custom_call"' in self.line
 
@@ -79,6 +84,8 @@ class Program:
         channels = {}  # one that runs beside other work is written in several pieces of one channel
         for times, instruction in self.executed():
             kind = instruction.opcode.removesuffix("-done")  # -start holds the operands too
+            if instruction.scatters:  # what a TPU program has for reduce-scatters
+                kind = "reduce-scatter"
             if kind in COLLECTIVES:
                 channels[instruction.channel] = kind, times, times * instruction.result_bytes
         found = {}
@@ -102,6 +109,8 @@ class Program:
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
             for called in instruction.calls:
+                if instruction.scatters:
+                    continue
                 if instruction.opcode == "while":
                     yield from self.executed(fused, called, times * self.trips(instruction))
                 elif fused or instruction.opcode != "fusion":

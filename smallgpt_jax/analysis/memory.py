@@ -4,7 +4,9 @@ In the notation of Korthikanti et al. (arXiv 2205.05198), bytes a chip: B sequen
 positions, D width, F the MLP's inner width / D, H heads, L blocks, V vocabulary, N parameters, T parts by
 `tensor`, e bytes of an activation. A model of N ≈ (4 + 2F)·L·D² + V·D parameters needs
 
-    4·N weights, 4·N gradients and 8·N of Adam's moments (float32), each divided by fsdp · T, and
+    4·N weights, 4·N gradients and 8·N of Adam's moments (float32), each divided by fsdp · T; with fsdp
+    also e·N/T for weights put together and kept from the forward to the backward pass, unless that
+    computes its blocks again; and
     L·S·B·D·e·(4 + (4 + 2F)/T) for the backward pass of its blocks: 4 are what the LayerNorms and the
     projections after them read; queries, keys, values and what attention finds are 4/T; the MLP's GELU,
     its value and derivative, 2F/T. XLA's attention adds its weights, L·B·S²·H·e/T. Rematerialisation
@@ -34,7 +36,9 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
         if layers.backend == "xla" and c.remat == "none":
             activations += layers.count * positions * c.context_length * layers.heads * element / tensor
     weights = bytes_on_device(state.params)
+    is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
+            "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
 

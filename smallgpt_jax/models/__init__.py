@@ -59,9 +59,10 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
         """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
         dtype = self.config.dtype
-        # Each device looks up whole rows: an embedding kept in parts by width is gathered first.
-        table_VxD = sharding.gathered(self.token_embedding.astype(dtype), TABLE_AXES)
-        x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0)
+        # Each device looks up whole rows: an embedding kept in parts by width is gathered first. In float32,
+        # for the gradient's sake: a frequent token's row is the sum of more terms than bfloat16 can add.
+        table_VxD = sharding.gathered(self.token_embedding, TABLE_AXES)
+        x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
         x_BxTxD += self.position_vectors(tokens_BxT.shape[1], mode).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not mode.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))

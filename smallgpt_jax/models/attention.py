@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from smallgpt_jax import sharding
 
 BACKENDS = ("auto", "xla", "splash", "cudnn")
-OUTPUT = "attention_output"  # what rematerialisation may keep of a kernel, see `layers.REMAT`
+OUTPUT = "attention_output"  # what the splash kernel has found; rematerialisation may keep it
 
 
 def choose(backend: str, platform: str, *, time: int, head_width: int, dtype: str,

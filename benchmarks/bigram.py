@@ -16,7 +16,6 @@ from absl import flags
 
 from smallgpt_jax import cli, data, metrics, workdir
 from smallgpt_jax.data import batches
-from smallgpt_jax.data.store import METADATA_FILE
 from smallgpt_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
@@ -39,19 +38,22 @@ def compare(folder: Path) -> dict[str, float]:
     """Losses in nats a token on the run's validation batches: bigram_loss (and its k), model_loss
     (the run's last evaluation, at `step`)."""
     config = workdir.read_config(folder)
-    store = data.find(config.data)
+    corpus = data.find(config.data)
     trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
-    if store is None or json.loads((store.folder / METADATA_FILE).read_text()) != trained_on:
+    if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
         raise UserError(f"{folder}: the token store it was trained on is not there any more")
     evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
                    if line["split"] == "eval"]
     if not evaluations:
         raise UserError(f"{folder}: this run has no evaluation yet")
-    train = store.train.read(np.array([0]), store.train.tokens)[0]
-    validation = np.concatenate([tokens[counts] for tokens, counts in batches.validation_batches(
-        store.validation, config.model.context_length, config.train.batch_size, config.train.eval_steps)])
-    current, following = validation[:, :-1].reshape(-1), validation[:, 1:].reshape(-1)
-    losses = {k: bigram_loss(train, current, following, store.tokenizer.vocab_size, k) for k in SMOOTHING}
+    train = np.concatenate([store.train.stream for store in corpus.stores])
+    validation = batches.Mixture(corpus.packed(
+        "validation", config.data.packing, config.data.separate_documents, config.model.context_length),
+        corpus.weights)
+    rows = batches.validation_batches(validation, config.train.batch_size, config.train.eval_steps)
+    current, following = (np.concatenate(tokens) for tokens in zip(*(
+        (tokens[:, :-1][counts], tokens[:, 1:][counts]) for tokens, _, counts in rows)))
+    losses = {k: bigram_loss(train, current, following, corpus.tokenizer.vocab_size, k) for k in SMOOTHING}
     k = min(losses, key=losses.get)
     return {"k": k, "bigram_loss": float(losses[k]), "step": evaluations[-1]["step"],
             "model_loss": evaluations[-1]["loss"]}

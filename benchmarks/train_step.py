@@ -39,6 +39,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax import cli, models, sharding, train
 from smallgpt_jax.analysis.chips import chip
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 
 CPU_SIZES = {  # blocks, heads of width 64, width
@@ -103,7 +104,7 @@ class Ours:
         self.parameters = models.num_parameters(setup.model)
         self.flops_per_token = train_flops_per_token(setup.model)
         self.state = train.initial_state(setup, config)
-        self.tokens = jax.device_put(tokens_BxT1, sharding.batch_sharding(setup.mesh))
+        self.batch = Rows(jax.device_put(tokens_BxT1, sharding.batch_sharding(setup.mesh)))
         started = time.perf_counter()
         self.step = train.compile_train_step(setup, config)
         self.first_loss = self.run(1)
@@ -112,7 +113,7 @@ class Ours:
     def run(self, steps: int) -> float:
         """Takes so many steps and waits for their end; the loss of the last one."""
         for _ in range(steps):
-            self.state, values = self.step(self.state, self.tokens)
+            self.state, values = self.step(self.state, self.batch)
         jax.block_until_ready(self.state)
         return float(values["loss"])
 

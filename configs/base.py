@@ -53,14 +53,20 @@ def paper() -> ConfigDict:
     model.conv_kernel = config_dict.placeholder(int)  # cgpt: positions that each convolution sees
 
     config.data = data = ConfigDict()
-    data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | path or glob of .txt, .jsonl
-    data.text_field = "text"  # the field of a JSON line that holds the document
+    data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | files: a path or glob of
+    # .txt, .jsonl, .parquet, also .gz, .bz2, .zst | hf:NAME[:CONFIG] | tfds:NAME; or several, with commas
+    data.text_field = "text"  # the field of a JSON line, or column, that holds the document
     data.invalid_utf8 = "refuse"  # "refuse" a file that is not UTF-8, or "replace" what is not
+    data.invalid_items = "refuse"  # "refuse" lines without text in the field, broken ones; or "skip" them
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | a path
     data.validation_fraction = 0.01  # of the documents, chosen by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store, used as it is once it is there;
     # "": one in the cache folder, made anew when the source changes
-    data.packing = "concat"  # documents joined by end-of-text and cut into windows
+    data.mixture = ""  # several stores by weight instead of that one: "FOLDER=WEIGHT,FOLDER=WEIGHT,…"
+    data.packing = "concat"  # of documents into rows: "concat": joined and cut; "best_fit": as few cuts as
+    # there can be, and some padding
+    data.separate_documents = False  # documents in a row do not see each other
+    data.workers = 2  # threads that read batches ahead; 0: none
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # copies of the model, each with its part of the batch; -1: all devices left over
@@ -91,6 +97,8 @@ def paper() -> ConfigDict:
     train.eval_steps = 20  # validation batches an evaluation; 0: the whole validation split
     train.checkpoint_every = 1000  # steps between checkpoints; the last step always has one
     train.keep_checkpoints = 3  # the newest ones that stay
+    train.on_nonfinite = "stop"  # if loss or gradient is not finite: "stop" the run, or "skip" the update
+    train.max_nonfinite = 10  # skipped updates in a row after which a run stops all the same
     return config
 
 

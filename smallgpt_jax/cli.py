@@ -1,7 +1,7 @@
 """How every command starts and ends: flags in, one call, words and an exit status out.
 
 Exit status: 0 done, 1 it could not be done (one or two lines say why), 2 wrong usage, 130 stopped
-from the keyboard.
+from the keyboard, 143 by SIGTERM.
 """
 
 import re
@@ -16,7 +16,7 @@ from ml_collections import config_flags
 
 from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import Stopped, UserError
 
 flags.disclaim_key_flags()  # --config belongs, in --help, to the command that asks for it
 
@@ -45,6 +45,9 @@ def run(main: Callable[[], None]) -> None:
             fail(str(error))
         except OSError as error:  # a full disk, a file that may not be read
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(stopped.status)
         except KeyboardInterrupt:
             fail("stopped", status=130)
 

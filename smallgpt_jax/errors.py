@@ -1,4 +1,4 @@
-"""The one exception that stands for "the user can mend this"."""
+"""Exceptions that are told to the user in a line, without a traceback."""
 
 
 class UserError(Exception):
@@ -7,3 +7,11 @@ class UserError(Exception):
     The message is the whole report, one or two lines: what is wrong, where (file, line, config
     field) and what to do. Commands print it without a traceback and exit with status 1.
     """
+
+
+class Stopped(Exception):
+    """A run has ended because it was asked to; `status` is the exit status."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status

@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import math
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import tensorboardX
 
 from smallgpt_jax import processes
-from smallgpt_jax.workdir import write_atomically
+from smallgpt_jax.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -18,14 +21,15 @@ class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files, in which each step then stands once; process 0 does.
 
     Lines of steps after `first_step`, from a run that went on after its last checkpoint, are
-    removed: those steps are made again.
+    removed: those steps are made again. A line that cannot be written is written with the next one;
+    `say` is called once when that begins.
     """
 
-    def __init__(self, workdir: Path, first_step: int):
+    def __init__(self, workdir: Path, first_step: int, say: Callable[[str], None] = print):
         self._writes = processes.is_first()
         if not self._writes:
             return
-        self._path = workdir / METRICS_FILE
+        self._path, self._say, self._waiting = workdir / METRICS_FILE, say, ""
         kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._tensorboard = tensorboardX.SummaryWriter(str(workdir), purge_step=first_step + 1)
@@ -33,10 +37,22 @@ class MetricsWriter:
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         if not self._writes:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._append(json.dumps({"step": step, "split": split, **told}) + "\n")
         for name, value in values.items():
             self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+    def _append(self, line: str) -> None:
+        was_waiting, self._waiting = bool(self._waiting), self._waiting + line
+        length = self._path.stat().st_size
+        try:
+            with self._path.open("a") as file:
+                file.write(self._waiting)
+            self._waiting = ""
+        except OSError as error:
+            os.truncate(self._path, length)  # not half a line
+            if not was_waiting:
+                self._say(f"{self._path}: {error.strerror}. Training goes on; what is to be written waits")
 
     def close(self) -> None:
         if self._writes:
@@ -87,13 +103,14 @@ class Progress:
         self._print(step, text, end="\n")
         self._open = False
 
+    def note(self, text: str) -> None:
+        """Prints a line about something other than a step."""
+        print(f"{self._clear()}{text}", flush=True)
+        self._open = False
+
     def _print(self, step: int, text: str, end: str) -> None:
-        clear = "\r\x1b[K" if self._open else ""
-        print(f"{clear}step {step:>{len(str(self._steps))}}/{self._steps}   {text}", end=end, flush=True)
+        counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
 
-
-def duration(seconds: float) -> str:
-    """3725 → '1h 2m'; 62 → '1m 2s'."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"
+    def _clear(self) -> str:
+        return "\r\x1b[K" if self._open else ""

@@ -50,7 +50,7 @@ def words(config, devices, result: Estimate) -> str:
         + (f" ({layout})" if layout else "")
         + f", {config.train.batch_size} × {config.model.context_length} tokens a step"
         + (f" in {config.train.microbatches} parts" if config.train.microbatches > 1 else ""),
-        *train.exceptions(setup), "",
+        *train.exceptions(setup, config.data.separate_documents), "",
         *parameters(setup, result), "",
         *memory_table(result), "",
         f"{result.flops_per_token:,.0f} FLOPs a token, {result.flops_per_step:.3e} a step",

@@ -3,6 +3,7 @@
 Process 0 speaks and writes; the others compute. All of them run the same program on the same config.
 """
 
+import functools
 import glob
 import hashlib
 import importlib.util
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
 
@@ -90,6 +93,31 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def alone() -> bool:
+    return jax.process_count() == 1
+
+
+def ask_all(is_so: bool) -> jax.Array:
+    """Whether it is so in any process. All of them call it, equally often; it starts to find out, and
+    bool() of the result waits for the answer."""
+    shardings, program = _asking()
+    said = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
+    # Simulated devices share a few threads, see train.runnable.
+    return jax.block_until_ready(program(said)) if jax.default_backend() == "cpu" else program(said)
+
+
+@functools.cache
+def _asking():
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    return (NamedSharding(mesh, PartitionSpec("all")),
+            jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())))
+
+
+def any_of_them(is_so: bool) -> bool:
+    """Whether it is so in any process."""
+    return is_so if alone() else bool(ask_all(is_so))
+
+
 def first(action: Callable[[], None]) -> None:
     """Process 0 does it while the others wait. A UserError there is one in all processes: nobody is left
     waiting for a process that has ended."""
@@ -106,14 +134,14 @@ def first(action: Callable[[], None]) -> None:
 
 def from_first(numbers: tuple[int, ...]) -> tuple[int, ...]:
     """What process 0 has for these numbers, in all processes."""
-    if jax.process_count() == 1:
+    if alone():
         return numbers
     return tuple(int(n) for n in multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32)))
 
 
 def check_same(what: str, text: str) -> None:
     """Raises UserError, in all processes, if `text` is not the same in each."""
-    if jax.process_count() == 1:
+    if alone():
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
     all_digests = multihost_utils.process_allgather(digest)

@@ -125,55 +125,70 @@ def _cross_entropy_backward(gradients, cotangent):
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def mean_loss(params, model: LanguageModel, tokens_BxT1, loss_chunks: int, dropout_key):
-    """Mean loss in nats over the targets of (B, T + 1) tokens, dropout applied."""
-    inputs, targets = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
+def weighted_loss(params, model: LanguageModel, batch, weights_BxT, loss_chunks: int, dropout_key=None):
+    """Σ weight · loss, in nats, over the targets of a batch (`data.packing.Rows` of arrays); with
+    dropout if there is a key for it."""
+    inputs_BxT, targets_BxT = batch.tokens_BxT1[:, :-1], batch.tokens_BxT1[:, 1:]
+    mode = Mode(train=dropout_key is not None, segments_BxT=batch.segments_BxT)
 
     def loss(model):
-        x_BxTxW = model.hidden(inputs, Mode(train=True))
-        weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-        return cross_entropy(x_BxTxW, model.head_weight(), targets, weights, loss_chunks)
+        return cross_entropy(
+            model.hidden(inputs_BxT, mode), model.head_weight(), targets_BxT, weights_BxT, loss_chunks)
 
-    return model.apply({"params": params}, rngs={"dropout": dropout_key}, method=loss)
+    rngs = {"dropout": dropout_key} if mode.train else {}
+    return model.apply({"params": params}, rngs=rngs, method=loss)
+
+
+def target_weights(batch, total):
+    """1/total for each target that counts, (B, T) float32."""
+    shape = batch.tokens_BxT1[:, 1:].shape
+    counts_BxT = jnp.ones(shape) if batch.counts_BxT is None else batch.counts_BxT
+    return counts_BxT.astype(jnp.float32) / total
 
 
 def train_step(
-    state: TrainState, tokens_BxT1, *, model: LanguageModel, optimizer, schedule, microbatches: int,
+    state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
     loss_chunks: int, seed: int,
 ):
-    """One update. Returns the next state and its metrics: loss, grad_norm, learning_rate.
+    """One update on a batch (`data.packing.Rows` of arrays). Returns the next state and its metrics:
+    loss (the mean over the targets that count, in nats), grad_norm, learning_rate, and skipped: the
+    number of updates so far that were not made.
 
-    The batch is computed in `microbatches` parts, whose gradients are averaged in float32; each
-    part takes rows from every device, so that none has to move.
+    If loss or gradient is not finite, weights and optimiser stay as they are. The batch is computed in
+    `microbatches` parts, whose gradients are summed in float32; each part takes rows from every
+    device, so that none has to move.
     """
-    batch, length = tokens_BxT1.shape
-    parts = jnp.swapaxes(tokens_BxT1.reshape(batch // microbatches, microbatches, length), 0, 1)
-    step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+    def in_parts(x):
+        return jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
-    def add_part(total, part):
-        index, tokens = part
-        gradients = jax.value_and_grad(mean_loss)(
-            state.params, model, tokens, loss_chunks, jax.random.fold_in(step_key, index))
-        return jax.tree.map(jnp.add, total, gradients), None
+    step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+    total = batch.tokens_BxT1[:, 1:].size if batch.counts_BxT is None else jnp.sum(batch.counts_BxT)
+
+    def part_loss(params, index, part):
+        return weighted_loss(params, model, part, target_weights(part, total), loss_chunks,
+                             jax.random.fold_in(step_key, index))
+
+    def add_part(sums, indexed_part):
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(part_loss)(state.params, *indexed_part)), None
 
     zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-    total, _ = jax.lax.scan(add_part, zero, (jnp.arange(microbatches), parts))
-    loss, gradients = jax.tree.map(lambda x: x / microbatches, total)
+    parts = (jnp.arange(microbatches), jax.tree.map(in_parts, batch))
+    (loss, gradients), _ = jax.lax.scan(add_part, zero, parts)
 
+    grad_norm = optax.tree.norm(gradients)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    next_state = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients),
-               "learning_rate": schedule(state.step)}
-    return next_state, metrics
+    updated = (optax.apply_updates(state.params, updates), opt_state)
+    kept = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated,
+                        (state.params, state.opt_state))
+    # Updates made so far; what is skipped takes no place in the schedule either.
+    count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
+               "skipped": state.step + 1 - count - is_finite}
+    return TrainState(state.step + 1, *kept), metrics
 
 
-def eval_step(params, tokens_BxT1, counts_B, *, model: LanguageModel, loss_chunks: int):
-    """Summed loss in nats, and number of targets, of the rows that count."""
-    inputs, targets = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
-
-    def loss(model):
-        weights = jnp.broadcast_to(counts_B[:, None], targets.shape).astype(jnp.float32)
-        return cross_entropy(
-            model.hidden(inputs), model.head_weight(), targets, weights, loss_chunks)
-
-    return model.apply({"params": params}, method=loss), jnp.sum(counts_B) * targets.shape[1]
+def eval_step(params, batch, *, model: LanguageModel, loss_chunks: int):
+    """Summed loss in nats, and number of targets, of those that count."""
+    loss = weighted_loss(params, model, batch, target_weights(batch, 1), loss_chunks)
+    return loss, jnp.sum(batch.counts_BxT)

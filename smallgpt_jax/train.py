@@ -1,75 +1,67 @@
 """Training, from a config to a finished run: the whole story, top to bottom."""
 
 import functools
+import json
 import math
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import optax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import checkpoint, data, inference, models, processes, sharding
+from smallgpt_jax import data, inference, models, processes, sharding, stopping
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import batches
-from smallgpt_jax.data.store import METADATA_FILE
+from smallgpt_jax.data.packing import Rows
+from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import (
-    METRICS_FILE,
-    MetricsWriter,
-    Progress,
-    Stopwatch,
-    duration,
-    read_lines,
-)
+from smallgpt_jax.metrics import METRICS_FILE, MetricsWriter, Progress, Stopwatch, read_lines
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
+from smallgpt_jax.words import duration
 
 
 def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`, from where the workdir left off.
 
-    Raises UserError, before it writes anything, for what cannot be trained.
+    Raises UserError, before it writes anything, for what cannot be trained, and when training has
+    diverged; Stopped when the run was asked to stop (see stopping.py).
     """
-    # ------------------------------------------------------------------ What is asked for
     processes.check_same("a config", config.to_json_best_effort(sort_keys=True))
     folder = Path(workdir).expanduser()
     processes.first(lambda: run_folder.check(folder, config))
     setup = set_up(config)
-    model, mesh = setup.model, setup.mesh
+    with stopping.listening() as stop:
+        text = open_text(setup, config)
+        with run_folder.taken(folder):
+            processes.first(lambda: run_folder.begin(folder, config, text.corpus))
+            run(config, folder, setup, text, stop)
+    conclude(folder)
 
-    # ------------------------------------------------------------------ Text
-    store = find_or_make(config)
-    if store.tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"config.model.vocab_size={model.config.vocab_size}: the tokenizer "
-                        f"{config.data.tokenizer!r} has {store.tokenizer.vocab_size:,} entries")
-    batch_size, context_length = config.train.batch_size, model.config.context_length
-    rows = sharding.local_rows(mesh, batch_size)
-    to_devices = functools.partial(sharding.global_batch, mesh, rows, batch_size)
-    shape = dict(context_length=context_length, batch_size=batch_size, rows=rows)
-    train_batches = batches.train_batches(store.train, seed=config.train.seed, **shape)
-    validation_batches = batches.validation_batches(
-        store.validation, limit=config.train.eval_steps, **shape)
-    processes.check_same("a text", (store.folder / METADATA_FILE).read_text())
-    processes.first(lambda: run_folder.begin(folder, config, store))
+
+def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: stopping.Stop) -> None:
+    """The run itself, in its workdir: all that `train` does between checking and the last words."""
+    model, mesh = setup.model, setup.mesh
+    progress = Progress(config.train.steps)
 
     # ------------------------------------------------------------------ State
-    # What fills it: 1. the newest checkpoint; 2. if there is none, the initialisers, from the seed.
-    checkpoints = checkpoint.open_checkpoints(
-        folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints)
-    first_step, is_evaluated = processes.from_first(where_it_left_off(folder, checkpoints))
-    print(describe(setup, config, first_step), flush=True)
+    # What fills it: 1. the newest good checkpoint; 2. if there is none, the initialisers, from the seed.
+    checkpoints = Checkpoints(
+        folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, say=progress.note)
+    state = checkpoints.restore_newest(abstract_state(setup, config)) or initial_state(setup, config)
+    first_step = int(state.step)
+    is_evaluated, = processes.from_first((was_evaluated(folder, first_step),))
+    print(describe(setup, config, text, first_step), flush=True)
     if first_step >= config.train.steps and is_evaluated:
-        conclude(folder)
         return
-    if first_step:
-        state = checkpoint.restore(checkpoints, first_step, abstract_state(setup, config))
-    else:
-        state = initial_state(setup, config)
 
     # ------------------------------------------------------------------ Compiled steps
     started = time.monotonic()
@@ -82,20 +74,9 @@ def train(config: ConfigDict, workdir: str) -> None:
     run_step, run_eval = runnable(step_program, mesh), runnable(eval_program, mesh)
 
     # ------------------------------------------------------------------ What it tells
-    writer = MetricsWriter(folder, first_step)
-    progress, watch = Progress(config.train.steps), Stopwatch()
-
-    def evaluate(step: int, params) -> None:
-        with watch.paused():
-            sums = [run_eval(params, *map(to_devices, batch))
-                    for batch in validation_batches]
-            loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-        nats = float(loss / targets)
-        bits_per_byte = nats / math.log(2) / store.validation.bytes_per_token
-        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte})
-        progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
-
-    tokens_per_step = batch_size * context_length
+    writer, watch = MetricsWriter(folder, first_step, say=progress.note), Stopwatch()
+    skips = Skips(config.train.on_nonfinite, config.train.max_nonfinite)
+    tokens_per_step = config.train.batch_size * config.model.context_length
     chip = chips.chip(mesh.devices.flat[0].device_kind)
     flops_per_token = train_flops_per_token(model)
     told_step, told_seconds = first_step, 0.0
@@ -103,6 +84,13 @@ def train(config: ConfigDict, workdir: str) -> None:
     def tell(step: int, values) -> None:
         nonlocal told_step, told_seconds
         values = {name: float(value) for name, value in jax.device_get(values).items()}
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            rows = ", ".join(map(str, text.row_numbers[step - 1]))
+            progress.note(skips.count(step, values, rows, checkpoints))
+        else:
+            skips.in_a_row = 0
+        if step % config.train.log_every:
+            return
         seconds = watch.seconds()
         speed = (step - told_step) * tokens_per_step / (seconds - told_seconds)
         told_step, told_seconds = step, seconds
@@ -115,45 +103,133 @@ def train(config: ConfigDict, workdir: str) -> None:
                         + (f"   MFU {values['mfu']:.1%}" if chip else "")
                         + f"   {duration(left)} left")
 
+    def evaluate(step: int, params) -> bool:
+        """False, with nothing written, if the run is to stop meanwhile."""
+        with watch.paused():
+            sums = []
+            for batch in text.validation_batches:
+                if stop.is_agreed():
+                    return False
+                sums.append(run_eval(params, text.to_devices(batch)))
+            loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
+        nats = float(loss / targets)
+        bits_per_byte = nats / math.log(2) / text.corpus.bytes_per_token("validation")
+        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte})
+        progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+        return True
+
     # ------------------------------------------------------------------ The loop
     def is_due(step: int, every: int) -> bool:
         return step >= config.train.steps or step % every == 0
 
+    step, last_step, stops = first_step, config.train.steps, False
     if first_step and is_due(first_step, config.train.eval_every) and not is_evaluated:
-        evaluate(first_step, state.params)  # the run was stopped after saving, before evaluating
+        # The run was stopped after saving, before evaluating.
+        stops = not evaluate(first_step, state.params)
+        last_step = first_step if stops else last_step
     unread = None  # the metrics of a step are read only when the next one is under way
-    for step, tokens in zip(range(first_step + 1, config.train.steps + 1),
-                            batches.prefetched(train_batches, first_step)):
-        state, values = run_step(state, to_devices(tokens))
+    for step, batch in zip(range(first_step + 1, last_step + 1),
+                           batches.read_ahead(text.train_batches, first_step, config.data.workers)):
+        state, values = run_step(state, text.to_devices(batch))
+        stop.has_something_to_save = True
         if unread:
             tell(*unread)
-        unread = (step, values) if step % config.train.log_every == 0 else None
-        saves = is_due(step, config.train.checkpoint_every)
-        evaluates = is_due(step, config.train.eval_every)
-        if unread and (saves or evaluates):
+        unread = (step, values)
+        stops = stop.is_agreed()
+        saves = stops or is_due(step, config.train.checkpoint_every)
+        evaluates = not stops and is_due(step, config.train.eval_every)
+        if saves or evaluates:
             tell(*unread)
             unread = None
         if saves:
-            checkpoint.save(checkpoints, step, state)
+            checkpoints.save(step, state)
         if evaluates:
-            evaluate(step, state.params)
+            stops = not evaluate(step, state.params)
+        if stops:
+            break
+
+    # ------------------------------------------------------------------ The end
+    checkpoints.finish()
+    if step > first_step and step not in checkpoints.steps():
+        checkpoints.save(step, state)  # stopped while evaluating between two checkpoints, or a second try
     checkpoints.close()
     writer.close()
-    conclude(folder)
+    if step > first_step and step not in checkpoints.steps():
+        raise UserError(f"--workdir={folder}: step {step}, the last one, could not be saved. Make room "
+                        "there; the same command then goes on from the newest checkpoint")
+    if stops:
+        stop.end(step)
 
 
-def find_or_make(config: ConfigDict):
-    """The token store of a config. Process 0 makes it where there is none; the others then find it, or
-    make the same one again if they do not see process 0's files."""
+class Skips:
+    """What becomes of updates whose loss or gradient is not finite: `train.on_nonfinite`."""
+
+    def __init__(self, on_nonfinite: str, most: int):
+        self._on_nonfinite, self._most = on_nonfinite, most
+        self.in_a_row = 0
+
+    def count(self, step: int, values: dict[str, float], rows: str, checkpoints: Checkpoints) -> str:
+        """What to say of such a step. Raises UserError if it is to be the last one."""
+        self.in_a_row += 1
+        trouble = (f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}; its batch: "
+                   f"rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
+        skips = self._on_nonfinite == "skip"
+        if skips and self.in_a_row < self._most:
+            return f"{trouble}. This update is skipped ({values['skipped']:.0f} so far)"
+        checkpoints.finish()
+        newest = max(checkpoints.steps(), default=None)
+        why = (f"{self.in_a_row} updates in a row (config.train.max_nonfinite) were not finite" if skips
+               else "training has diverged")
+        good = f"The newest checkpoint, of step {newest}, is good" if newest else "There is no checkpoint"
+        mend = "" if skips else ", or --config.train.on_nonfinite=skip"
+        raise UserError(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{mend}")
+
+
+class Text(NamedTuple):
+    """What a run reads."""
+
+    corpus: data.Corpus
+    texts: batches.Mixture  # for training
+    row_numbers: Any  # item `step` − 1: which rows of `texts` are that step's batch
+    train_batches: Any  # item `step` − 1: the rows of it that this process needs
+    validation_batches: Any
+    to_devices: Callable  # such rows → the global batch
+
+
+def open_text(setup: "Setup", config: ConfigDict) -> Text:
+    """The text of a config, made ready for the devices of this process.
+
+    Raises UserError if there is none, too little of it, or another one in another process.
+    """
+    corpus = find_or_make(config)
+    if corpus.tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(f"config.model.vocab_size={config.model.vocab_size}: the tokenizer of the text has "
+                        f"{corpus.tokenizer.vocab_size:,} entries")
+    processes.check_same("a text", json.dumps(corpus.description))
+    batch_size, seed = config.train.batch_size, config.train.seed
+    rows = sharding.local_rows(setup.mesh, batch_size)
+    texts, validation_texts = (
+        batches.Mixture(corpus.packed(split, config.data.packing, config.data.separate_documents,
+                                      config.model.context_length), corpus.weights)
+        for split in SPLITS)
+    to_devices = functools.partial(sharding.global_batch, setup.mesh, rows, batch_size)
+    return Text(
+        corpus, texts, batches.row_numbers(texts, batch_size, seed),
+        batches.train_batches(texts, batch_size, seed, rows),
+        batches.validation_batches(validation_texts, batch_size, config.train.eval_steps, rows),
+        functools.partial(jax.tree.map, to_devices))
+
+
+def find_or_make(config: ConfigDict) -> data.Corpus:
+    """The corpus of a config. Process 0 makes it where there is none; the others then find it, or make
+    the same one again if they do not see process 0's files."""
     processes.first(lambda: data.find_or_make(config.data))
     return data.find_or_make(config.data)
 
 
-def where_it_left_off(folder: Path, checkpoints) -> tuple[int, bool]:
-    """The step of the newest checkpoint, 0 if there is none, and whether that one was evaluated."""
-    step = checkpoints.latest_step() or 0
-    return step, any(line["split"] == "eval" and line["step"] == step
-                     for line in read_lines(folder / METRICS_FILE))
+def was_evaluated(folder: Path, step: int) -> bool:
+    return any(line["split"] == "eval" and line["step"] == step
+               for line in read_lines(folder / METRICS_FILE))
 
 
 def conclude(folder: Path) -> None:
@@ -175,7 +251,7 @@ def check(config: ConfigDict, mesh) -> None:
     """Raises UserError for a `train` group that cannot be run on this mesh."""
     train = config.train
     for field in ("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
-                  "checkpoint_every", "keep_checkpoints"):
+                  "checkpoint_every", "keep_checkpoints", "max_nonfinite"):
         if train[field] < 1:
             raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
     for field in ("eval_steps", "seed"):
@@ -196,8 +272,10 @@ def check(config: ConfigDict, mesh) -> None:
         if config.model.num_paths % mesh.shape["path"]:
             raise UserError(f"config.mesh.path={config.mesh.path}: must divide config.model.num_paths="
                             f"{config.model.num_paths}")
-    if config.data.packing != "concat":
-        raise UserError(f"config.data.packing={config.data.packing!r}: must be 'concat'")
+    if train.on_nonfinite not in ("stop", "skip"):
+        raise UserError(f"config.train.on_nonfinite={train.on_nonfinite!r}: must be 'stop' or 'skip'")
+    if config.data.workers < 0:
+        raise UserError(f"config.data.workers={config.data.workers}: must not be negative")
 
 
 class Setup(NamedTuple):
@@ -238,7 +316,7 @@ def initial_state(setup: Setup, config: ConfigDict) -> TrainState:
 
 
 def compile_train_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
-    """(state, tokens) → (state, metrics); it takes over the memory of its state."""
+    """(state, batch) → (state, metrics); it takes over the memory of its state."""
     schedule = learning_rate_schedule(**{
         field: config.optimizer[field] for field in
         ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")})
@@ -249,24 +327,29 @@ def compile_train_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
     jitted = jax.jit(step, donate_argnums=0,
                      out_shardings=(setup.shardings, sharding.replicated(setup.mesh)))
     with sharding.context(setup.mesh):
-        return jitted.lower(abstract_state(setup, config), tokens_shape(setup, config)).compile()
+        return jitted.lower(abstract_state(setup, config), batch_shape(setup, config)).compile()
 
 
 def compile_eval_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
-    """(params, tokens, which rows count) → (summed loss, number of targets)."""
+    """(params, batch) → (summed loss, number of targets)."""
     evaluation = functools.partial(
         eval_step, model=setup.model, loss_chunks=config.train.loss_chunks)
-    counts = jax.ShapeDtypeStruct(
-        (config.train.batch_size,), bool, sharding=sharding.batch_sharding(setup.mesh))
     jitted = jax.jit(evaluation, out_shardings=sharding.replicated(setup.mesh))
     with sharding.context(setup.mesh):
-        return jitted.lower(
-            abstract_state(setup, config).params, tokens_shape(setup, config), counts).compile()
+        return jitted.lower(abstract_state(setup, config).params,
+                            batch_shape(setup, config, evaluates=True)).compile()
 
 
-def tokens_shape(setup: Setup, config: ConfigDict) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((config.train.batch_size, config.model.context_length + 1), "int32",
-                                sharding=sharding.batch_sharding(setup.mesh))
+def batch_shape(setup: Setup, config: ConfigDict, evaluates: bool = False) -> Rows:
+    """The shapes of a global batch, and where it lies. What is not there is as the packing leaves it."""
+    def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.train.batch_size, length), dtype,
+                                    sharding=sharding.batch_sharding(setup.mesh))
+
+    time = config.model.context_length
+    return Rows(
+        shape(time + 1, "int32"), shape(time, "int32") if config.data.separate_documents else None,
+        shape(time, "bool") if evaluates or config.data.packing == "best_fit" else None)
 
 
 def runnable(program: jax.stages.Compiled, mesh):
@@ -278,7 +361,7 @@ def runnable(program: jax.stages.Compiled, mesh):
     return program
 
 
-def describe(setup: Setup, config: ConfigDict, first_step: int) -> str:
+def describe(setup: Setup, config: ConfigDict, text: Text, first_step: int) -> str:
     """What is trained on what, and what of it is not as one might expect."""
     model, mesh = setup.model, setup.mesh
     device = mesh.devices.flat[0].device_kind
@@ -288,15 +371,19 @@ def describe(setup: Setup, config: ConfigDict, first_step: int) -> str:
              + f": {config.train.steps} steps of {config.train.batch_size} × "
              f"{model.config.context_length} tokens"
              + (f", {first_step} of them done" if first_step else "")]
-    return "\n".join([*lines, *exceptions(setup)])
+    if config.data.packing != "concat":
+        lines += [f"{packing.split.folder.name}: {config.data.packing}: {packing.padding:.2%} of the rows is "
+                  f"padding, {packing.cut_documents:.2%} of the documents are cut"
+                  for packing in text.texts.packings]
+    return "\n".join([*lines, *exceptions(setup, config.data.separate_documents)])
 
 
-def exceptions(setup: Setup) -> list[str]:
+def exceptions(setup: Setup, separate_documents: bool) -> list[str]:
     """A line for each dimension that the mesh does not divide, and for each attention that is not
     computed as asked for."""
     boxed = models.abstract_params(setup.model)
     undivided = sharding.undivided(setup.mesh, boxed)
     fallbacks = dict.fromkeys(
         f"attention with heads of width {layers.head_width} is plain XLA's: {layers.why}"
-        for layers in memory.attention_layers(setup.model, setup.mesh) if layers.why)
+        for layers in memory.attention_layers(setup.model, setup.mesh, separate_documents) if layers.why)
     return [*undivided, *fallbacks]

@@ -4,17 +4,21 @@
 beside them what other modules write: `metrics.jsonl`, TensorBoard files, `checkpoints/`.
 """
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.store import METADATA_FILE, TokenStore
+from smallgpt_jax import processes
+from smallgpt_jax.data import Corpus, tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import InUse, locked, write_atomically
 
 CONFIG_FILE = "config.json"
+LOCK_FILE = ".lock"  # there while a run is training
 STORE_FILE = "store.json"
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -27,7 +31,7 @@ MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
     "model.attention", "model.scan_layers", "model.remat", "mesh.data", "mesh.fsdp", "mesh.tensor",
-    "mesh.path", "data.store",
+    "mesh.path", "data.store", "data.workers", "train.on_nonfinite", "train.max_nonfinite",
 }
 
 
@@ -59,28 +63,64 @@ def check(workdir: Path, config: ConfigDict) -> None:
                         "Use the same settings to continue it, or another --workdir")
 
 
-def begin(workdir: Path, config: ConfigDict, store: TokenStore) -> None:
-    """Makes the workdir, or takes up the one that is there.
+@contextlib.contextmanager
+def taken(workdir: Path) -> Iterator[None]:
+    """Keeps other runs out of `workdir`, which is made if it is not there.
 
-    Raises UserError if the text it was trained on so far is not the text in `store`.
+    Raises UserError if one is in it already.
     """
-    metadata = (store.folder / METADATA_FILE).read_text()
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be made: {error.strerror}") from None
+    def take():
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked(workdir / LOCK_FILE))
+        except InUse as other:
+            raise UserError(f"--workdir={workdir}: {other} is training in it; wait for it, or use another "
+                            "--workdir") from None
+        except OSError as error:
+            raise UserError(f"--workdir={workdir}: cannot be made or written to: {error.strerror}") from None
+
+    with contextlib.ExitStack() as lock:
+        processes.first(take)
+        yield
+
+
+def begin(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
+    """Writes down what the run is, or takes up the one that is there.
+
+    Raises UserError if the text it was trained on so far is not that of `corpus`.
+    """
+    now = corpus.description
     if (workdir / STORE_FILE).exists():
-        before, now = json.loads((workdir / STORE_FILE).read_text()), json.loads(metadata)
-        kept = tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER))
-        if before != now or kept != tokenizers.fingerprint(store.tokenizer):
-            tokens = [m["splits"]["train"]["tokens"] for m in (before, now)]
+        try:
+            before = json.loads((workdir / STORE_FILE).read_text())
+        except ValueError as error:
+            raise UserError(f"{workdir / STORE_FILE}: damaged ({error}); copy the metadata.json of the run's "
+                            "token store there") from None
+        kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        if before != now or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
-                f"--workdir={workdir}: its text has changed since the run began ({tokens[0]:,} training "
-                f"tokens then, {tokens[1]:,} now, or another tokenizer); use another --workdir")
+                f"--workdir={workdir}: its text has changed since the run began "
+                f"({what_changed(before, now)}); use another --workdir, or the text of then")
     write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
     if not (workdir / STORE_FILE).exists():  # which is written last: all of it is there then
-        tokenizers.save(store.tokenizer, workdir / TOKENIZER_FOLDER)
-        write_atomically(workdir / STORE_FILE, metadata)
+        tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
+        write_atomically(workdir / STORE_FILE, json.dumps(now, indent=2) + "\n")
+
+
+def what_changed(before: dict, now: dict) -> str:
+    """The entries that differ between two descriptions of a text."""
+    def leaves(value, name=""):
+        if isinstance(value, dict | list):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from leaves(part, f"{name}.{key}" if name else str(key))
+        else:
+            yield name, value
+
+    then, later = dict(leaves(before)), dict(leaves(now))
+    different = [name for name in sorted(then.keys() | later.keys()) if then.get(name) != later.get(name)]
+    listed = [f"{name} was {then.get(name)!r}, now {later.get(name)!r}" for name in different[:3]]
+    return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
+        "its tokenizer")
 
 
 def read_config(workdir: Path) -> ConfigDict:
@@ -99,10 +139,3 @@ def flat(config: ConfigDict) -> dict:
     """{"group.field": value}."""
     return {f"{group}.{field}": value
             for group, fields in config.to_dict().items() for field, value in fields.items()}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by `text`: afterwards it is the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -91,7 +91,7 @@ def token_store(text_file, tmp_path_factory) -> store.TokenStore:
     folder = tmp_path_factory.mktemp("store") / "words"
     return store.prepare(
         folder, source=str(text_file), tokenizer="bytes", validation_fraction=0.2,
-        text_field="text", invalid_utf8="refuse", say=lambda _: None)
+        text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
 
 
 def run(*command, devices: int = 1, cwd: Path = ROOT, input: str | None = None,

@@ -1,31 +1,51 @@
-"""Text to batches: sources, tokenizers, the token store, and which batch a step gets."""
+"""Text to batches: sources, tokenizers, the token store."""
 
+import bz2
+import collections
+import gzip
 import hashlib
+import io
 import json
 import random
 import shutil
+import signal
+import subprocess
 import sys
-import types
+import time
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from conftest import ROOT, run
 
-from smallgpt_jax.data import batches, sources, store, tokenizers
+from smallgpt_jax import data
+from smallgpt_jax.data import sources, store, tokenizers
 from smallgpt_jax.errors import UserError
 
 
-def read(source, invalid_utf8="refuse", text_field="text"):
-    return list(sources.documents(str(source), text_field, invalid_utf8))
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
+
+
+def parquet(columns: dict) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=1000)
+    return file.getvalue()
+
+
+def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse"):
+    return list(sources.documents(str(source), text_field, invalid_utf8, invalid_items))
 
 
 def prepare(folder, source, **changes):
     settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text",
-                    invalid_utf8="refuse", say=lambda _: None)
+                    invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
     return store.prepare(folder, source=str(source), **{**settings, **changes})
 
 
 def stream(split):
-    return split.read(np.array([0]), split.tokens)[0]
+    return np.asarray(split.stream)
 
 
 # ---------------------------------------------------------------------- sources
@@ -63,19 +83,35 @@ def test_web_text(shared_data):
 
 @pytest.mark.parametrize("name, content, settings, words", [
     ("a.txt", None, {}, ["no such file"]),
-    ("a.txt", b"", {}, ["a.txt", "no text"]),
-    ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "2 bytes", "byte 9", "line 2", "replace"]),
-    ("a.txt", b"x\xe2\x82", {}, ["2 bytes", "byte 1"]),
+    ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "byte 9", "line 2", "replace"]),
+    ("a.txt", b"x\xe2\x82", {}, ["byte 1 "]),
+    ("a.txt", b"\n" * 1_000_000 + b"y\xe2\x82x", {}, ["byte 1000001 ", "line 1000001"]),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', {}, ["a.jsonl", "line 2", "'text'", "body"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', {}, ["a.jsonl", "line 2", "'text'"]),
     ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, ["line 2", "list"]),
     ("a.jsonl", b'\n{"text": "a"\n', {}, ["line 2", "not JSON"]),
     ("a.jsonl", b'{"text": "\\ud800"}\n', {}, ["line 1", "surrogate"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "1 byte is", "byte 24 "]),
-    ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["1 byte is", "byte 6 "]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "byte 24 "]),
+    ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["byte 6 "]),
+    ("a.jsonl", b"[" * 100_000, {}, ["line 1", "not JSON", "deep"]),
+    ("a.jsonl", b'{"text": null}', {}, ["line 1", "no text in the field", "invalid_items=skip"]),
+    ("a.png", b"\x89PNG\r\n\x1a\n\x00", {}, ["a.png", "not UTF-8 at byte 0"]),
+    ("a.txt", "text".encode("utf-16"), {}, ["not UTF-8"]),
+    ("a.jsonl.gz", b'{"text": "a"}\n', {}, ["a.jsonl.gz", "damaged", "gzip"]),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-20], {}, ["a.jsonl.gz", "damaged", "ended"]),
+    ("a.txt.gz", gzip.compress(b"words " * 99)[:-9] + b"123456789", {}, ["a.txt.gz", "damaged"]),
+    ("a.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.bz2", "damaged"]),
+    ("a.txt.bz2", b"nonsense", {}, ["a.txt.bz2", "damaged"]),
+    ("a.jsonl.zst", b"nonsense", {}, ["a.jsonl.zst", "damaged"]),
+    ("a.jsonl.zst", zstd(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.zst", "damaged", "runcated"]),
+    ("a.zip", b"PK", {}, ["a.zip", "archives", "unpack"]),
+    ("a.parquet", b"PAR1", {}, ["a.parquet", "damaged"]),
+    ("a.parquet", parquet({"text": ["a"] * 5000})[:-100], {}, ["a.parquet", "damaged"]),
+    ("a.parquet", parquet({"body": ["a"], "n": [1]}), {}, ["a.parquet", "no column 'text'", "body, n"]),
+    ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no text"]),
+    ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no text"]),
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
     ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
-    ("a.parquet", b"PAR1", {}, ["a.parquet", ".parquet"]),
 ])
 def test_bad_sources(tmp_path, name, content, settings, words):
     path = tmp_path / name
@@ -84,6 +120,50 @@ def test_bad_sources(tmp_path, name, content, settings, words):
     with pytest.raises(UserError) as error:
         read(path, **settings)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_is_no_document_can_be_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "one"}\n{"text": ""}\nnonsense\n{"body": 1}\n[1]\n{"text": "\\ud800"}\n'
+        b'{"text": "\xff"}\n{"text": "two"}\n')
+    (tmp_path / "b.parquet").write_bytes(parquet({"text": ["three", None, "", "four"]}))
+    *_, last = found = list(sources.batches(
+        sources.open_source(str(tmp_path)), sources.Rules("text", "refuse", "skip")))
+    assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
+    skipped = sum((batch.skipped for batch in found), collections.Counter())
+    assert skipped == {"empty": 2, "not JSON": 1, "no text in the field 'text'": 2, "not a JSON object": 1,
+                       "half a surrogate pair": 1, "not UTF-8": 1}
+    assert (last.place, last.done) == ((2, 0), 1.0)
+
+
+def test_every_form_of_a_text_gives_the_same_documents(tmp_path):
+    texts = [f"document {i}\nwith ünïcödé " + "words " * i for i in range(300)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    files = {"a.jsonl": lines, "b.ndjson.gz": gzip.compress(lines), "c.json.bz2": bz2.compress(lines),
+             "d.jsonl.zst": zstd(lines[:5000]) + zstd(lines[5000:]), "e.parquet": parquet({"text": texts})}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert read(tmp_path / name) == texts, name
+    assert read(f"{tmp_path}/a.jsonl, {tmp_path}/e.*") == texts * 2
+    assert read(tmp_path) == texts * len(files)
+    book = "\n\n".join(texts).encode()
+    for name, content in {"a.txt": book, "b.txt.gz": gzip.compress(book)}.items():
+        (tmp_path / "books" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "books" / name).write_bytes(content)
+        assert "".join(read(tmp_path / "books" / name)).encode() == book
+
+
+def test_reading_goes_on_from_any_place(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"word " * i}"}}\n' for i in range(200)))
+    (tmp_path / "b.txt").write_text("paragraph\n\n" * 3000)
+    (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
+    parts, rules = sources.open_source(str(tmp_path)), sources.Rules("text", "refuse", "refuse")
+    whole = list(sources.batches(parts, rules, size=900))
+    assert len(whole) > 50 and [batch.done for batch in whole] == sorted(batch.done for batch in whole)
+    for number in range(0, len(whole), 7):
+        rest = sources.batches(parts, rules, whole[number].place, size=10_000)
+        texts = [text for batch in rest for text in batch.texts]
+        assert texts == [text for batch in whole[number + 1:] for text in batch.texts]
 
 
 def test_odd_files(tmp_path):
@@ -98,29 +178,82 @@ def test_invalid_utf8_can_be_replaced(tmp_path):
     assert read(tmp_path, "replace") == ["a\N{REPLACEMENT CHARACTER}b", "c\N{REPLACEMENT CHARACTER}", "d?"]
 
 
-def test_hugging_face_datasets_are_streamed(monkeypatch):
-    """With a stand-in for the library, which only users of hf: sources have."""
-    calls = []
-
-    def load_dataset(*args, **kwargs):
-        calls.append((args, kwargs))
-        if args[0] == "nobody/nothing":
-            raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist\nmore")
-        return iter([{"text": "one", "id": 1}, {"text": ""}, {"text": "two"}])
-
-    library = types.ModuleType("datasets")
-    library.load_dataset = load_dataset
-    library.exceptions = types.SimpleNamespace(DatasetNotFoundError=FileNotFoundError)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    assert read("hf:some/corpus:sample-10BT") == ["one", "two"]
-    assert calls == [(("some/corpus", "sample-10BT"), {"split": "train", "streaming": True})]
-    with pytest.raises(UserError, match=r"no field 'body' \(they have: text, id\)"):
-        read("hf:some/corpus", text_field="body")
-    with pytest.raises(UserError, match=r"nobody/nothing' doesn't exist$"):
+def test_hugging_face_datasets_are_streamed(tmp_path, monkeypatch):
+    """The library's own reading of a folder, in which each file is a shard."""
+    datasets = pytest.importorskip("datasets")
+    datasets.utils.logging.set_verbosity_error()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for shard in range(3):
+        lines = [json.dumps({"text": f"text {i} of {shard}" if i % 9 else "", "id": i}) for i in range(40)]
+        (tmp_path / f"{shard}.jsonl").write_text("\n".join(lines))
+    source = f"hf:{tmp_path}"
+    texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40) if i % 9]
+    assert read(source) == texts
+    parts = sources.open_source(source)
+    assert len(parts) == 3
+    rest = sources.batches(parts, sources.Rules("text", "refuse", "refuse"), sources.Place(1, 30))
+    assert [text for batch in rest for text in batch.texts] == texts[texts.index("text 30 of 1"):]
+    with pytest.raises(UserError, match=r"row 1: no text in the field 'body': it has text, id"):
+        read(source, text_field="body")
+    with pytest.raises(UserError, match=r"hf:nobody/nothing"):
         read("hf:nobody/nothing")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install"):
-        read("hf:some/corpus")
+
+MAKE_DATASET = """
+import json, pathlib, sys
+from array_record.python.array_record_module import ArrayRecordWriter
+from tensorflow_datasets.proto import tf_example_pb2
+folder = pathlib.Path(sys.argv[1]) / "words" / "1.0.0"
+folder.mkdir(parents=True)
+writer = ArrayRecordWriter(str(folder / "words-train.array_record-00000-of-00001"), "group_size:1")
+for i in range(50):
+    example = tf_example_pb2.Example()
+    example.features.feature["text"].bytes_list.value.append(f"text {i} ü".encode())
+    writer.write(example.SerializeToString())
+writer.close()
+features = "tensorflow_datasets.core.features."
+(folder / "features.json").write_text(json.dumps({
+    "pythonClassName": features + "features_dict.FeaturesDict", "featuresDict": {"features": {
+        "text": {"pythonClassName": features + "text_feature.Text", "text": {}}}}}))
+(folder / "dataset_info.json").write_text(json.dumps({
+    "name": "words", "version": "1.0.0", "fileFormat": "array_record", "splits": [
+        {"name": "train", "shardLengths": ["50"],
+         "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}]}))
+"""
+
+
+@pytest.mark.slow
+def test_tensorflow_datasets(tmp_path, shared_data_or_none):
+    """A dataset in the format that can be read at any place, written without TensorFlow."""
+    subprocess.run([sys.executable, "-c", MAKE_DATASET, str(tmp_path)], check=True, capture_output=True)
+
+    def prepare_from(name, folder):
+        return run("prepare", "--config=configs/gpt.py:tiny", f"--config.data.source=tfds:{name}",
+                   f"--config.data.store={tmp_path / 'store'}", TFDS_DATA_DIR=str(folder))
+
+    result = prepare_from("words", tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    made = store.open_store(tmp_path / "store")
+    assert sorted(documents_of(made.train) + documents_of(made.validation)) == sorted(
+        f"text {i} ü".encode().decode("latin-1") for i in range(50))
+    shutil.rmtree(tmp_path / "store")
+    expected = {"nothing": (tmp_path, ["tfds:nothing", "Dataset nothing not found"])}
+    if shared_data_or_none:  # TFRECORD files, which have to be read from their beginning
+        expected["c4_minimal/en:3.0.1"] = (
+            shared_data_or_none / "tfds", ["tfds:c4_minimal", "array_record", "tfrecord", "Parquet"])
+    for name, (folder, words) in expected.items():
+        result = prepare_from(name, folder)
+        assert result.returncode == 1 and result.stderr.count("\n") == 1
+        assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
+    (tmp_path / "b.txt.zst").write_bytes(zstd(b"text"))
+    for library in ("tensorflow_datasets", "datasets", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for source in ("tfds:words", "hf:some/corpus", tmp_path / "a.parquet", tmp_path / "b.txt.zst"):
+        with pytest.raises(UserError, match=r"pip install -e '\.\[data\]'"):
+            read(source)
 
 
 # ---------------------------------------------------------------------- tokenizers
@@ -166,7 +299,7 @@ def test_gpt2_ids_are_gpt2s(made):
     """Against ids that OpenAI's encoder gives, which are widely printed."""
     if "gpt2" not in made:
         pytest.skip("needs the GPT-2 vocabulary in ../shared/data, which only developers have")
-    assert made["gpt2"].encode(["Hello world", " tokenization"]) == [[15496, 995], [11241, 1634]]
+    assert made["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
     assert (made["gpt2"].vocab_size, made["gpt2"].end_of_text) == (50257, 50256)
 
 
@@ -175,7 +308,7 @@ def test_gpt2_is_taken_from_tiktokens_cache(shared_data, tmp_path, monkeypatch):
     for name in ("encoder.json", "vocab.bpe"):
         key = hashlib.sha1((tokenizers.GPT2_URL + name).encode()).hexdigest()
         shutil.copy(shared_data / "tokenizer/gpt2" / name, tmp_path / key)
-    assert tokenizers.make("gpt2", []).encode(["Hello world"]) == [[15496, 995]]
+    assert tokenizers.make("gpt2", []).encode(["Hello world"])[0].tolist() == [15496, 995]
 
 
 def test_sentencepiece_takes_what_a_small_text_has():
@@ -249,27 +382,129 @@ def test_split_does_not_depend_on_order(corpus, tmp_path):
     assert set(documents_of(first.validation)) == set(documents_of(second.validation))
 
 
-def test_store_goes_over_several_files(corpus, tmp_path, monkeypatch):
-    path, _texts = corpus
-    whole = prepare(tmp_path / "whole", path)
-    monkeypatch.setattr(store, "RECORDS_PER_FILE", 3)
-    parts = prepare(tmp_path / "parts", path)
-    assert len(parts.train.files) > 5
-    assert np.array_equal(stream(parts.train), stream(whole.train))
+def files_of(folder):
+    """Every file of a store, by name, whole."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_any_window_can_be_read(token_store):
-    tokens = stream(token_store.train)
-    starts = np.random.default_rng(0).integers(0, len(tokens) - 5000, 50)
-    for length in (1, 100, 5000):
-        windows = token_store.train.read(starts, length)
-        assert windows.dtype == np.int32
-        assert all(np.array_equal(w, tokens[s:s + length]) for w, s in zip(windows, starts))
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:400"])
+def test_a_store_does_not_depend_on_the_number_of_workers(corpus, tmp_path, monkeypatch, tokenizer):
+    stores = {}
+    for workers, size in ((1, 4_000_000), (2, 3000), (5, 700)):
+        monkeypatch.setattr(sources, "BATCH_CHARACTERS", size)
+        prepare(tmp_path / str(workers), corpus[0], tokenizer=tokenizer, workers=workers)
+        stores[workers] = files_of(tmp_path / str(workers))
+    assert stores[1] == stores[2] == stores[5]
+
+
+def test_an_interrupted_preparation_goes_on(corpus, tmp_path, monkeypatch):
+    """Stopped by what is not the text's fault at several places, noting its progress in between."""
+    whole = files_of(prepare(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(store, "JOURNAL_SECONDS", 0)
+    encode, trained, said = store.encode, [], []
+    train = tokenizers.train_sentencepiece
+    monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
+    for most in (3, 1, 8):
+        left = [most]
+
+        def encode_some(texts, tokenizer, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return encode(texts, tokenizer)
+
+        monkeypatch.setattr(store, "encode", encode_some)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", workers=1, say=said.append)
+        assert not (tmp_path / "parts").exists()
+    monkeypatch.setattr(store, "encode", encode)
+    prepare(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", say=said.append)
+    assert files_of(tmp_path / "parts") == whole
+    assert len(trained) == 1
+    assert sum("going on" in line for line in said) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "parts", "whole"]
+
+
+def test_an_interrupted_preparation_of_other_text_begins_anew(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 2000)
+    path, texts = corpus
+    with path.open("a") as file:
+        file.write("nonsense")
+    with pytest.raises(UserError, match="line 301: not JSON"):
+        prepare(tmp_path / "store", path)
+    assert (tmp_path / "store.partial").is_dir() and not (tmp_path / "store").exists()
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[100:]))
+    made = prepare(tmp_path / "store", path)
+    assert sorted(documents_of(made.train) + documents_of(made.validation)) == sorted(texts[100:])
+    assert not (tmp_path / "store.partial").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_goes_on(corpus, tmp_path):
+    """As a user starts it, killed by the system while it works."""
+    path, texts = corpus
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 60))
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={path}",
+             "--config.data.tokenizer=sentencepiece:400", "--workers=1"]
+    for name in ("whole", "parts"):
+        command = [sys.executable, "-m", "smallgpt_jax.prepare", *flags,
+                   f"--config.data.store={tmp_path / name}"]
+        if name == "parts":
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+            journal = tmp_path / "parts.partial" / "journal.json"
+            until = time.monotonic() + 60
+            while not journal.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert journal.exists() and not (tmp_path / "parts").exists()
+        assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+
+
+def test_two_preparations_of_one_store(corpus, tmp_path):
+    """The second one waits for the first and takes what that has made."""
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
+             f"--config.data.store={tmp_path / 'store'}"]
+    command = [sys.executable, "-m", "smallgpt_jax.prepare", *flags]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)]
+    results = [process.communicate(timeout=100) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    assert sum("300 documents" in out for out, _ in results) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "store"]
+
+
+def test_very_long_documents_are_tokenized_in_pieces(made, monkeypatch):
+    texts = [" ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)), "y" * 5000, "short"]
+    for kind, tokenizer in made.items():
+        monkeypatch.setattr(store, "LONG_TEXT", 10**9)
+        whole = store.encode(texts, tokenizer)
+        monkeypatch.setattr(store, "LONG_TEXT", 1000)
+        pieces = store.encode(texts, tokenizer)
+        assert np.array_equal(pieces[0], whole[0]) and np.array_equal(pieces[2], whole[2]), kind
+        assert tokenizer.decode(pieces[1]) == texts[1], kind
+
+
+def test_the_summary_tells_what_a_person_wants_to_know(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lengths = [*range(1, 100), 5000]
+    path.write_text("".join(json.dumps({"text": "x" * n + str(n)}) + "\n" for n in lengths) + '{"n": 1}\n')
+    said = []
+    prepare(tmp_path / "store", path, invalid_items="skip", say=said.append)
+    text = "\n".join(said)
+    assert "100 documents" in text and "bytes a token" in text
+    # Lengths with the end-of-text and the digits: the 51st, the 95th, and the longest.
+    assert "median 53, 95% have at most 98, the longest 5,005" in text or "median 54, " in text
+    assert "left out: 1 no text in the field 'text'" in text
 
 
 @pytest.mark.parametrize("changes, words", [
     ({"validation_fraction": 0.0}, ["validation_fraction=0.0"]),
     ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
+    ({"invalid_items": "keep"}, ["invalid_items='keep'", "'skip'"]),
+    ({"workers": 0}, ["--workers=0"]),
     ({"text_field": "body"}, ["line 1"]),
     ({"tokenizer": "nothing"}, ["'nothing'"]),
     ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
@@ -291,10 +526,19 @@ def test_a_store_takes_no_ones_place(corpus, tmp_path):
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
 @pytest.mark.parametrize("damage, words", [
     (lambda f: (f / "metadata.json").write_text("{"), ["metadata.json"]),
-    (lambda f: (f / "metadata.json").write_text('{"format": 99}'), ["format 99"]),
-    (lambda f: (f / "train-00000.array_record").unlink(), ["train-00000", "missing"]),
+    (lambda f: (f / "metadata.json").write_text("[]"), ["metadata.json"]),
+    (lambda f: (f / "metadata.json").write_text('{"format": 99}'), ["format 99", "make the store again"]),
+    (lambda f: (f / "train.bin").unlink(), ["train.bin", "missing"]),
+    (lambda f: cut(f / "train.bin"), ["train.bin", "bytes long", "damaged"]),
+    (lambda f: cut(f / "validation.documents.bin"), ["validation.documents.bin", "damaged"]),
+    (lambda f: (f / "tokenizer" / "tokenizer_kind.json").write_text("{"), ["tokenizer_kind.json"]),
+    (lambda f: shutil.rmtree(f / "tokenizer"), ["tokenizer", "missing"]),
 ])
 def test_a_damaged_store_is_named(corpus, tmp_path, damage, words):
     prepare(tmp_path / "store", corpus[0])
@@ -304,55 +548,43 @@ def test_a_damaged_store_is_named(corpus, tmp_path, damage, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-# ---------------------------------------------------------------------- batches
-
-def test_each_token_is_a_target_once_an_epoch(token_store):
-    split, context = token_store.train, 32
-    windows = (split.tokens - 1) // context
-    order = batches.train_batches(split, context, batch_size=7, seed=3)
-    epoch = np.concatenate([order[step] for step in range(windows // 7 + 1)])[:windows]
-    assert epoch.shape == (windows, context + 1)
-    expected = stream(split)[:windows * context + 1]
-    by_content = lambda rows: sorted(map(bytes, np.ascontiguousarray(rows)))  # noqa: E731
-    assert by_content(epoch[:, 1:]) == by_content(expected[1:].reshape(windows, context))
-    assert by_content(epoch[:, :-1]) == by_content(expected[:-1].reshape(windows, context))
+def test_a_source_without_text(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
+    for name, words in (("empty.txt", "no text in it"), ("blank.jsonl", "left out: 2 empty")):
+        with pytest.raises(UserError, match=words):
+            prepare(tmp_path / "store", tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.jsonl", "empty.txt"]
 
 
-def test_a_batch_depends_on_seed_and_step_only(token_store):
-    split = token_store.train
-    some = batches.train_batches(split, 32, 8, seed=3)
-    in_order = [some[step] for step in range(40)]
-    again = batches.train_batches(split, 32, 8, seed=3)
-    assert all(np.array_equal(again[step], in_order[step]) for step in (39, 0, 17))
-    for first in (0, 13):
-        ahead = batches.prefetched(again, first)
-        assert all(np.array_equal(next(ahead), in_order[step]) for step in range(first, 40))
-    parts = [batches.train_batches(split, 32, 8, 3, slice(i, i + 2))[17] for i in (0, 2, 4, 6)]
-    assert np.array_equal(np.concatenate(parts), in_order[17])
-    assert not np.array_equal(batches.train_batches(split, 32, 8, seed=4)[17], in_order[17])
+def test_a_disk_that_is_full(corpus, tmp_path):
+    """Files can grow to 20 kB only: nothing half-written takes a store's place; later it goes on."""
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
+             f"--config.data.store={tmp_path / 'store'}"]
+    command = [sys.executable, "-m", "smallgpt_jax.prepare", *flags]
+    limited = subprocess.run(["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *command], cwd=ROOT,
+                             capture_output=True, text=True)
+    assert limited.returncode == 1 and "File too large" in limited.stderr, limited.stderr
+    assert "goes on from there" in limited.stderr and limited.stderr.count("\n") == 1
+    assert not (tmp_path / "store").exists()
+    assert run("prepare", *flags).returncode == 0
+    whole = prepare(tmp_path / "whole", corpus[0], validation_fraction=0.1)
+    assert files_of(tmp_path / "store") == files_of(whole.folder)
 
 
-def test_epochs_are_shuffled_differently(token_store):
-    windows = (token_store.train.tokens - 1) // 1024
-    epochs = batches.train_batches(token_store.train, 1024, windows, seed=0)
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert sorted(map(bytes, epochs[0])) == sorted(map(bytes, epochs[1]))
+# ---------------------------------------------------------------------- mixtures
 
-
-def test_validation_counts_each_window_once(token_store):
-    split, context = token_store.validation, 64
-    windows = (split.tokens - 1) // context
-    whole = list(batches.validation_batches(split, context, 8, limit=0))
-    counted = np.concatenate([tokens[counts] for tokens, counts in whole])
-    targets = stream(split)[1:windows * context + 1].reshape(windows, context)
-    assert sorted(map(bytes, np.ascontiguousarray(counted[:, 1:]))) == sorted(map(bytes, targets))
-    assert all(tokens.shape == (8, context + 1) for tokens, _ in whole)
-    some = list(batches.validation_batches(split, context, 8, limit=2))
-    assert len(some) == 2 and np.array_equal(some[1][0], whole[1][0])
-
-
-def test_too_little_text(token_store):
-    with pytest.raises(UserError, match="tokens, one batch takes 100000 × 32"):
-        batches.train_batches(token_store.train, 32, 100_000, seed=0)
-    with pytest.raises(UserError, match="validation text"):
-        batches.validation_batches(token_store.validation, 10_000_000, 8, limit=0)
+@pytest.mark.parametrize("text, words", [
+    ("STORES/one", ["is not FOLDER=WEIGHT"]),
+    ("STORES/one=much", ["STORES/one=much", "is not FOLDER=WEIGHT"]),
+    ("STORES/one=0", ["weight above 0"]),
+    ("STORES/one=1,", ["''"]),
+    ("STORES/one=1,STORES/two=1", ["different tokenizers", "--config.data.tokenizer=STORES/one/tokenizer"]),
+    ("STORES/none=1", ["STORES/none", "not the description of a token store"]),
+])
+def test_impossible_mixtures(corpus, tmp_path, text, words):
+    prepare(tmp_path / "one", corpus[0])
+    prepare(tmp_path / "two", corpus[0], tokenizer="sentencepiece:300")
+    with pytest.raises(UserError) as error:
+        data.mixture(text.replace("STORES", str(tmp_path)))
+    assert all(word.replace("STORES", str(tmp_path)) in str(error.value) for word in words), str(error.value)

@@ -57,7 +57,7 @@ def test_account_of_activations(fields, kept):
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
     setup = set_up(config, jax.devices()[:8])
-    found = memory.account(setup.model, setup.mesh, abstract_state(setup, config), 4, 8)
+    found = memory.account(setup.model, setup.mesh, abstract_state(setup, config), 4, 8, False)
     scores = 0 if fields else L * 4 * S**2 * 12 * 2 / 2  # on CPUs attention is XLA's
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2

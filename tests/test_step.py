@@ -13,9 +13,10 @@ from flax import linen as nn
 from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis import hlo
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
-from smallgpt_jax.step import cross_entropy, eval_step, mean_loss
+from smallgpt_jax.step import cross_entropy, eval_step, weighted_loss
 from smallgpt_jax.train import abstract_state, compile_train_step, initial_state, runnable, set_up
 
 
@@ -60,8 +61,8 @@ def test_gradients_in_bfloat16_are_those_of_float32():
     for dtype in ("float32", "bfloat16"):
         model = build("gpt", dtype=dtype)
         params = init(build("gpt"))
-        gradients[dtype] = jax.jit(jax.grad(mean_loss), static_argnums=(1, 3))(
-            params, model, tokens, 1, jax.random.key(0))
+        gradients[dtype] = jax.jit(jax.grad(weighted_loss), static_argnums=(1, 4))(
+            params, model, Rows(tokens), jnp.full((64, 64), 1 / 64**2), 1)
     for (path, wanted), found in zip(jax.tree_util.tree_leaves_with_path(gradients["float32"]),
                                      jax.tree.leaves(gradients["bfloat16"])):
         error = jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
@@ -136,7 +137,7 @@ def losses(architecture, devices=1, steps=20, **fields):
         0, config.model.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
     found = []
     for batch in tokens:
-        state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(setup.mesh)))
+        state, metrics = step(state, Rows(jax.device_put(batch, sharding.batch_sharding(setup.mesh))))
         found.append(float(metrics["loss"]))
     return np.array(found)
 
@@ -276,9 +277,10 @@ def test_evaluation_leaves_out_what_does_not_count():
     model = build("gpt")
     params = init(model)
     tokens = jax.random.randint(jax.random.key(0), (4, 65), 0, 257)
-    rows = [eval_step(params, tokens[i:i + 1], jnp.array([True]), model=model, loss_chunks=1)
+    every = jnp.ones((1, 64), bool)
+    rows = [eval_step(params, Rows(tokens[i:i + 1], None, every), model=model, loss_chunks=1)
             for i in range(4)]
-    loss, targets = eval_step(
-        params, tokens, jnp.array([True, False, True, False]), model=model, loss_chunks=4)
+    counts = jnp.broadcast_to(jnp.array([True, False, True, False])[:, None], (4, 64))
+    loss, targets = eval_step(params, Rows(tokens, None, counts), model=model, loss_chunks=4)
     assert int(targets) == 2 * 64
     assert float(loss) == pytest.approx(float(rows[0][0] + rows[2][0]), rel=1e-5)

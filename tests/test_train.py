@@ -9,10 +9,11 @@ import sys
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from conftest import ARCHITECTURES, ROOT, load_config, run
 
-from smallgpt_jax import checkpoint, metrics, models
+from smallgpt_jax import metrics, models
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
@@ -33,10 +34,9 @@ def flags_for(text_file, workdir, architecture="gpt", *overrides):
 
 def state_of(workdir, step):
     """All arrays of a checkpoint, as they were saved."""
-    checkpoints = checkpoint.open_checkpoints(workdir / "checkpoints")
-    tree = checkpoints.restore(step, args=checkpoint.ocp.args.Composite(
-        params=checkpoint.ocp.args.StandardRestore(),
-        opt_state=checkpoint.ocp.args.StandardRestore()))
+    with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
+        tree = checkpoints.restore(step, args=ocp.args.Composite(
+            params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
     return jax.tree.map(np.asarray, (tree["params"], tree["opt_state"]))
 
 
@@ -203,8 +203,14 @@ def test_mfu_needs_a_known_chip():
     ({"data__packing": "best"}, ["packing='best'"]),
     ({"data__source": "nothing.txt"}, ["nothing.txt", "no such file"]),
     ({"data__source": "hf:some/corpus", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
-    ({"data__source": "tfds:lm1b"}, ["tfds:lm1b"]),
-    ({"train__batch_size": 80_000}, ["tokens, one batch takes 80000 × 64"]),
+    ({"data__source": "tfds:lm1b", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
+    ({"data__source": " "}, ["config.data.source is empty"]),
+    ({"data__invalid_items": "drop"}, ["invalid_items='drop'", "'skip'"]),
+    ({"data__workers": -1}, ["workers=-1"]),
+    ({"data__mixture": "somewhere"}, ["'somewhere' is not FOLDER=WEIGHT"]),
+    ({"train__on_nonfinite": "go on"}, ["on_nonfinite='go on'"]),
+    ({"train__max_nonfinite": 0}, ["max_nonfinite=0"]),
+    ({"train__batch_size": 80_000}, ["one batch takes 80000 rows"]),
     ({"optimizer__name": "adam"}, ["'adam'"]),
 ])
 def test_what_cannot_be_trained_leaves_no_workdir(text_file, tmp_path, fields, words):
@@ -217,11 +223,11 @@ def test_what_cannot_be_trained_leaves_no_workdir(text_file, tmp_path, fields, w
 
 def test_workdirs_that_are_not_this_runs(text_file, tmp_path):
     def refused(config, workdir, *words):
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(UserError) as error:
             train(config, str(workdir))
         assert all(word in str(error.value) for word in words), str(error.value)
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
     run_dir = tmp_path / "run"
     train(config_for(text_file, train__steps=10), str(run_dir))

@@ -58,7 +58,8 @@ def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
         parameters=models.num_parameters(setup.model), flops_per_token=per_token,
         flops_per_step=per_token * tokens, tokens_per_step=tokens, devices=len(devices),
         device_kind=devices[0].device_kind, hbm_bytes=chip and int(chip.hbm),
-        account=memory.account(setup.model, setup.mesh, state, sequences, config.train.loss_chunks))
+        account=memory.account(setup.model, setup.mesh, state, sequences, config.train.loss_chunks,
+                               config.data.separate_documents))
     started = time.monotonic()
     try:
         program = train.compile_train_step(setup, config)

@@ -23,7 +23,8 @@ import jax
 from smallgpt_jax.models import LanguageModel, abstract_params, attention
 
 
-def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int) -> dict[str, float]:
+def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
+            separate_documents: bool) -> dict[str, float]:
     """The account above, in bytes of one chip that holds `sequences` at one time. Weights and moments are
     those of `state` (shapes that know where they lie), whatever the optimiser and the mesh."""
     c = model.config
@@ -31,7 +32,7 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
     positions = sequences * c.context_length
     kept = {"none": 4 + (4 + 2 * c.mlp_ratio) / tensor, "dots": 3 + (4 + c.mlp_ratio) / tensor, "full": 1}
     activations = 0
-    for layers in attention_layers(model, mesh):
+    for layers in attention_layers(model, mesh, separate_documents):
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
             activations += layers.count * positions * c.context_length * layers.heads * element / tensor
@@ -65,7 +66,7 @@ class AttentionLayers:
     why: str
 
 
-def attention_layers(model: LanguageModel, mesh) -> list[AttentionLayers]:
+def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
     """The attention layers of any architecture, told by the axes that their weights name."""
     found, c = [], model.config
     for box in jax.tree.leaves(abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
@@ -73,7 +74,7 @@ def attention_layers(model: LanguageModel, mesh) -> list[AttentionLayers]:
         if "qkv" in sizes and "embed" in sizes:
             backend, why = attention.choose(
                 c.attention, mesh.devices.flat[0].platform, time=c.context_length,
-                head_width=sizes["head_width"], dtype=c.dtype)
+                head_width=sizes["head_width"], dtype=c.dtype, has_segments=separate_documents)
             count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
             found.append(AttentionLayers(
                 count, sizes["embed"], sizes["heads"], sizes["head_width"], backend, why))

@@ -1,49 +1,110 @@
-"""Text to batches: sources → tokenizers → store → batches."""
+"""Text to batches: sources → tokenizers → store → packing → batches."""
 
+import dataclasses
 import hashlib
 import os
 from pathlib import Path
 
-from smallgpt_jax.data import sources
+import numpy as np
+
+from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_store, prepare
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text that a training run prepares by itself
 # The fields of the `data` group that decide what is in a store.
-STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", "invalid_utf8")
+STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", "invalid_utf8", "invalid_items")
 
 
-def find(data) -> TokenStore | None:
-    """The store of a config's `data` group; None if it has not been made yet.
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What a run reads: one token store, or several by weight, all of one tokenizer."""
+
+    stores: tuple[TokenStore, ...]
+    weights: tuple[float, ...]  # they sum to 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.stores[0].tokenizer
+
+    @property
+    def description(self) -> dict:
+        """All that decides which tokens there are, as it is kept in a workdir."""
+        if len(self.stores) == 1:
+            return self.stores[0].metadata
+        return {"mixture": [{"weight": weight, **store.metadata}
+                            for store, weight in zip(self.stores, self.weights)]}
+
+    def bytes_per_token(self, split: str) -> float:
+        """Of text, on average over what batches are made of."""
+        return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
+
+    def packed(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
+        """The rows of each store's split."""
+        return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
+
+
+def find(data) -> Corpus | None:
+    """The corpus of a config's `data` group; None if its store has not been made yet.
 
     Raises UserError if there is one at `data.store` that was made from something else.
     """
+    if data.packing not in PACKINGS:
+        raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
+    if data.mixture:
+        return mixture(data.mixture)
     folder = store_folder(data)
     if not (folder / METADATA_FILE).is_file():
         return None
     store = open_store(folder)
-    wanted = {field: data[field] for field in STORE_FIELDS}
-    if different := [field for field in STORE_FIELDS if wanted[field] != store.made_from[field]]:
+    wanted, made_from = {field: data[field] for field in STORE_FIELDS}, store.metadata["made_from"]
+    if different := [field for field in STORE_FIELDS if wanted[field] != made_from[field]]:
         raise UserError(
             f"config.data.store={data.store!r} was made with "
-            + ", ".join(f"{field}={store.made_from[field]!r}" for field in different)
+            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
             + "; this config has " + ", ".join(f"{field}={wanted[field]!r}" for field in different)
             + ". Name another folder, or use the same settings")
-    return store
+    return Corpus((store,), (1.0,))
 
 
-def make(data, say=print) -> TokenStore:
-    """Makes the store of a config's `data` group."""
-    return prepare(store_folder(data), **{field: data[field] for field in STORE_FIELDS}, say=say)
+def mixture(text: str) -> Corpus:
+    """The corpus of FOLDER=WEIGHT,FOLDER=WEIGHT,… . Raises UserError if it cannot be one."""
+    stores, weights = [], []
+    for item in text.split(","):
+        folder, _, weight = item.strip().rpartition("=")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            weights.append(0.0)
+        if not folder or not 0 < weights[-1] < float("inf"):
+            raise UserError(f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
+                            "weight above 0")
+        stores.append(open_store(Path(folder).expanduser()))
+        fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
+        if fingerprints[-1] != fingerprints[0]:
+            raise UserError(
+                f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and {folder!r} have "
+                "different tokenizers. Prepare both with the same one: --config.data.tokenizer="
+                f"{stores[0].folder / 'tokenizer'}")
+    return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
 
 
-def find_or_make(data) -> TokenStore:
-    """The store of a config's `data` group, made first if its source is local and under 1 GB.
+def make(data, workers: int | None = None, say=print) -> Corpus:
+    """Makes the store of a config's `data` group, or goes on with one that was begun."""
+    fields = {field: data[field] for field in STORE_FIELDS}
+    return Corpus((prepare(store_folder(data), **fields, workers=workers, say=say),), (1.0,))
+
+
+def find_or_make(data) -> Corpus:
+    """The corpus of a config's `data` group; its store is made first if the source is local and under
+    1 GB.
 
     Raises UserError naming the command to run when there is no store and the source is larger.
     """
-    if store := find(data):
-        return store
+    if corpus := find(data):
+        return corpus
     if not sources.is_local(data.source) or sources.size(data.source) > PREPARE_LIMIT:
         raise UserError(
             f"there is no token store of {data.source!r} in {str(store_folder(data))!r} yet "
@@ -58,7 +119,7 @@ def store_folder(data) -> Path:
         return Path(data.store).expanduser()
     identity = [sources.fingerprint(data.source), *(data[field] for field in STORE_FIELDS)]
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
-    name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)
+    name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
     return cache_folder() / "stores" / f"{name}-{digest}"
 
 

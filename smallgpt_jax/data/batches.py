@@ -1,86 +1,124 @@
 """Token batches: a pure function of (seed, step), whatever reads them.
 
-The training stream is cut into windows of context_length + 1 tokens that overlap by one, so that
-every token is a target once an epoch. The windows are shuffled by index, anew in each epoch, and a
-step takes the next batch_size of them: the batch of a step can be had without those before it.
+The rows of a corpus are shuffled by index, anew in each epoch, and a step takes the next batch_size
+of them: the batch of a step can be had without those before it. Several corpora are taken in turn,
+each as often as its weight says.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import grain
 import numpy as np
 
-from smallgpt_jax.data.store import Split
+from smallgpt_jax.data.packing import Packing, Rows
 from smallgpt_jax.errors import UserError
+
+READ_AHEAD = 8  # batches
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadWindows(grain.transforms.Map):
-    """Window indices (B,) → the tokens of those at `rows`, (rows, context_length + 1) int32."""
+class Mixture:
+    """The rows of several packings under one numbering, one packing after another."""
 
-    split: Split
-    context_length: int
+    packings: Sequence[Packing]
+    weights: Sequence[float]  # how many of the rows of batches come from each; they sum to 1
+
+    @property
+    def num_rows(self) -> int:
+        return sum(packing.num_rows for packing in self.packings)
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """The number of each packing's first row."""
+        return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
+
+    def read(self, rows_B: np.ndarray) -> Rows:
+        if len(self.packings) == 1:
+            return self.packings[0].read(rows_B)
+        packing_of = np.searchsorted(self.first_rows, rows_B, side="right") - 1
+        parts = [packing.read(rows_B[packing_of == i] - self.first_rows[i])
+                 for i, packing in enumerate(self.packings)]
+        order = np.argsort(np.argsort(packing_of, kind="stable"))  # back to the order of rows_B
+        return Rows(*(None if arrays[0] is None else np.concatenate(arrays)[order]
+                      for arrays in zip(*parts)))
+
+    def shuffled(self, seed: int) -> grain.MapDataset:
+        """Row numbers, endlessly: each packing's in a new order in each of its epochs."""
+        orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
+                  for i, (first, packing) in enumerate(zip(self.first_rows, self.packings))]
+        return grain.MapDataset.mix(orders, self.weights) if len(orders) > 1 else orders[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadRows(grain.transforms.Map):
+    """Row numbers (B,) → the rows among them that this process needs."""
+
+    mixture: Mixture
     rows: slice | np.ndarray
 
-    def map(self, windows_B: np.ndarray) -> np.ndarray:
-        starts = windows_B[self.rows].astype(np.int64) * self.context_length
-        return self.split.read(starts, self.context_length + 1)
+    def map(self, numbers_B: np.ndarray) -> Rows:
+        return self.mixture.read(numbers_B[self.rows])
 
 
-def train_batches(
-    split: Split, context_length: int, batch_size: int, seed: int,
-    rows: slice | np.ndarray = slice(None),
-) -> grain.MapDataset:
-    """Item `step` is the batch of that step, endlessly: (rows, context_length + 1) int32.
+def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
+    """Item `step` is the numbers of the rows of that step's batch, (batch_size,), endlessly.
+
+    Raises UserError if a packing has fewer rows than one batch takes from it.
+    """
+    for packing, weight in zip(mixture.packings, mixture.weights):
+        if packing.num_rows < batch_size * weight:
+            raise UserError(
+                f"the training text has {packing.split.tokens:,} tokens, {packing.num_rows:,} rows of "
+                f"{packing.context_length} + 1; one batch takes {batch_size * weight:g} rows: use more text, "
+                "or a smaller config.train.batch_size or config.model.context_length")
+    return mixture.shuffled(seed).batch(batch_size, drop_remainder=True)
+
+
+def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),
+                  ) -> grain.MapDataset:
+    """Item `step` is the batch of that step, endlessly.
 
     `rows` are those of the global batch that this process needs; only they are read.
-    Raises UserError if the split has fewer windows than one batch.
+    Raises UserError if there are fewer rows than one batch takes.
     """
-    windows = num_windows(split, context_length)
-    if windows < batch_size:
-        raise UserError(
-            f"the training text has {split.tokens:,} tokens, one batch takes {batch_size} × "
-            f"{context_length} + 1: use more text, or a smaller config.train.batch_size or "
-            "config.model.context_length")
-    return (grain.MapDataset.range(windows).seed(seed).shuffle().repeat()
-            .batch(batch_size, drop_remainder=True)
-            .map(ReadWindows(split, context_length, rows)))
+    return row_numbers(mixture, batch_size, seed).map(ReadRows(mixture, rows))
 
 
-def prefetched(batches: grain.MapDataset, first_step: int) -> Iterator[np.ndarray]:
-    """The batches from `first_step` on, read ahead by threads."""
-    ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(batches[first_step:].to_iter_dataset(ahead))
+def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iterator[Rows]:
+    """The batches from `first_step` on, read ahead by `workers` threads; by none if that is 0."""
+    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
+    return iter(batches[first_step:].to_iter_dataset(options))
 
 
-def validation_batches(
-    split: Split, context_length: int, batch_size: int, limit: int,
-    rows: slice | np.ndarray = slice(None),
-) -> grain.MapDataset:
-    """The split's first `limit` batches (0: all) in one fixed shuffled order, each window once.
+def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
+                       ) -> grain.MapDataset:
+    """The first `limit` batches (0: all) in one fixed shuffled order, each row once; of several packings
+    as many rows as their weights say.
 
-    An item is tokens (rows, context_length + 1) int32 and which of the rows count, (rows,) bool:
-    the last batch is filled up with rows that do not.
-    Raises UserError if the split has not one window.
+    An item is Rows in which `counts_BxT` is there: the last batch is filled up with rows that do not
+    count. Raises UserError if a split has not one row.
     """
-    windows = num_windows(split, context_length)
-    if not windows:
-        raise UserError(
-            f"the validation text has {split.tokens:,} tokens, fewer than one window of "
-            f"{context_length} + 1: use more text or a larger config.data.validation_fraction")
-    order = np.random.default_rng(0).permutation(windows)
-    if limit:
-        order = order[:limit * batch_size]
-    read = ReadWindows(split, context_length, rows)
+    for packing in mixture.packings:
+        if not packing.num_rows:
+            raise UserError(
+                f"the validation text has {packing.split.tokens:,} tokens, fewer than one row of "
+                f"{packing.context_length} + 1: use more text or a larger config.data.validation_fraction")
+    most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
+    total = min(limit * batch_size, most) if limit else most
+    order = np.concatenate([
+        first + np.random.default_rng(0).permutation(packing.num_rows)[:max(1, round(total * weight))]
+        for first, packing, weight in zip(mixture.first_rows, mixture.packings, mixture.weights)])
+    if len(mixture.packings) > 1:
+        order = np.random.default_rng(0).permutation(order)
 
-    def batch(first: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch(first: int) -> Rows:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)
-        return read.map(np.resize(chosen, batch_size)), counts_B[rows]
+        batch = mixture.read(np.resize(chosen, batch_size)[rows])
+        every = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
+        counts_BxT = every if batch.counts_BxT is None else batch.counts_BxT
+        return batch._replace(counts_BxT=counts_BxT & counts_B[rows][:, None])
 
     return grain.MapDataset.range(0, len(order), batch_size).map(batch)
-
-
-def num_windows(split: Split, context_length: int) -> int:
-    return (split.tokens - 1) // context_length

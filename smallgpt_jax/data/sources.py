@@ -1,23 +1,42 @@
 """Where text comes from: a source name → its documents, one after another.
 
 `python_stdlib` is the source of the Python standard library, which every machine with Python has.
-A path, folder or glob names local files: JSON lines (`.jsonl`, one document a line) or else plain
-text. `hf:NAME[:CONFIG]` streams the training split of a Hugging Face dataset.
+A path, folder or glob names local files: JSON lines, Parquet, or plain text, also compressed.
+`hf:NAME[:CONFIG]` streams the training split of a Hugging Face dataset, `tfds:NAME` reads that of a
+TensorFlow dataset. Several of these are separated by commas.
+
+A source is a list of parts (files, shards); a place in it is a part's number and how many of its
+items have been read, so that reading can go on where it was interrupted.
 """
 
+import bz2
 import codecs
+import contextlib
+import dataclasses
 import glob
+import gzip
 import hashlib
+import io
+import itertools
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".jsonl")  # what a folder is searched for
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+KINDS = (".txt", *JSON_SUFFIXES, ".parquet")  # what a folder is searched for, each also compressed
+COMPRESSED = (".gz", ".bz2", ".zst")
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 PASSAGE_CHARACTERS = (1024, 16_384)  # of the passages that text files are cut into: least, most
+BLOCK_BYTES = 1_000_000  # of a text file, read in one go
+BATCH_CHARACTERS = 4_000_000  # that are tokenized in one go
+PARQUET_ROWS = 128  # read in one go
 
 # Left out: tests, because many distributions of Python leave them out too; tables that are not
 # written by hand; what is not the standard library's own.
@@ -25,140 +44,197 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
                    "dist-packages", "__pycache__"}
 
 
-def documents(source: str, text_field: str, invalid_utf8: str) -> Iterator[str]:
+class Skipped(NamedTuple):
+    """An item that is left out, and why."""
+
+    reason: str
+
+
+Item = str | Skipped
+
+
+class Place(NamedTuple):
+    """How far a source has been read: the number of whole parts, and of items of the next one."""
+
+    parts: int = 0
+    items: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What is a document: fields of the config's `data` group."""
+
+    text_field: str
+    invalid_utf8: str  # "refuse" | "replace"
+    invalid_items: str  # "refuse" | "skip"
+
+    def __post_init__(self):
+        for field, allowed in (("invalid_utf8", ("refuse", "replace")),
+                               ("invalid_items", ("refuse", "skip"))):
+            if getattr(self, field) not in allowed:
+                raise UserError(f"config.data.{field}={getattr(self, field)!r}: must be "
+                                f"{' or '.join(map(repr, allowed))}")
+
+    def refuse(self, where: str, why: str, mend: str) -> Skipped:
+        """Raises UserError for an item that is no document, or says that it is left out."""
+        if self.invalid_items == "skip":
+            return Skipped(why.split(":")[0])
+        raise UserError(f"{where}: {why}; {mend}, or leave such items out: --config.data.invalid_items=skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One file of a source, or one shard.
+
+    `read(rules)` gives its items, in an order that never changes, and a function that tells how much
+    of the part has been read so far, from 0 to 1.
+    """
+
+    name: str
+    size: int  # in bytes; 0 if that is not known
+    read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
+
+
+class Batch(NamedTuple):
+    """Some documents in a row, what was left out between them, and where reading goes on."""
+
+    texts: list[str]
+    skipped: Counter
+    place: Place
+    done: float  # the share of the source that has been read, 0 to 1
+
+
+def batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
+            ) -> Iterator[Batch]:
+    """The documents from `start` on, in batches of about `size` (BATCH_CHARACTERS) characters."""
+    size = size or BATCH_CHARACTERS
+    weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
+    total = sum(weights)
+    for number, part in enumerate(parts[start.parts:], start.parts):
+        items, progress = part.read(rules)
+        first = start.items if number == start.parts else 0
+        texts, skipped, characters, count = [], Counter(), 0, first
+        for item in itertools.islice(items, first, None):
+            count += 1
+            if item and isinstance(item, str):
+                texts.append(item)
+                characters += len(item)
+            else:
+                skipped[item.reason if item else "empty"] += 1
+            if characters >= size:
+                done = sum(weights[:number]) + weights[number] * progress()
+                yield Batch(texts, skipped, Place(number, count), done / total)
+                texts, skipped, characters = [], Counter(), 0
+        yield Batch(texts, skipped, Place(number + 1), sum(weights[:number + 1]) / total)
+
+
+def documents(source: str, text_field: str, invalid_utf8: str, invalid_items: str) -> Iterator[str]:
     """The texts of a source, always in the same order, none of them empty.
 
-    `invalid_utf8`: "refuse" raises UserError at a file that is not UTF-8, "replace" reads what is
-    not as U+FFFD.
+    Raises UserError at the first item that is no document, as the rules say.
     """
-    if invalid_utf8 not in ("refuse", "replace"):
-        raise UserError(f"config.data.invalid_utf8={invalid_utf8!r}: must be 'refuse' or 'replace'")
-    if source.startswith("hf:"):
-        yield from hugging_face_documents(source, text_field)
-        return
-    empty = True
-    passage = min(max(size(source) // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
-    for path in local_files(source):
-        if path.suffix == ".jsonl":
-            texts = json_lines(path, text_field, invalid_utf8)
-        elif source == "python_stdlib":
-            texts = [decode(path.read_bytes(), path, "replace")]
-        else:
-            texts = passages(decode(read_bytes(path), path, invalid_utf8), passage)
-        for text in texts:
-            if text:
-                empty = False
-                yield text
-    if empty:
-        raise UserError(f"config.data.source={source!r}: there is no text in it; every file is empty")
+    rules = Rules(text_field, invalid_utf8, invalid_items)
+    for batch in batches(open_source(source), rules):
+        yield from batch.texts
+
+
+# ---------------------------------------------------------------------- names
+
+def names(source: str) -> list[str]:
+    """What a list of sources consists of. A path may have commas in it if it is the only one."""
+    if not source.strip():
+        raise UserError("config.data.source is empty: name a file, a folder, a glob, hf:NAME or tfds:NAME")
+    whole = Path(source).expanduser()
+    if whole.exists():
+        return [source]
+    return [name.strip() for name in source.split(",") if name.strip()]
 
 
 def is_local(source: str) -> bool:
-    return not source.startswith(("hf:", "tfds:"))
+    return not any(name.startswith(("hf:", "tfds:")) for name in names(source))
 
 
-def local_files(source: str) -> list[Path]:
-    """The files of a local source, sorted. Raises UserError if there are none."""
-    if source == "python_stdlib":
+def open_source(source: str) -> list[Part]:
+    """The parts of a source. Raises UserError if there is no such source, or nothing in it."""
+    passage = min(max(size(source) // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
+    parts = []
+    for name in names(source):
+        if name.startswith("hf:"):
+            parts += hugging_face_parts(name)
+        elif name.startswith("tfds:"):
+            parts.append(tfds_part(name))
+        else:
+            parts += [file_part(path, name, passage) for path in local_files(name)]
+    return parts
+
+
+def local_files(name: str) -> list[Path]:
+    """The files of one local source, sorted. Raises UserError if there are none."""
+    if name == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return sorted(path for path in root.rglob("*.py")
                       if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts))
-    if source.startswith("tfds:"):
-        raise UserError(f"config.data.source={source!r}: TFDS datasets cannot be read yet; write the "
-                        "texts to a .jsonl file and name that")
-    path = Path(source).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        paths = sorted(p for p in path.rglob("*") if kind(p) in KINDS and p.is_file())
         if not paths:
-            raise UserError(f"config.data.source={source!r}: no {' or '.join(TEXT_SUFFIXES)} file in "
-                            "this folder")
+            raise UserError(f"config.data.source={name!r}: no {', '.join(KINDS)} file in this folder")
     elif path.is_file():
         paths = [path]
     else:
         paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not paths:
-            raise UserError(f"config.data.source={source!r}: no such file")
-    if refused := [p for p in paths if p.suffix in (".parquet", ".gz", ".bz2", ".zst", ".zip")]:
-        raise UserError(f"{refused[0]}: {refused[0].suffix} files cannot be read yet; unpack it to "
-                        ".txt or .jsonl")
+            raise UserError(f"config.data.source={name!r}: no such file")
+    if refused := [p for p in paths if p.suffix.lower() in ARCHIVES]:
+        raise UserError(f"{refused[0]}: archives of the kind {refused[0].suffix} cannot be read; unpack it, "
+                        f"or compress single files as {', '.join(COMPRESSED)}")
     return paths
+
+
+def kind(path: Path) -> str:
+    """The suffix that tells what is in a file, whatever it is compressed with."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
+
+
+def size(source: str) -> int:
+    """Bytes of the local files of a source."""
+    return sum(path.stat().st_size for name in names(source) if is_local(name)
+               for path in local_files(name))
 
 
 def fingerprint(source: str) -> str:
     """Changes when the source does: files by path, size and time; the standard library by version."""
-    if source == "python_stdlib" or not is_local(source):
-        return f"{source} {sys.version if source == 'python_stdlib' else ''}"
-    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in local_files(source)]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+    described = []
+    for name in names(source):
+        if name == "python_stdlib":
+            described.append((name, sys.version))
+        elif not is_local(name):
+            described.append(name)
+        else:
+            stats = [(path.resolve(), path.stat()) for path in local_files(name)]
+            described += [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def passages(text: str, most: int) -> Iterator[str]:
-    """Cuts a text into documents of at most `most` characters, at blank lines where it can.
+# ---------------------------------------------------------------------- local files
 
-    A file that is one long book would otherwise be one document, wholly in the training or wholly
-    in the validation split. The price is an end-of-text every 16 thousand characters (more often
-    in a source of less than 1.6 MB, so that it has some hundred documents).
-    """
-    start = 0
-    while len(text) - start > most:
-        half = start + most // 2
-        cuts = (text.rfind(mark, half, start + most) + len(mark) for mark in ("\n\n", "\n", " "))
-        end = next((cut for cut in cuts if cut > half), start + most)
-        yield text[start:end]
-        start = end
-    yield text[start:]
+def file_part(path: Path, source: str, passage: int) -> Part:
+    """A local file; a text file is cut into passages of at most `passage` characters."""
+    def read(rules: Rules):
+        if kind(path) == ".parquet":
+            return parquet_rows(path, rules)
+        raw = open_binary(path)
+        if kind(path) in JSON_SUFFIXES:
+            items = json_lines(lines(path, raw), path, rules)
+        elif source == "python_stdlib":
+            items = iter([raw.read().decode(errors="replace")])
+        else:
+            items = passages(decoded(blocks(path, raw), path, rules.invalid_utf8), passage)
+        length = max(path.stat().st_size, 1)
+        return items, lambda: min(raw.tell() / length, 1.0)
 
-
-def json_lines(path: Path, text_field: str, invalid_utf8: str) -> Iterator[str]:
-    """The `text_field` of each line's object; blank lines are passed over."""
-    with open_binary(path) as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            start, offset = offset, offset + len(line)
-            if not line.strip():
-                continue
-            try:
-                item = json.loads(decode(line, path, invalid_utf8, start, number))
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from None
-            if not isinstance(item, dict) or not isinstance(item.get(text_field), str):
-                fields = ", ".join(item) if isinstance(item, dict) else type(item).__name__
-                raise UserError(f"{path}, line {number}: no text in the field {text_field!r} (it has: "
-                                f"{fields}); set --config.data.text_field")
-            yield refuse_surrogates(item[text_field], f"{path}, line {number}", invalid_utf8)
-
-
-def decode(data: bytes, path: Path, invalid_utf8: str, offset: int = 0, line: int = 1) -> str:
-    """UTF-8 → text, of the part of a file that begins at byte `offset` in line `line`.
-
-    Says how many bytes of it are not UTF-8, and where in the file the first of them stands.
-    """
-    if offset == 0 and data.startswith(codecs.BOM_UTF8):
-        data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        if invalid_utf8 == "replace":
-            return data.decode("utf-8", errors="replace")
-        escaped = data.decode("utf-8", errors="surrogateescape")
-        count = sum(1 for c in escaped if "\udc80" <= c <= "\udcff")
-        line += data.count(b"\n", 0, error.start)
-        raise UserError(
-            f"{path}: {count} byte{'s are' if count > 1 else ' is'} not UTF-8, the first at byte "
-            f"{offset + error.start} (line {line}). Convert the file, or set "
-            "--config.data.invalid_utf8=replace") from None
-
-
-def refuse_surrogates(text: str, where: str, invalid_utf8: str) -> str:
-    """JSON can spell half a surrogate pair (\\ud800), which is no text in any encoding."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError as error:
-        if invalid_utf8 == "replace":
-            return text.encode(errors="replace").decode()
-        raise UserError(f"{where}: half a surrogate pair at character {error.start}. Mend the file, "
-                        "or set --config.data.invalid_utf8=replace") from None
+    return Part(str(path), path.stat().st_size, read)
 
 
 def open_binary(path: Path):
@@ -168,31 +244,221 @@ def open_binary(path: Path):
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def read_bytes(path: Path) -> bytes:
-    with open_binary(path) as file:
-        return file.read()
+def unpacked(path: Path, raw) -> io.BufferedIOBase:
+    """What is in a file that may be compressed."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(raw)
+    if suffix == ".bz2":
+        return bz2.open(raw)
+    if suffix == ".zst":
+        return io.BufferedReader(pyarrow(path).input_stream(raw, compression="zstd"))
+    return raw
 
 
-def hugging_face_documents(source: str, text_field: str) -> Iterator[str]:
-    """Streams the training split of `hf:NAME[:CONFIG]` through `datasets`."""
+@contextlib.contextmanager
+def named_if_damaged(path: Path):
+    """What libraries raise at a damaged file, as a UserError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:  # the machine's trouble, not the file's
+            raise UserError(f"{path}: {error.strerror}") from None
+        why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise UserError(f"{path}: damaged, or not what its name says ({why}). Fetch it again, or leave it "
+                        "out") from None
+
+
+def blocks(path: Path, raw) -> Iterator[bytes]:
+    with named_if_damaged(path):
+        file = unpacked(path, raw)
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def lines(path: Path, raw) -> Iterator[bytes]:
+    with named_if_damaged(path):
+        yield from unpacked(path, raw)
+
+
+def decoded(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
+    """UTF-8 → text, block by block. Raises UserError naming byte and line of what is not UTF-8."""
+    errors = "strict" if invalid_utf8 == "refuse" else "replace"
+    offset, line, rest = 0, 1, b""
+    for block in itertools.chain(blocks, [b""]):
+        data = rest + block
+        if offset == 0 and data.startswith(codecs.BOM_UTF8):
+            data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
+        try:
+            text, used = codecs.utf_8_decode(data, errors, not block)
+        except UnicodeDecodeError as error:
+            line += data.count(b"\n", 0, error.start)
+            raise not_utf8(path, offset + error.start, line) from None
+        offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
+        yield text
+
+
+def not_utf8(path: Path, byte: int, line: int) -> UserError:
+    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}). Convert the file, or set "
+                     "--config.data.invalid_utf8=replace")
+
+
+def passages(pieces: Iterator[str], most: int) -> Iterator[str]:
+    """Cuts a text, given in pieces, into documents of at most `most` characters, at blank lines where
+    it can.
+
+    A file that is one long book would otherwise be one document, wholly in the training or wholly
+    in the validation split. The price is an end-of-text every 16 thousand characters (more often
+    in a source of less than 1.6 MB, so that it has some hundred documents).
+    """
+    text = ""
+    for piece in pieces:
+        text, start = text + piece, 0
+        while len(text) - start > most:
+            half = start + most // 2
+            cuts = (text.rfind(mark, half, start + most) + len(mark) for mark in ("\n\n", "\n", " "))
+            end = next((cut for cut in cuts if cut > half), start + most)
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    yield text
+
+
+def json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
+    """The text field of each line's object; blank lines are passed over."""
+    offset = 0
+    for number, line in enumerate(lines, start=1):
+        start, offset = offset, offset + len(line)
+        if line.strip():
+            yield json_line(line, path, start, number, rules)
+
+
+def json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
+    where = f"{path}, line {number}"
+    if offset == 0:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        decoded_line = line.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+    except UnicodeDecodeError as error:
+        if rules.invalid_items == "skip":
+            return Skipped("not UTF-8")
+        raise not_utf8(path, offset + error.start, number) from None
+    try:
+        item = json.loads(decoded_line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return rules.refuse(where, f"not JSON: {getattr(error, 'msg', 'nested too deeply')}", "mend the line")
+    if not isinstance(item, dict):
+        return rules.refuse(where, f"not a JSON object: a {type(item).__name__}", "mend the line")
+    return text_of(item.get(rules.text_field), where, item, rules)
+
+
+def text_of(text, where: str, fields, rules: Rules) -> Item:
+    """The text that was found in an item, if it is one."""
+    if not isinstance(text, str):
+        return rules.refuse(where, f"no text in the field {rules.text_field!r}: it has {', '.join(fields)}",
+                            "set --config.data.text_field")
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, \ud800, which is no text
+        if rules.invalid_utf8 == "replace":
+            return text.encode(errors="replace").decode()
+        return rules.refuse(where, f"half a surrogate pair: character {error.start}",
+                            "set --config.data.invalid_utf8=replace")
+
+
+def parquet_rows(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
+    parquet = pyarrow(path, "parquet")
+    with named_if_damaged(path):
+        file = parquet.ParquetFile(path)
+    rows = max(file.metadata.num_rows, 1)
+    columns = file.schema_arrow.names
+    if rules.text_field not in columns:
+        raise UserError(f"{path}: no column {rules.text_field!r}, it has {', '.join(columns)}; set "
+                        "--config.data.text_field")
+    done = 0
+
+    def items():
+        nonlocal done
+        with named_if_damaged(path):
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
+                for number, text in enumerate(batch.column(0).to_pylist(), done + 1):
+                    yield text_of(text, f"{path}, row {number}", columns, rules)
+                done += len(batch)
+
+    return items(), lambda: done / rows
+
+
+# ---------------------------------------------------------------------- libraries' datasets
+
+def missing(what: str) -> UserError:
+    return UserError(f"{what}: reading this needs more libraries: pip install -e '.[data]'")
+
+
+def pyarrow(path: Path, module: str = ""):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing(str(path)) from None
+    return pyarrow.parquet if module == "parquet" else pyarrow
+
+
+def hugging_face_parts(source: str) -> list[Part]:
+    """The shards of the training split of `hf:NAME[:CONFIG]`, streamed."""
     try:
         import datasets
     except ImportError:
-        raise UserError("config.data.source='hf:…' needs the datasets library: "
-                        "pip install -e '.[hf]'") from None
+        raise missing(f"config.data.source={source!r}") from None
     name, *config = source.removeprefix("hf:").split(":", 1)
+
+    def refused(error: Exception) -> UserError:
+        return UserError(f"config.data.source={source!r}: {str(error).splitlines()[0]}")
+
+    troubles = (OSError, ValueError, datasets.exceptions.DatasetsError)
     try:
-        rows = datasets.load_dataset(name, *config, split="train", streaming=True)
-        for row in rows:
-            if text_field not in row:
-                raise UserError(f"{source}: its rows have no field {text_field!r} (they have: "
-                                f"{', '.join(row)}); set --config.data.text_field")
-            if row[text_field]:
-                yield row[text_field]
-    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise UserError(f"{source}: {str(error).splitlines()[0]}") from error
+        stream = datasets.load_dataset(name, *config, split="train", streaming=True)
+    except troubles as error:
+        raise refused(error) from None
+
+    def read(shard: int, rules: Rules):
+        def items():
+            try:
+                for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
+                    yield text_of(row.get(rules.text_field), f"{source}, shard {shard}, row {number}", row,
+                                  rules)
+            except troubles as error:
+                raise refused(error) from None
+        return items(), lambda: 0.0
+
+    return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules))
+            for shard in range(stream.num_shards)]
 
 
-def size(source: str) -> int:
-    """Bytes of a local source's files."""
-    return sum(path.stat().st_size for path in local_files(source))
+def tfds_part(source: str) -> Part:
+    """The training split of `tfds:NAME`, by index. Needs no TensorFlow."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise missing(f"config.data.source={source!r}") from None
+    try:
+        rows = tfds.data_source(source.removeprefix("tfds:"), split="train")
+    except Exception as error:  # of many kinds: TFDS runs the code of each dataset
+        lines = str(error).splitlines() or [type(error).__name__]
+        mend = (". Make it in that format (tfds build --file_format=array_record), or write its texts to "
+                "Parquet files and name those" if "file format" in lines[0].lower() else "")
+        raise UserError(f"config.data.source={source!r}: {lines[0].rstrip('.')}{mend}") from None
+    done = 0
+
+    def utf8(text, rules: Rules):  # what is not UTF-8 becomes half a surrogate pair, and is treated as such
+        return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
+
+    def read(rules: Rules):
+        def items():
+            nonlocal done
+            for done in range(len(rows)):
+                row = rows[done]
+                yield text_of(utf8(row.get(rules.text_field), rules), f"{source}, item {done}", row, rules)
+        return items(), lambda: done / max(len(rows), 1)
+
+    return Part(source, 0, read)

@@ -1,183 +1,253 @@
-"""The token store: a corpus as two random-access streams of token ids, train and validation.
+"""The token store: a corpus as two streams of token ids on disk, train and validation.
 
-A store is a folder: `metadata.json`, `tokenizer/`, and for each split ArrayRecord files whose
-records hold RECORD_TOKENS ids each (the last one fewer), as uint16 where the vocabulary allows.
-A document is its end-of-text id followed by its tokens, so that borders can be read off the stream.
+A store is a folder: `metadata.json`, `tokenizer/`, and for each split two files of plain numbers:
+`SPLIT.bin`, the ids of all documents one after another (uint16 where the vocabulary allows, else
+uint32; little-endian), and `SPLIT.documents.bin`, the place where each document begins (int64). A
+document is its end-of-text id followed by its tokens. Plain files can be read at any place without
+a library, and cut back to any place, which is how an interrupted preparation goes on.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-import grain
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import locked, write_atomically
+from smallgpt_jax.words import duration, in_millions
 
-FORMAT = 1
+FORMAT = 2
 METADATA_FILE = "metadata.json"
+JOURNAL_FILE = "journal.json"  # of an unfinished store: how far it is
 SPLITS = ("train", "validation")
-RECORD_TOKENS = 2048
-RECORDS_PER_FILE = 50_000  # 102 million tokens
-ENCODE_BYTES = 4_000_000  # text that is tokenized in one go, on all cores
+JOURNAL_SECONDS = 5  # between two journals
+TELL_SECONDS = 10  # between two lines that say how it goes
+LONG_TEXT = 1_000_000  # characters; longer documents are tokenized in pieces
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One split of a store, open for reading. Picklable."""
+    """One split of a store, open for reading."""
 
-    files: tuple[str, ...]
+    folder: Path
+    name: str
     tokens: int
     documents: int
     text_bytes: int
     dtype: str
+    end_of_text: int
 
     @property
     def bytes_per_token(self) -> float:
         return self.text_bytes / self.tokens
 
     @cached_property
-    def _records(self) -> grain.sources.ArrayRecordDataSource:
-        return grain.sources.ArrayRecordDataSource(list(self.files))
+    def stream(self) -> np.ndarray:
+        """All token ids, (tokens,), mapped into memory."""
+        return np.memmap(tokens_file(self.folder, self.name), self.dtype, "r")
 
-    def read(self, starts_N: np.ndarray, length: int) -> np.ndarray:
-        """The tokens from each of `starts_N` on, (N, length) int32.
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where in the stream each document begins, (documents,) int64, mapped into memory."""
+        return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
-        Each read record is decoded once, whatever the number of windows that touch it.
-        """
-        spans = [(start // RECORD_TOKENS, (start + length - 1) // RECORD_TOKENS)
-                 for start in map(int, starts_N)]
-        indices = sorted({i for first, last in spans for i in range(first, last + 1)})
-        records = dict(zip(indices, (np.frombuffer(record, self.dtype)
-                                     for record in self._records.__getitems__(indices))))
-        windows_NxT = np.empty((len(spans), length), np.int32)
-        for row, start, (first, last) in zip(windows_NxT, map(int, starts_N), spans):
-            covering = (records[first] if first == last
-                        else np.concatenate([records[i] for i in range(first, last + 1)]))
-            offset = start - first * RECORD_TOKENS
-            row[:] = covering[offset:offset + length]
-        return windows_NxT
+
+def tokens_file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.bin"
+
+
+def documents_file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.documents.bin"
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenStore:
     folder: Path
-    made_from: dict  # the arguments of `prepare` but the folder
+    metadata: dict
     tokenizer: Tokenizer
     train: Split
     validation: Split
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Opens the store in `folder`. Raises UserError if it is not one, or one of another format."""
+    """Opens the store in `folder`. Raises UserError if it is not one, is of another format, or if a
+    file of it is not as long as it was made."""
+    again = "Remove the folder and make the store again with smallgpt_jax.prepare"
     try:
         metadata = json.loads((folder / METADATA_FILE).read_text())
-    except (OSError, ValueError) as error:
+        stored_format = metadata.get("format")
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{folder / METADATA_FILE}: not the description of a token store ({error})") from None
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"{folder}: a token store of format {metadata.get('format')}, this version "
-                        f"reads format {FORMAT}; make it again with smallgpt_jax.prepare")
+    if stored_format != FORMAT:
+        raise UserError(f"{folder}: a token store of format {stored_format}, this version reads format "
+                        f"{FORMAT}. {again}")
     splits = {}
     for name in SPLITS:
-        fields = metadata["splits"][name]
-        files = [folder / file for file in fields["files"]]
-        if missing := [file for file in files if not file.is_file()]:
-            raise UserError(f"{missing[0]}: this part of the token store is missing; make the store "
-                            "again with smallgpt_jax.prepare")
-        splits[name] = Split(
-            tuple(map(str, files)), fields["tokens"], fields["documents"], fields["text_bytes"],
-            metadata["dtype"])
-    return TokenStore(folder, metadata["made_from"], tokenizers.load(folder / "tokenizer"), **splits)
+        split = Split(folder, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
+                      **metadata["splits"][name])
+        for path, length in ((tokens_file(folder, name), split.tokens * np.dtype(split.dtype).itemsize),
+                             (documents_file(folder, name), split.documents * 8)):
+            if not path.is_file():
+                raise UserError(f"{path}: this part of the token store is missing. {again}")
+            if path.stat().st_size != length:
+                raise UserError(f"{path}: {path.stat().st_size:,} bytes long, it was made with {length:,}: "
+                                f"damaged. {again}")
+        splits[name] = split
+    return TokenStore(folder, metadata, tokenizers.load(folder / "tokenizer"), **splits)
 
+
+# ---------------------------------------------------------------------- making one
 
 def prepare(
     folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
-    invalid_utf8: str, say=print,
+    invalid_utf8: str, invalid_items: str, workers: int | None = None, say=print,
 ) -> TokenStore:
     """Tokenizes a source into a new store at `folder`; it appears whole or not at all.
 
-    Arguments are those of the config's `data` group. Raises UserError for all that a source can
-    have wrong. Cost: the text is read twice if SentencePiece has to be trained; memory is bounded
-    by the longest document.
+    Arguments are those of the config's `data` group; `workers` threads (all cores by default)
+    tokenize, and the result does not depend on their number. What is done so far lies in
+    `folder`.partial; interrupted, the same call goes on from there. Memory: some 10 MB a worker, and
+    a few times the longest document. Raises UserError for all that a source can have wrong.
     """
-    def texts():
-        return sources.documents(source, text_field, invalid_utf8)
-
     if not 0 < validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction={validation_fraction}: must be above 0 and "
                         "below 1")
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"config.data.store={str(folder)!r}: there is something else there already; name "
-                        "a new folder")
-    started = time.monotonic()
-    if tokenizer.startswith("sentencepiece:"):
-        say(f"training a tokenizer, {tokenizer}, on {source}")
-    made = tokenizers.make(
-        tokenizer, (text for text in texts() if not is_validation(text, validation_fraction)))
-
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers={workers}: must be at least 1")
+    rules = sources.Rules(text_field, invalid_utf8, invalid_items)
+    made_from = {
+        "source": source, "tokenizer": tokenizer, "text_field": text_field, "invalid_utf8": invalid_utf8,
+        "invalid_items": invalid_items, "validation_fraction": validation_fraction}
+    parts = sources.open_source(source)
+    refuse_if_taken(folder)
+    partial = folder.with_name(folder.name + ".partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        lock = locked(folder.with_name(f".{folder.name}.lock"), wait=True)
+        with lock:
+            if not (folder / METADATA_FILE).is_file():  # another process may have made it meanwhile
+                make(partial, parts, rules, made_from, workers or os.cpu_count(), say)
+                refuse_if_taken(folder)
+                partial.replace(folder)
     except OSError as error:
-        raise UserError(f"config.data.store: cannot write to {folder.parent}: {error.strerror}") from None
-    try:
-        tokenizers.save(made, partial / "tokenizer")
-        dtype = np.uint16 if made.vocab_size <= 2**16 else np.uint32
-        writers = {name: SplitWriter(partial, name, dtype) for name in SPLITS}
-        tokenize(texts(), made, writers, validation_fraction, say)
-        for writer in writers.values():
-            writer.close()
-            if not writer.documents:
-                total = sum(other.documents for other in writers.values())
-                raise UserError(
-                    f"config.data.source={source!r}: of its {total} documents none fell into the "
-                    f"{writer.name} split (config.data.validation_fraction={validation_fraction}); "
-                    "use more text or another fraction")
-        metadata = {
-            "format": FORMAT,
-            "made_from": {
-                "source": source, "tokenizer": tokenizer, "text_field": text_field,
-                "validation_fraction": validation_fraction, "invalid_utf8": invalid_utf8},
-            "vocab_size": made.vocab_size, "end_of_text": made.end_of_text,
-            "dtype": np.dtype(dtype).name, "splits": {n: w.summary() for n, w in writers.items()}}
-        (partial / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n")
-        partial.chmod(0o755)
-        if not (folder / METADATA_FILE).is_file():  # another run may have made it meanwhile
-            os.replace(partial, folder)
-    except BaseException:
+        raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
+                        f"{error.strerror}. What is done is kept; the same command goes on from there"
+                        ) from None
+    return open_store(folder)
+
+
+def refuse_if_taken(folder: Path) -> None:
+    is_taken = folder.is_dir() and any(folder.iterdir()) and not (folder / METADATA_FILE).is_file()
+    if is_taken or folder.is_file():
+        raise UserError(f"config.data.store={str(folder)!r}: there is something else there already; name "
+                        "a new folder")
+
+
+def make(partial: Path, parts: list[sources.Part], rules: sources.Rules, made_from: dict, workers: int, say,
+         ) -> None:
+    """Makes a store in `partial`, or goes on with the one that was begun there from the same source."""
+    fraction = made_from["validation_fraction"]
+    identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"])}
+    journal = read_journal(partial, identity)
+    if journal:
+        made = tokenizers.load(partial / "tokenizer")
+        say(f"going on with {partial}: {journal['done']:.0%} done")
+    else:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        if made_from["tokenizer"].startswith("sentencepiece:"):
+            say(f"training a tokenizer, {made_from['tokenizer']}, on {made_from['source']}")
+        try:
+            made = tokenizers.make(made_from["tokenizer"], training_texts(parts, rules, fraction))
+        except UserError:
+            shutil.rmtree(partial)
+            raise
+        tokenizers.save(made, partial / "tokenizer")
+        empty = dict(tokens=0, documents=0, text_bytes=0)
+        journal = {**identity, "place": [0, 0], "done": 0.0, "skipped": {},
+                   "splits": {name: empty for name in SPLITS}}
+
+    dtype = np.dtype(np.uint16 if made.vocab_size <= 2**16 else np.uint32)
+    writers = {name: SplitWriter(partial, name, dtype, **journal["splits"][name]) for name in SPLITS}
+    skipped = Counter(journal["skipped"])
+    progress = Told(say, journal["done"])
+
+    def note(place: sources.Place, done: float) -> None:
+        for writer in writers.values():
+            writer.flush()
+        write_atomically(partial / JOURNAL_FILE, json.dumps({
+            **identity, "place": place, "done": done, "skipped": skipped,
+            "splits": {name: writer.counts() for name, writer in writers.items()}}))
+
+    place, done = sources.Place(*journal["place"]), journal["done"]
+    note(place, done)  # says from now on whose folder this is
+    noted = time.monotonic()
+    encode = functools.partial(encode_batch, tokenizer=made, dtype=dtype, validation_fraction=fraction)
+    try:
+        for batch, encoded in in_order(encode, sources.batches(parts, rules, place), workers):
+            for name, writer in writers.items():
+                writer.add(encoded[name])
+            skipped.update(batch.skipped)
+            _, _, place, done = batch
+            if time.monotonic() - noted > JOURNAL_SECONDS:
+                note(place, done)
+                noted = time.monotonic()
+            progress.update(done, sum(len(part.tokens) for part in encoded.values()))
+    except UserError:  # a bad item, or a network that has gone: what is done stays, if it is worth it
+        note(place, done)
+        if place == (0, 0):
+            shutil.rmtree(partial)
         raise
-    shutil.rmtree(partial, ignore_errors=True)
-    store = open_store(folder)
-    say(f"{source}: {store.train.documents + store.validation.documents:,} documents, "
-        f"{store.train.tokens / 1e6:.2f} M tokens for training, "
-        f"{store.validation.tokens / 1e6:.2f} M for validation, "
-        f"{store.train.bytes_per_token:.2f} bytes a token ({time.monotonic() - started:.0f} s)")
-    return store
+
+    for writer in writers.values():
+        writer.close()
+        if not writer.documents:
+            total = sum(other.documents for other in writers.values())
+            shutil.rmtree(partial)
+            if not total:
+                raise UserError(f"config.data.source={made_from['source']!r}: there is no text in it"
+                                + (f"; left out: {in_words(skipped)}" if skipped else ""))
+            raise UserError(
+                f"config.data.source={made_from['source']!r}: of its {total} documents none fell into the "
+                f"{writer.name} split (config.data.validation_fraction={fraction}); use more text or "
+                "another fraction")
+    metadata = {
+        "format": FORMAT, "made_from": made_from, "vocab_size": made.vocab_size,
+        "end_of_text": made.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
+        "splits": {name: writer.counts() for name, writer in writers.items()}}
+    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
+    (partial / JOURNAL_FILE).unlink()
+    say(summary(made_from["source"], partial, metadata, progress.seconds()))
 
 
-def tokenize(texts: Iterable[str], tokenizer: Tokenizer, writers: dict[str, "SplitWriter"],
-             validation_fraction: float, say) -> None:
-    """Writes the tokens of each text to the split it belongs to; says every ten seconds how it goes."""
-    started = told = time.monotonic()
-    for batch in batches_of_texts(texts):
-        for text, ids in zip(batch, tokenizer.encode(batch)):
-            split = "validation" if is_validation(text, validation_fraction) else "train"
-            writers[split].add(tokenizer.end_of_text, ids, text_bytes=len(text.encode()))
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            tokens = sum(writer.tokens for writer in writers.values())
-            say(f"  {tokens / 1e6:,.1f} M tokens, {tokens / (told - started):,.0f} tokens/s")
+def read_journal(partial: Path, identity: dict) -> dict | None:
+    """The journal of an interrupted preparation from the same source with the same settings."""
+    try:
+        journal = json.loads((partial / JOURNAL_FILE).read_text())
+        same = all(journal[key] == value for key, value in json.loads(json.dumps(identity)).items())
+        return journal if same else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def training_texts(parts: list[sources.Part], rules: sources.Rules, validation_fraction: float,
+                   ) -> Iterator[str]:
+    """What a tokenizer may learn from."""
+    return (text for batch in sources.batches(parts, rules) for text in batch.texts
+            if not is_validation(text, validation_fraction))
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -190,58 +260,151 @@ def is_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(digest) < fraction * 2**64
 
 
-def batches_of_texts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Groups texts into lists of about ENCODE_BYTES."""
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= ENCODE_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+class Encoded(NamedTuple):
+    """Some documents of one split, one after another."""
+
+    tokens: np.ndarray  # (N,), each document's end-of-text first
+    lengths: np.ndarray  # (documents,)
+    text_bytes: int
+
+
+def encode_batch(batch: sources.Batch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
+                 ) -> dict[str, Encoded]:
+    """The documents of a batch as tokens, by split."""
+    ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
+    mark = np.array([tokenizer.end_of_text], dtype)
+    for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
+        name = "validation" if is_validation(text, validation_fraction) else "train"
+        ids[name].append(document)
+        text_bytes[name] += len(text.encode())
+    return {name: Encoded(
+        np.concatenate([part for document in documents for part in (mark, document)] or [mark[:0]],
+                       dtype=dtype, casting="unsafe"),
+        np.array([1 + len(document) for document in documents], np.int64), text_bytes[name])
+        for name, documents in ids.items()}
+
+
+def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The ids of each text; of one that is very long, piece by piece, in bounded memory."""
+    if all(len(text) <= LONG_TEXT for text in texts):
+        return tokenizer.encode(texts)
+    return [np.concatenate([tokenizer.encode([piece])[0] for piece in pieces(text)]) for text in texts]
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cuts a very long text in front of spaces between words, where byte-pair tokens begin anyway
+    (so the ids are those of the whole), or, where there are none, anywhere."""
+    start = 0
+    while len(text) - start > LONG_TEXT:
+        end = start + LONG_TEXT
+        for place in range(end, end - LONG_TEXT // 2, -1):
+            if text[place] == " " and text[place - 1].isalnum() and text[place + 1:place + 2].isalnum():
+                end = place
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
+    """Each item and function(item), in the order of the items, `workers` of them computed at a time.
+
+    Threads will do: the tokenizers' own code runs without Python's lock.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = deque()
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(function, item)))
+                if len(waiting) > workers + 1:
+                    item, result = waiting.popleft()
+                    yield item, result.result()
+            while waiting:
+                item, result = waiting.popleft()
+                yield item, result.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class SplitWriter:
-    """Writes one split's stream of tokens: full records as they fill up, the rest at `close`."""
+    """Writes one split's files, from where they were at the last `flush` that the journal knows."""
 
-    def __init__(self, folder: Path, name: str, dtype):
-        self.name, self.tokens, self.documents, self.text_bytes = name, 0, 0, 0
-        self._folder, self._dtype = folder, dtype
-        self._pending = np.empty(0, dtype)
-        self._records = 0
-        self._files: list[str] = []
-        self._writer = None
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
+                 text_bytes: int):
+        self.name, self.tokens, self.documents, self.text_bytes = name, tokens, documents, text_bytes
+        self._tokens_file = open_at(tokens_file(folder, name), tokens * dtype.itemsize)
+        self._documents_file = open_at(documents_file(folder, name), documents * 8)
 
-    def add(self, end_of_text: int, ids, text_bytes: int) -> None:
-        ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
-        document = np.concatenate([[end_of_text], ids]).astype(self._dtype)
-        self.documents += 1
-        self.tokens += len(document)
-        self.text_bytes += text_bytes
-        self._pending = np.concatenate([self._pending, document])
-        full = len(self._pending) // RECORD_TOKENS * RECORD_TOKENS
-        for record in self._pending[:full].reshape(-1, RECORD_TOKENS):
-            self._write(record)
-        self._pending = self._pending[full:]
+    def add(self, encoded: Encoded) -> None:
+        starts = self.tokens + np.cumsum(encoded.lengths) - encoded.lengths
+        self._tokens_file.write(encoded.tokens.tobytes())
+        self._documents_file.write(starts.tobytes())
+        self.tokens += len(encoded.tokens)
+        self.documents += len(encoded.lengths)
+        self.text_bytes += encoded.text_bytes
+
+    def counts(self) -> dict:
+        return {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
+
+    def flush(self) -> None:
+        for file in (self._tokens_file, self._documents_file):
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        if len(self._pending):
-            self._write(self._pending)
-        if self._writer:
-            self._writer.close()
+        self.flush()
+        self._tokens_file.close()
+        self._documents_file.close()
 
-    def summary(self) -> dict:
-        return {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes,
-                "files": self._files}
 
-    def _write(self, record: np.ndarray) -> None:
-        if self._records % RECORDS_PER_FILE == 0:
-            if self._writer:
-                self._writer.close()
-            self._files.append(f"{self.name}-{len(self._files):05d}.array_record")
-            self._writer = ArrayRecordWriter(
-                str(self._folder / self._files[-1]), "group_size:1,uncompressed")
-        self._writer.write(record.tobytes())
-        self._records += 1
+def open_at(path: Path, length: int):
+    """A file, made if need be, cut to its first `length` bytes, open for adding to them."""
+    file = path.open("ab")
+    file.truncate(length)
+    return file
+
+
+# ---------------------------------------------------------------------- what it tells
+
+class Told:
+    """Says every TELL_SECONDS how far a preparation is, how fast, and how long it will take."""
+
+    def __init__(self, say, done: float):
+        self._say, self._first, self._tokens = say, done, 0
+        self._started = self._told = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def update(self, done: float, tokens: int) -> None:
+        self._tokens += tokens
+        if time.monotonic() - self._told < TELL_SECONDS:
+            return
+        self._told = time.monotonic()
+        seconds = self.seconds()
+        left = seconds * (1 - done) / (done - self._first) if done > self._first else None
+        self._say(f"  {done:4.0%}   {in_millions(self._tokens)} tokens, "
+                  f"{self._tokens / seconds:,.0f} tokens/s"
+                  + (f", {duration(left)} left" if left is not None else ""))
+
+
+def summary(source: str, folder: Path, metadata: dict, seconds: float) -> str:
+    """What a person wants to know of a new store, in a few lines."""
+    splits = metadata["splits"]
+    starts = [np.append(np.fromfile(documents_file(folder, name), np.int64), splits[name]["tokens"])
+              for name in SPLITS]
+    lengths = np.concatenate([np.diff(s) for s in starts])
+    median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
+    tokens = sum(split["tokens"] for split in splits.values())
+    text_bytes = sum(split["text_bytes"] for split in splits.values())
+    lines = [f"{source}: {len(lengths):,} documents, {in_millions(splits['train']['tokens'])} tokens for "
+             f"training, {in_millions(splits['validation']['tokens'])} for validation, "
+             f"{text_bytes / tokens:.2f} bytes a token ({duration(seconds)})",
+             f"tokens a document: median {median:,}, 95% have at most {most:,}, the longest {longest:,}"]
+    if metadata["skipped"]:
+        lines.append(f"left out: {in_words(metadata['skipped'])}")
+    return "\n".join(lines)
+
+
+def in_words(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import sentencepiece
 
 from smallgpt_jax.errors import UserError
@@ -38,8 +39,8 @@ class Tokenizer(Protocol):
     end_of_text: int
     unknown: int | None  # what stands for characters that it has no piece for, if there are such
 
-    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The ids of each text, without end-of-text."""
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, without end-of-text. Threads may call it at the same time."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids below vocab_size."""
@@ -57,7 +58,7 @@ class Bytes:
     unknown = None
 
     def encode(self, texts):
-        return [text.encode() for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -85,7 +86,7 @@ class SentencePiece:
                             "piece to mark documents with")
 
     def encode(self, texts):
-        return self._processor.encode(list(texts), num_threads=os.cpu_count())
+        return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
     def decode(self, ids):
         return self._processor.decode([int(i) for i in ids])
@@ -119,7 +120,8 @@ class GPT2:
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, texts):
-        return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
+        # Text that spells a special token is text like any other.
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids):
         return self._encoding.decode([int(i) for i in ids])
@@ -166,8 +168,13 @@ def make(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 def load(folder: Path) -> Tokenizer:
     """The tokenizer in a folder. Raises UserError naming what is missing or unreadable."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: the tokenizer's folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
+    try:
+        kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{files[KIND_FILE]}: damaged, it does not say which tokenizer this is") from None
     if kind == "bytes":
         return Bytes()
     if "tokenizer.model" in files:

@@ -13,7 +13,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from smallgpt_jax import checkpoint, models, workdir
+from smallgpt_jax import models, workdir
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
@@ -216,8 +217,8 @@ def load_trained(folder: str | Path, step: int | None = None):
     model = models.build(**config.model)
     if not (folder / workdir.CHECKPOINT_FOLDER).is_dir():
         raise UserError(f"{folder}: this run has no checkpoint yet")
-    checkpoints = checkpoint.open_checkpoints(folder / workdir.CHECKPOINT_FOLDER)
-    steps = sorted(checkpoints.all_steps())
+    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
+    steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{folder}: this run has no checkpoint yet")
     if step not in (None, *steps):
@@ -225,7 +226,7 @@ def load_trained(folder: str | Path, step: int | None = None):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
                             nn.unbox(models.abstract_params(model)))
-    params = checkpoint.restore_params(checkpoints, steps[-1] if step is None else step, abstract)
+    params = checkpoints.restore_params(steps[-1] if step is None else step, abstract)
     checkpoints.close()
     return model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER)
 

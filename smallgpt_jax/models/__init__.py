@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
 
     def position_vectors(self, time: int, mode: Mode):
         """The position embedding of each token, (B or 1, T, D)."""
-        if not mode.decode:
+        if not mode.decode and mode.segments_BxT is None:
             return self.position_embedding[None, :time]
         # What fills up short rows may lie beyond the last position.
         return jnp.take(self.position_embedding, mode.positions(time), axis=0, mode="clip")

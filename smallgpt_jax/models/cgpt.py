@@ -11,7 +11,7 @@ from smallgpt_jax.models.lgpt import LGPT
 class CausalConv(nn.Module):
     """Convolution over time that sees only the past, (B, T, D) → (B, T, features).
 
-    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position. With
+    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position of a text. With
     kernel_size 1 this is a dense layer. When decoding, each row's last kernel_size − 1 inputs are
     kept: B·(kernel_size − 1)·D numbers of the model's type.
     """
@@ -32,7 +32,11 @@ class CausalConv(nn.Module):
         padded = self.with_past(x_BxTxD.astype(self.dtype), mode)
         y = bias.reshape(1, -1).astype(self.dtype)
         for j in range(self.kernel_size):  # two-dimensional products, see Dense
-            y += padded[:, j:j + time].reshape(-1, width) @ kernel[j]
+            past = padded[:, j:j + time]
+            if mode.segments_BxT is not None:
+                is_of_this_text_BxT = mode.positions(time) >= self.kernel_size - 1 - j
+                past = jnp.where(is_of_this_text_BxT[:, :, None], past, 0)
+            y += past.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
     def with_past(self, x_BxTxD, mode: Mode):

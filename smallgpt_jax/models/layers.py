@@ -79,9 +79,10 @@ class ModelConfig:
 class Mode:
     """How a model is applied: what layers have to know besides the activations.
 
-    In training and evaluation each row is a whole text from position 0 on. In decoding the rows go
-    on from where their caches end, and layers keep in the collection "cache", row by row, what
-    later positions need of these. Rows may differ in length: what fills them up comes last.
+    In training and evaluation each row is a whole text from position 0 on, or, with segments, several
+    that know nothing of each other. In decoding the rows go on from where their caches end, and layers
+    keep in the collection "cache", row by row, what later positions need of these. Rows may differ in
+    length: what fills them up comes last.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # dropout is applied
@@ -89,14 +90,21 @@ class Mode:
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # the position of each row's first token
     length_B: jax.Array | None = None  # how many tokens each row has
+    segments_BxT: jax.Array | None = None  # not decoding: integers that number the texts of a row
 
     @property
     def decode(self) -> bool:
         return self.cache_length is not None
 
     def positions(self, time: int):
-        """Decoding: the position of each token, (B, time)."""
-        return self.start_B[:, None] + jnp.arange(time)[None]
+        """The position of each token in its text, (B or 1, time)."""
+        places_1xT = jnp.arange(time)[None]
+        if self.decode:
+            return self.start_B[:, None] + places_1xT
+        if self.segments_BxT is None:
+            return places_1xT
+        begins_BxT = jnp.diff(self.segments_BxT, axis=1, prepend=-1) != 0
+        return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
 
 
 EVALUATION = Mode()
@@ -277,7 +285,7 @@ class Attention(nn.Module):
         if mode.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mode)
         else:
-            y_BxHxTxK = attention.causal_attention(q, k, v, backend=c.attention)
+            y_BxHxTxK = attention.causal_attention(q, k, v, mode.segments_BxT, backend=c.attention)
         return FromHeads(
             (c.d_model,), ("heads", "head_width", "embed"),
             residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, mode)

@@ -1,0 +1,50 @@
+"""Files that more than one program may reach for: replaced whole, and locked."""
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file by `text`: afterwards it is the old one or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+class InUse(Exception):
+    """Another process holds a lock; its name is the message."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[None]:
+    """Holds the lock that is the file at `path`, which is removed afterwards.
+
+    The system frees the lock when its process ends, however it ends. Raises InUse if another process
+    has it, unless it is to wait for that one. File systems without locks get none.
+    """
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            raise InUse(file.read().strip() or "another process") from None
+        except OSError:  # no locks here
+            break
+        # The one that had it may have removed the file meanwhile, and a third one made it anew.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()

@@ -6,16 +6,18 @@ model reads only that. A third item holds a sum of the bits of every array: file
 networks lose and flip some, and not every file has a checksum of its own.
 """
 
+import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from absl import logging
 
 from smallgpt_jax import processes
 from smallgpt_jax.errors import UserError
@@ -34,8 +36,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None = None, say: Callable[[str], None] = print):
         self.folder, self._say = folder.absolute(), say
-        # What orbax logs of an error it also raises.
-        logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
+        report_once()
         self._manager = ocp.CheckpointManager(
             self.folder, item_names=("params", "opt_state", "check"),
             options=ocp.CheckpointManagerOptions(
@@ -65,6 +66,8 @@ class Checkpoints:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError):  # not the disk's trouble
+            raise error
         if processes.is_first():
             for path in self.folder.glob(UNFINISHED):  # it may be what fills the disk
                 shutil.rmtree(path, ignore_errors=True)
@@ -135,6 +138,20 @@ class Checkpoints:
     def close(self) -> None:
         self.finish()
         self._manager.close()
+
+
+def report_once() -> None:
+    """Of a write that fails orbax raises an error, which is told; this keeps it from being logged too, and
+    tensorstore from printing, with a traceback each, that nobody waits for the other writes any more."""
+    absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ from the keyboard, 143 by SIGTERM.
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def run(main: Callable[[], None]) -> None:
             fail(f"unexpected argument {argv[1]!r}: flags start with --", status=2)
         if jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+            # Where it cannot be written, programs are compiled again the next time.
+            warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
         processes.look_for_no_tpu()
         try:
             main()

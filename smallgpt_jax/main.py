@@ -30,7 +30,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main() -> None:
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
-    train(_CONFIG.value, _WORKDIR.value)
+    with processes.ending_with_the_others():
+        train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":

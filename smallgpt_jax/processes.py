@@ -3,6 +3,8 @@
 Process 0 speaks and writes; the others compute. All of them run the same program on the same config.
 """
 
+import contextlib
+import faulthandler
 import functools
 import glob
 import hashlib
@@ -11,7 +13,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -51,6 +53,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
               "at about the same time, with the same flags but for --process_id", file=sys.stderr, flush=True)
         os._exit(1)
 
+    jax.config.update("jax_enable_preemption_service", False)  # stopping.py does that for itself
     # JAX itself would end this process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
     watchdog.daemon = True
@@ -65,8 +68,27 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         raise UserError(f"no run of several processes: {str(error).splitlines()[0]}") from None
     finally:
         watchdog.cancel()
+    faulthandler.disable()  # the stacks of all threads say nothing about another process that has died
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def ending_with_the_others() -> Iterator[None]:
+    """Ends this process, with a message, when another one has gone while both compute together.
+
+    What notices it may be the arithmetic that they share, at once, or, if that hangs, JAX's
+    heartbeats after LOST_AFTER seconds, which abort the process with a message of their own.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if alone():
+            raise
+        print("error: another process of this run has ended, or cannot be reached any more "
+              f"({str(error).splitlines()[0][:200]}).\nStart all of them again: they go on from the newest "
+              "checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)  # whatever else there is to end would wait for the others
 
 
 def in_slurm_step() -> bool:

@@ -78,7 +78,8 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
     logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
     differences_RxV = logits_RxV - _target_logits(chunk, head_VxW)[:, None]
-    ratios_RxV = jnp.exp(jnp.minimum(differences_RxV, MAX_DIFFERENCE))
+    # Not jnp.minimum: on CPUs it makes a number of what is none.
+    ratios_RxV = jnp.exp(jnp.where(differences_RxV > MAX_DIFFERENCE, MAX_DIFFERENCE, differences_RxV))
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]

@@ -2,16 +2,22 @@
 
 import functools
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, XLA_FLAGS, run
 
 from smallgpt_jax import sharding
 from smallgpt_jax.metrics import read_lines
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import chaos
 
 CONFIG = ("--config=configs/gpt.py:tiny", "--config.train.steps=20")
 
@@ -63,6 +69,45 @@ def test_two_processes_train_as_one(tmp_path, text_file, alone):
     assert "20 of them done" in result.stdout
     result = run("main", *CONFIG, data, "--config.train.log_every=1", *more, f"--workdir={alone}")
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(alone), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_stopped_then_killed(tmp_path, text_file):
+    """Both end, at the same step or with a message; started again they end like two that were left alone."""
+    flags = (*CONFIG, f"--config.data.source={text_file}", "--config.train.log_every=1",
+             "--config.train.steps=120", "--config.train.checkpoint_every=20")
+    result = cluster(tmp_path / "undisturbed", *flags, processes=2, devices=1)
+    assert result.returncode == 0, result.stderr
+
+    def disturb(number, words, which):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "smallgpt_jax.main", *flags, f"--workdir={tmp_path / 'run'}",
+                   f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+        outputs = [tmp_path / str(i) for i in range(2)]
+        running = [subprocess.Popen(
+            [*command, f"--process_id={i}"], cwd=ROOT, stdout=output.open("w"), stderr=subprocess.STDOUT,
+            env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=1)}) for i, output in enumerate(outputs)]
+        while words not in outputs[0].read_text() and running[0].poll() is None:
+            time.sleep(0.02)
+        running[which].send_signal(number)
+        started = time.monotonic()
+        statuses = [process.wait(90) for process in running]
+        assert time.monotonic() - started < 60
+        return statuses, [output.read_text() for output in outputs]
+
+    statuses, said = disturb(signal.SIGTERM, "step  30/120", which=1)
+    assert statuses == [143, 143]
+    stops = [re.search(r"stopped after step (\d+), which is saved", text)[1] for text in said]
+    assert stops[0] == stops[1] and 30 <= int(stops[0]) < 120
+    statuses, said = disturb(signal.SIGKILL, "step  70/120", which=1)
+    assert statuses == [1, -signal.SIGKILL]
+    assert "error: another process of this run has ended" in said[0] and "Traceback" not in said[0], said[0]
+    result = cluster(tmp_path / "run", *flags, processes=2, devices=1)
+    assert result.returncode == 0, result.stderr
+    runs = [chaos.Run(tmp_path / name, "gpt", 120) for name in ("undisturbed", "run")]
+    assert chaos.differences(*runs) == []
 
 
 def test_what_is_wrong_for_process_0_ends_all(tmp_path, text_file):

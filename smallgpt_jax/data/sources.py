@@ -35,7 +35,7 @@ COMPRESSED = (".gz", ".bz2", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 PASSAGE_CHARACTERS = (1024, 16_384)  # of the passages that text files are cut into: least, most
 BLOCK_BYTES = 1_000_000  # of a text file, read in one go
-BATCH_CHARACTERS = 4_000_000  # that are tokenized in one go
+BATCH_CHARACTERS = 1_000_000  # that are tokenized in one go
 PARQUET_ROWS = 128  # read in one go
 
 # Left out: tests, because many distributions of Python leave them out too; tables that are not

@@ -77,9 +77,13 @@ def documents_file(folder: Path, split: str) -> Path:
 class TokenStore:
     folder: Path
     metadata: dict
-    tokenizer: Tokenizer
     train: Split
     validation: Split
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError if it is missing or damaged."""
+        return tokenizers.load(self.folder / "tokenizer")
 
 
 def open_store(folder: Path) -> TokenStore:
@@ -106,7 +110,7 @@ def open_store(folder: Path) -> TokenStore:
                 raise UserError(f"{path}: {path.stat().st_size:,} bytes long, it was made with {length:,}: "
                                 f"damaged. {again}")
         splits[name] = split
-    return TokenStore(folder, metadata, tokenizers.load(folder / "tokenizer"), **splits)
+    return TokenStore(folder, metadata, **splits)
 
 
 # ---------------------------------------------------------------------- making one

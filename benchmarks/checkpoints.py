@@ -1,0 +1,66 @@
+"""What do checkpoints cost a run?
+
+    python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
+
+Takes stretches of so many training steps in turn, one with a checkpoint begun before its first step (and
+written while the others go on; its end is waited for), one without. Prints both times and their ratio, and as
+its last line a JSON object.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
+
+from smallgpt_jax import cli, sharding, train
+from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.data.packing import Rows
+
+_CONFIG = cli.define_config()
+_EVERY = flags.DEFINE_integer("every", 50, "Steps between two checkpoints.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "Stretches of each kind.", lower_bound=1)
+
+
+def main() -> None:
+    config = _CONFIG.value
+    setup = train.set_up(config)
+    shape = (config.train.batch_size, config.model.context_length + 1)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
+    batch = Rows(jax.device_put(tokens, sharding.batch_sharding(setup.mesh)))
+    state, step = train.initial_state(setup, config), train.compile_train_step(setup, config)
+    run_step = train.runnable(step, setup.mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), config.train.keep_checkpoints)
+
+        def stretch(saves: bool) -> float:
+            nonlocal state
+            started = time.perf_counter()
+            if saves:
+                checkpoints.save(int(state.step), state)
+            for _ in range(_EVERY.value):
+                state, metrics = run_step(state, batch)
+            jax.block_until_ready(metrics)
+            checkpoints.finish()
+            return time.perf_counter() - started
+
+        stretch(True)
+        pairs = [(stretch(True), stretch(False)) for _ in range(_ROUNDS.value)]
+        checkpoints.close()
+    with_it, without = (statistics.median(times) for times in zip(*pairs))
+    cost = statistics.median(a / b for a, b in pairs) - 1
+    print(f"{_EVERY.value} steps: {with_it:.2f} s with a checkpoint, {without:.2f} s without: {cost:+.1%}")
+    print(json.dumps({"every": _EVERY.value, "seconds_with": with_it, "seconds_without": without,
+                      "cost": cost, "pairs": pairs}))
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    cli.run(main)

@@ -85,15 +85,15 @@ class Run:
     def outcome(self) -> tuple[dict[str, np.ndarray], dict]:
         """All arrays of the last checkpoint, and all losses that were logged."""
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
-        arrays = {}
-        for item in ("params", "opt_state"):
-            folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item
-            with ocp.StandardCheckpointer() as checkpointer:
-                shapes = checkpointer.metadata(folder).item_metadata.tree
-                restored = checkpointer.restore(folder, jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes))
-            arrays |= {item + jax.tree_util.keystr(path): np.asarray(x)
-                       for path, x in jax.tree_util.tree_leaves_with_path(restored)}
+        items = ("params", "opt_state")
+        with ocp.CheckpointManager(self.workdir / CHECKPOINT_FOLDER, item_names=items) as checkpoints:
+            shapes = checkpoints.item_metadata(self.steps)
+            restored = checkpoints.restore(self.steps, args=ocp.args.Composite(**{
+                item: ocp.args.StandardRestore(jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes[item].tree))
+                for item in items}))
+        arrays = {item + jax.tree_util.keystr(path): np.asarray(x) for item in items
+                  for path, x in jax.tree_util.tree_leaves_with_path(restored[item])}
         lines = read_lines(self.workdir / METRICS_FILE)
         losses = {(line["split"], line["step"]): line["loss"] for line in lines}
         losses["lines"] = len(lines)

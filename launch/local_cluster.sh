@@ -121,7 +121,7 @@ while ((left)); do
   done
   if [[ $deadline ]] && ((SECONDS >= deadline)); then
     tell_all "$signal"
-    signal=KILL # for those whom that does not end: JAX keeps SIGTERM to itself
+    signal=KILL # for those whom that does not end
     deadline=$((SECONDS + grace))
   fi
   sleep 0.1 || true # Ctrl-C ends it early

@@ -212,7 +212,7 @@ worker_stop() { # SECONDS to end in after SIGTERM
       worker_going || break
       sleep 1
     done
-    ! worker_going || kill -KILL -- "-$pid" # JAX may keep SIGTERM to itself
+    ! worker_going || kill -KILL -- "-$pid" # it was not done with saving
   fi
   echo "no run on $(hostname)"
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import flags
+from absl import flags, logging
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.checkpoint import UNFINISHED
@@ -85,15 +85,15 @@ class Run:
     def outcome(self) -> tuple[dict[str, np.ndarray], dict]:
         """All arrays of the last checkpoint, and all losses that were logged."""
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
-        items = ("params", "opt_state")
-        with ocp.CheckpointManager(self.workdir / CHECKPOINT_FOLDER, item_names=items) as checkpoints:
-            shapes = checkpoints.item_metadata(self.steps)
-            restored = checkpoints.restore(self.steps, args=ocp.args.Composite(**{
-                item: ocp.args.StandardRestore(jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes[item].tree))
-                for item in items}))
-        arrays = {item + jax.tree_util.keystr(path): np.asarray(x) for item in items
-                  for path, x in jax.tree_util.tree_leaves_with_path(restored[item])}
+        arrays = {}
+        for item in ("params", "opt_state"):
+            folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item
+            with ocp.StandardCheckpointer() as checkpointer:
+                shapes = checkpointer.metadata(folder).item_metadata.tree
+                restored = checkpointer.restore(folder, jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes))
+            arrays |= {item + jax.tree_util.keystr(path): np.asarray(x)
+                       for path, x in jax.tree_util.tree_leaves_with_path(restored)}
         lines = read_lines(self.workdir / METRICS_FILE)
         losses = {(line["split"], line["step"]): line["loss"] for line in lines}
         losses["lines"] = len(lines)
@@ -157,6 +157,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    logging.set_verbosity(logging.ERROR)  # orbax misses the description of an item that is read by itself
     chance = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,8 @@ class Run:
         self._command = [
             sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
-            f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}", *overrides]
+            f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
+            "--config.train.eval_steps=40", *overrides]  # long enough to be hit
 
     def start(self) -> None:
         with self._output.open("w") as file:

@@ -62,7 +62,8 @@ def paper() -> ConfigDict:
     data.validation_fraction = 0.01  # of the documents, chosen by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store, used as it is once it is there;
     # "": one in the cache folder, made anew when the source changes
-    data.mixture = ""  # several stores by weight instead of that one: "FOLDER=WEIGHT,FOLDER=WEIGHT,…"
+    data.mixture = ""  # several stores by weight instead of that one: "FOLDER=WEIGHT,FOLDER=WEIGHT,…";
+    # what is said above of source, tokenizer and store is then not read
     data.packing = "concat"  # of documents into rows: "concat": joined and cut; "best_fit": as few cuts as
     # there can be, and some padding
     data.separate_documents = False  # documents in a row do not see each other

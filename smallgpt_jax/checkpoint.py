@@ -6,9 +6,9 @@ model reads only that. A third item holds a sum of the bits of every array: file
 networks lose and flip some, and not every file has a checksum of its own.
 """
 
+import errno
+import functools
 import logging
-import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,9 +22,13 @@ import orbax.checkpoint as ocp
 from smallgpt_jax import processes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.step import TrainState
+from smallgpt_jax.words import reason, system_error
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # beside the folder of the good ones
 UNFINISHED = "*.orbax-checkpoint-tmp*"
+# The machine's trouble, not the checkpoint's.
+NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
+              errno.ETIMEDOUT}
 
 
 class Checkpoints:
@@ -85,46 +89,54 @@ class Checkpoints:
         damaged: dict[str, str] = {}
         for name in sorted((path.name for path in self.folder.iterdir() if path.name.isdecimal()), key=int,
                            reverse=True):
-            try:
-                state, why = self._restore(int(name), abstract), ""
-            except Exception as error:  # of all kinds, see above
-                state, why = None, reason(error)
-            if processes.any_of_them(state is None):
+            saved, trouble = self._try_to_read(int(name), abstract)
+            why = reason(trouble) if trouble else ""
+            if processes.any_of_them(trouble is not None and is_of_the_machine(trouble)):
+                raise UserError(
+                    f"{self.folder / name}: cannot be read ({why or 'by another process'}). Nothing has been "
+                    "changed. If that stays so, move this folder away: the one before it is then used"
+                ) from trouble
+            if processes.any_of_them(trouble is not None):
                 damaged[name] = why or "damaged for another process"
+                continue
+            if changed := changed_array(saved):  # all processes compare, together
+                damaged[name] = f"{changed} is not what was saved"
                 continue
             processes.first(lambda: self._put_aside(damaged))
             self._manager.reload()
-            return state
+            position = jax.device_put(jnp.int32(name), abstract.step.sharding)
+            return TrainState(position, saved["params"], saved["opt_state"])
         if damaged:
             listed = "; ".join(f"{name}: {why}" for name, why in damaged.items())
             raise UserError(f"{self.folder}: no checkpoint in it can be read ({listed}).\nThey are left as "
                             "they are; to begin anew, use another --workdir")
         return None
 
-    def _restore(self, step: int, abstract: TrainState) -> TrainState:
-        items = dict(params=abstract.params, opt_state=abstract.opt_state)
-        restored = self._restore_items(step, items)
-        position = jax.device_put(jnp.int32(step), abstract.step.sharding)
-        return TrainState(position, restored["params"], restored["opt_state"])
-
     def restore_params(self, step: int, abstract_params):
         """The parameters alone. Raises UserError if they are damaged."""
         try:
-            return self._restore_items(step, {"params": abstract_params})["params"]
+            saved = self._read(step, {"params": abstract_params})
+            if changed := changed_array(saved):
+                raise ValueError(f"{changed} is not what was saved")
+            return saved["params"]
         except Exception as error:  # of all kinds, see above
+            if is_of_the_machine(error):
+                raise UserError(f"{self.folder / str(step)}: cannot be read ({reason(error)})") from None
             raise UserError(
                 f"{self.folder / str(step)}: this checkpoint is damaged ({reason(error)}). Continue the run "
                 "with smallgpt_jax.main, which goes back to an older one") from None
 
-    def _restore_items(self, step: int, abstract: dict) -> dict:
+    def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
+        """What is saved, or what kept it from being read."""
+        try:
+            return self._read(step, dict(params=abstract.params, opt_state=abstract.opt_state)), None
+        except Exception as error:  # of all kinds, see above
+            return None, error
+
+    def _read(self, step: int, abstract: dict) -> dict:
         args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore()))
-        for item in abstract:
-            saved, found = restored["check"][item], bit_sums(restored[item])
-            if wrong := [name for name in found if saved.get(name) != found[name]]:
-                raise ValueError(f"{item}{wrong[0]} is not what was saved")
-        return restored
+        return dict(self._manager.restore(
+            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())))
 
     def _put_aside(self, damaged: dict[str, str]) -> None:
         for name, why in damaged.items():
@@ -140,6 +152,7 @@ class Checkpoints:
         self._manager.close()
 
 
+@functools.cache
 def report_once() -> None:
     """Of a write that fails orbax raises an error, which is told; this keeps it from being logged too, and
     tensorstore from printing, with a traceback each, that nobody waits for the other writes any more."""
@@ -154,14 +167,18 @@ def report_once() -> None:
     sys.unraisablehook = hook
 
 
-def reason(error: Exception) -> str:
-    """The gist of what a library says of a failure."""
-    text = str(error).strip() or type(error).__name__
-    if code := re.search(r"os_error_code='(\d+)'", text):
-        return os.strerror(int(code[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return text.splitlines()[0][:160]
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether a checkpoint that could not be read may be a good one."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or system_error(error) in NOT_DAMAGE
+
+
+def changed_array(saved: dict) -> str | None:
+    """The name of an array of a checkpoint that is not what was saved, None if all are."""
+    for item in sorted(saved.keys() - {"check"}):
+        sums = bit_sums(saved[item])
+        if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
+            return item + changed[0]
+    return None
 
 
 def bit_sums(tree) -> dict[str, int]:

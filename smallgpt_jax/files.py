@@ -9,10 +9,25 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by `text`: afterwards it is the old one or the new one, never half of it."""
+    """Replaces a file by `text`: afterwards, whatever happens, it is the old one or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(partial, path)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Gives a file or folder another name, which a loss of power does not undo."""
+    path.replace(target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:  # not on every file system
+        pass
+    finally:
+        os.close(folder)
 
 
 class InUse(Exception):

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 from smallgpt_jax import processes
 from smallgpt_jax.files import write_atomically
@@ -22,7 +24,7 @@ class MetricsWriter:
 
     Lines of steps after `first_step`, from a run that went on after its last checkpoint, are
     removed: those steps are made again. A line that cannot be written is written with the next one;
-    `say` is called once when that begins.
+    TensorBoard's file is then given up. `say` is called when that begins.
     """
 
     def __init__(self, workdir: Path, first_step: int, say: Callable[[str], None] = print):
@@ -32,15 +34,18 @@ class MetricsWriter:
         self._path, self._say, self._waiting = workdir / METRICS_FILE, say, ""
         kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._tensorboard = tensorboardX.SummaryWriter(str(workdir), purge_step=first_step + 1)
+        self._events = EventsWriter(str(workdir / "events"))
+        # What older files say of later steps does not count.
+        self._write_event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         if not self._writes:
             return
         told = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._append(json.dumps({"step": step, "split": split, **told}) + "\n")
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+        summary = Summary(value=[Summary.Value(tag=f"{split}/{name}", simple_value=value)
+                                 for name, value in values.items()])
+        self._write_event(step=step, summary=summary)
 
     def _append(self, line: str) -> None:
         was_waiting, self._waiting = bool(self._waiting), self._waiting + line
@@ -54,19 +59,32 @@ class MetricsWriter:
             if not was_waiting:
                 self._say(f"{self._path}: {error.strerror}. Training goes on; what is to be written waits")
 
+    def _write_event(self, **fields) -> None:
+        """Directly, not through tensorboardX's thread, which waits for ever once a write has failed."""
+        if not self._events:
+            return
+        try:
+            self._events.write_event(Event(wall_time=time.time(), **fields))
+            self._events.flush()
+        except OSError as error:
+            self._events = None
+            self._say(f"TensorBoard's file cannot be written: {error.strerror}. Training goes on without it")
+
     def close(self) -> None:
-        if self._writes:
-            self._tensorboard.close()
+        if self._writes and self._waiting:
+            self._append("")
+        if self._writes and self._events:
+            self._events.close()
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects in a metrics.jsonl; none if it is not there. A last line cut short is left out."""
+    """The objects in a metrics.jsonl; none if it is not there. Lines cut short or damaged are left out."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and {"step", "split"} <= line.keys():
+                lines.append(line)
     return lines
 
 
@@ -87,7 +105,8 @@ class Stopwatch:
 
 
 class Progress:
-    """The line that shows how a run goes: rewritten in place on a terminal, else one a call."""
+    """The line that shows how a run goes: rewritten in place on a terminal, else one a call. That nobody
+    can read it, on a full disk or behind a pipe that is gone, does not end the run."""
 
     def __init__(self, steps: int):
         self._steps = steps
@@ -105,12 +124,21 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line about something other than a step."""
-        print(f"{self._clear()}{text}", flush=True)
+        say(f"{self._clear()}{text}\n")
         self._open = False
 
     def _print(self, step: int, text: str, end: str) -> None:
         counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
+        say(f"{self._clear()}{counter}   {text}{end}")
 
     def _clear(self) -> str:
         return "\r\x1b[K" if self._open else ""
+
+
+def say(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    except OSError:
+        pass

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.words import reason
 
 LOST_AFTER = 30  # seconds without a sign of life after which a process counts as dead
 
@@ -65,7 +66,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     except Exception as error:
         if not coordinator and not in_slurm_step():  # a TPU VM of its own, as notebooks have them
             return
-        raise UserError(f"no run of several processes: {str(error).splitlines()[0]}") from None
+        raise UserError(f"no run of several processes: {reason(error)}") from None
     finally:
         watchdog.cancel()
     faulthandler.disable()  # the stacks of all threads say nothing about another process that has died
@@ -82,11 +83,11 @@ def ending_with_the_others() -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if alone():
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either
+        if alone() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
             raise
         print("error: another process of this run has ended, or cannot be reached any more "
-              f"({str(error).splitlines()[0][:200]}).\nStart all of them again: they go on from the newest "
+              f"({reason(error)}).\nStart all of them again: they go on from the newest "
               "checkpoint", file=sys.stderr, flush=True)
         os._exit(1)  # whatever else there is to end would wait for the others
 
@@ -141,13 +142,13 @@ def any_of_them(is_so: bool) -> bool:
 
 
 def first(action: Callable[[], None]) -> None:
-    """Process 0 does it while the others wait. A UserError there is one in all processes: nobody is left
-    waiting for a process that has ended."""
+    """Process 0 does it while the others wait. What it raises ends all of them: nobody is left waiting
+    for a process that has ended."""
     problem = None
     try:
         if is_first():
             action()
-    except UserError as error:
+    except Exception as error:
         problem = error
     failed, = from_first((problem is not None,))
     if failed:

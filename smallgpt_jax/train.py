@@ -42,6 +42,7 @@ def train(config: ConfigDict, workdir: str) -> None:
     with stopping.listening() as stop:
         text = open_text(setup, config)
         with run_folder.taken(folder):
+            processes.first(lambda: run_folder.check(folder, config))  # another run may have begun meanwhile
             processes.first(lambda: run_folder.begin(folder, config, text.corpus))
             run(config, folder, setup, text, stop)
     conclude(folder)
@@ -242,8 +243,8 @@ def conclude(folder: Path) -> None:
             print(piece, end="", flush=True)
         print("\n")
     last = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"][-1]
-    print(f"\nStep {last['step']}: validation loss {last['loss']:.4f}, {last['bits_per_byte']:.4f} "
-          f"bits per byte. More text:\n"
+    loss, bits = (math.nan if last[name] is None else last[name] for name in ("loss", "bits_per_byte"))
+    print(f"\nStep {last['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. More text:\n"
           f'  python -m smallgpt_jax.generate --workdir={folder} --prompt="..."')
 
 
@@ -371,10 +372,9 @@ def describe(setup: Setup, config: ConfigDict, text: Text, first_step: int) -> s
              + f": {config.train.steps} steps of {config.train.batch_size} × "
              f"{model.config.context_length} tokens"
              + (f", {first_step} of them done" if first_step else "")]
-    if config.data.packing != "concat":
-        lines += [f"{packing.split.folder.name}: {config.data.packing}: {packing.padding:.2%} of the rows is "
-                  f"padding, {packing.cut_documents:.2%} of the documents are cut"
-                  for packing in text.texts.packings]
+    lines += [f"{packing.split.folder.name}, {config.data.packing}: {packing.padding:.2%} of the rows is "
+              f"padding, {packing.cut_documents:.0%} of the documents are cut"
+              for packing in text.texts.packings]
     return "\n".join([*lines, *exceptions(setup, config.data.separate_documents)])
 
 

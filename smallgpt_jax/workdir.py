@@ -31,7 +31,7 @@ MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
     "model.attention", "model.scan_layers", "model.remat", "mesh.data", "mesh.fsdp", "mesh.tensor",
-    "mesh.path", "data.store", "data.workers", "train.on_nonfinite", "train.max_nonfinite",
+    "mesh.path", "data.store", "data.mixture", "data.workers", "train.on_nonfinite", "train.max_nonfinite",
 }
 
 

@@ -165,6 +165,11 @@ CASES = {
         damaged_store(lambda f: None), dict(GOOD, data__tokenizer="sentencepiece:300"),
         "config.data.store='HERE/store' was made with tokenizer='bytes'; this config has "
         "tokenizer='sentencepiece:300'. Name another folder, or use the same settings"),
+    "A store inside of its source": (
+        lambda folder: ((folder / "texts").mkdir(), (folder / "texts" / "a.jsonl").write_bytes(LINES)),
+        dict(data__source="HERE/texts", data__store="HERE/texts/store"),
+        "config.data.store='HERE/texts/store': lies inside of HERE/texts, whose files are the source; name a "
+        "folder elsewhere"),
     "A store's place that is taken": (
         files(good__jsonl=LINES, store=b"a thesis"), GOOD,
         "config.data.store='HERE/store': there is something else there already; name a new folder"),

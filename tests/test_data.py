@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, run
+import sentencepiece
+from conftest import ROOT, load_config, run
 
 from smallgpt_jax import data
 from smallgpt_jax.data import sources, store, tokenizers
@@ -122,6 +123,18 @@ def test_bad_sources(tmp_path, name, content, settings, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_bytes_that_are_no_text_in_a_column(tmp_path):
+    good, bad = "grün".encode(), b"a\xffb"
+    for column_type in (pyarrow.binary(), pyarrow.string()):
+        column = pyarrow.Array.from_buffers(
+            column_type, 2, pyarrow.array([good, bad], pyarrow.binary()).buffers())
+        (tmp_path / "a.parquet").write_bytes(parquet({"text": column}))
+        assert read(tmp_path / "a.parquet", "replace") == ["grün", "a\N{REPLACEMENT CHARACTER}b"]
+        assert read(tmp_path / "a.parquet", invalid_items="skip") == ["grün"]
+        with pytest.raises(UserError, match=r"row 2: not UTF-8: byte 1; set --config.data.invalid_utf8"):
+            read(tmp_path / "a.parquet")
+
+
 def test_what_is_no_document_can_be_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "one"}\n{"text": ""}\nnonsense\n{"body": 1}\n[1]\n{"text": "\\ud800"}\n'
@@ -175,7 +188,7 @@ def test_odd_files(tmp_path):
 def test_invalid_utf8_can_be_replaced(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "c\xff"}\n{"text": "d\\ud800"}\n')
-    assert read(tmp_path, "replace") == ["a\N{REPLACEMENT CHARACTER}b", "c\N{REPLACEMENT CHARACTER}", "d?"]
+    assert read(tmp_path, "replace") == ["a\ufffdb", "c\ufffd", "d\ufffd"]
 
 
 def test_hugging_face_datasets_are_streamed(tmp_path, monkeypatch):
@@ -315,6 +328,16 @@ def test_sentencepiece_takes_what_a_small_text_has():
     assert 256 < tokenizers.make("sentencepiece:4000", ["a few words\n" * 3]).vocab_size < 400
 
 
+def test_a_mark_that_texts_can_have_in_them_does_not_end_documents():
+    """A piece <|endoftext|> that SentencePiece would find in a text; the end-of-sentence piece is used."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,
+        hard_vocab_limit=False, byte_fallback=True, user_defined_symbols=["<|endoftext|>"], minloglevel=2)
+    made = tokenizers.SentencePiece(model.getvalue())
+    assert made.end_of_text not in made.encode(["words <|endoftext|> and more"])[0]
+
+
 def test_sentencepiece_learns_from_every_document():
     """Also from texts that can be read only once, and from lines of any length."""
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
@@ -447,20 +470,62 @@ def test_a_killed_preparation_goes_on(corpus, tmp_path):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 60))
     flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={path}",
              "--config.data.tokenizer=sentencepiece:400", "--workers=1"]
+    hasty = ("from smallgpt_jax.data import store; store.JOURNAL_SECONDS = 0.01; import runpy; "
+             "runpy.run_module('smallgpt_jax.prepare', run_name='__main__')")
+
+    def place(journal):
+        return json.loads(journal.read_text())["place"] if journal.exists() else [0, 0]
+
     for name in ("whole", "parts"):
-        command = [sys.executable, "-m", "smallgpt_jax.prepare", *flags,
+        command = [sys.executable, "-c", hasty, *flags,
                    f"--config.data.store={tmp_path / name}"]
         if name == "parts":
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
             journal = tmp_path / "parts.partial" / "journal.json"
             until = time.monotonic() + 60
-            while not journal.exists() and time.monotonic() < until:
+            while place(journal) == [0, 0] and time.monotonic() < until:
                 time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            assert journal.exists() and not (tmp_path / "parts").exists()
+            assert place(journal) != [0, 0] and not (tmp_path / "parts").exists()
         assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+
+
+def test_what_is_in_the_way_of_a_preparation_stays(corpus, tmp_path):
+    path, _ = corpus
+    precious = tmp_path / "store.partial" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    with pytest.raises(UserError, match=r"store\.partial: is needed .* something else is there; move it"):
+        prepare(tmp_path / "store", path)
+    assert precious.read_text() == "mine" and not (tmp_path / "store").exists()
+
+
+def test_a_store_does_not_become_its_own_source(corpus, tmp_path):
+    with pytest.raises(UserError, match="lies inside of"):
+        prepare(tmp_path / "stores" / "store", tmp_path)
+
+
+def test_a_cached_store_changes_with_the_tokenizer_at_a_path(corpus, tmp_path):
+    config = load_config("gpt", data__source=str(corpus[0]), data__tokenizer=str(tmp_path / "my.model")).data
+    (tmp_path / "my.model").write_bytes(b"one")
+    before = data.store_folder(config)
+    (tmp_path / "my.model").write_bytes(b"two")
+    assert data.store_folder(config) != before
+
+
+def test_many_small_files_are_read_in_batches_of_their_own_size(tmp_path):
+    for i in range(50):
+        (tmp_path / f"{i:02}.txt").write_text(f"text {i}")
+    rules = sources.Rules("text", "refuse", "refuse")
+    parts = sources.open_source(str(tmp_path))
+    found = list(sources.batches(parts, rules, size=100))
+    assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
+        f"text {i}" for i in range(50)]
+    again = list(sources.batches(parts, rules, start=found[2].place, size=100))
+    assert [batch.texts for batch in again] == [batch.texts for batch in found[3:]]
+    assert found[-1].done == 1 and found[2].place.parts > 20
 
 
 def test_two_preparations_of_one_store(corpus, tmp_path):
@@ -496,7 +561,7 @@ def test_the_summary_tells_what_a_person_wants_to_know(tmp_path):
     text = "\n".join(said)
     assert "100 documents" in text and "bytes a token" in text
     # Lengths with the end-of-text and the digits: the 51st, the 95th, and the longest.
-    assert "median 53, 95% have at most 98, the longest 5,005" in text or "median 54, " in text
+    assert "median 54, 95% have at most 98, the longest 5,005" in text
     assert "left out: 1 no text in the field 'text'" in text
 
 
@@ -534,6 +599,7 @@ def cut(path):
     (lambda f: (f / "metadata.json").write_text("{"), ["metadata.json"]),
     (lambda f: (f / "metadata.json").write_text("[]"), ["metadata.json"]),
     (lambda f: (f / "metadata.json").write_text('{"format": 99}'), ["format 99", "make the store again"]),
+    (lambda f: (f / "metadata.json").write_text('{"format": 2}'), ["metadata.json: damaged"]),
     (lambda f: (f / "train.bin").unlink(), ["train.bin", "missing"]),
     (lambda f: cut(f / "train.bin"), ["train.bin", "bytes long", "damaged"]),
     (lambda f: cut(f / "validation.documents.bin"), ["validation.documents.bin", "damaged"]),

@@ -22,6 +22,19 @@ import chaos
 CONFIG = ("--config=configs/gpt.py:tiny", "--config.train.steps=20")
 
 
+UNREADABLE = """
+import runpy, sys
+sys.path.insert(0, "")  # as with python -m
+from smallgpt_jax.checkpoint import Checkpoints
+def read(self, *arguments, _read=Checkpoints._read):
+    Checkpoints._read = _read
+    _read(self, *arguments)  # orbax's processes read together
+    raise ValueError("a bad sector")
+Checkpoints._read = read
+runpy.run_module("smallgpt_jax.main", run_name="__main__")
+"""
+
+
 def cluster(workdir, *arguments, processes: int, devices: int, **environment):
     return subprocess.run(
         ["bash", ROOT / "launch" / "local_cluster.sh", f"--processes={processes}", f"--devices={devices}",
@@ -101,11 +114,19 @@ def test_two_processes_of_which_one_is_stopped_then_killed(tmp_path, text_file):
     assert statuses == [143, 143]
     stops = [re.search(r"stopped after step (\d+), which is saved", text)[1] for text in said]
     assert stops[0] == stops[1] and 30 <= int(stops[0]) < 120
-    statuses, said = disturb(signal.SIGKILL, "step  70/120", which=1)
-    assert statuses == [1, -signal.SIGKILL]
+    statuses, said = disturb(signal.SIGKILL, "step  75/120", which=1)
+    assert statuses == [1, -signal.SIGKILL], said[0][-3000:]
     assert "error: another process of this run has ended" in said[0] and "Traceback" not in said[0], said[0]
-    result = cluster(tmp_path / "run", *flags, processes=2, devices=1)
+    # The newest checkpoint is good, but for process 1: all of them go back to the one before.
+    (tmp_path / "shim.py").write_text(UNREADABLE)
+    (tmp_path / "python").write_text(
+        f'#!/bin/bash\nif [[ "$*" = *process_id=1* ]]; then shift 2; set -- {tmp_path}/shim.py "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    result = cluster(tmp_path / "run", *flags, processes=2, devices=1, PYTHON=str(tmp_path / "python"))
     assert result.returncode == 0, result.stderr
+    assert "the checkpoint of step 60 is damaged (damaged for another process)" in result.stdout
+    assert "40 of them done" in result.stdout
     runs = [chaos.Run(tmp_path / name, "gpt", 120) for name in ("undisturbed", "run")]
     assert chaos.differences(*runs) == []
 

@@ -117,7 +117,8 @@ def store_folder(data) -> Path:
     name changes with the source and with all that decides what it is turned into."""
     if data.store:
         return Path(data.store).expanduser()
-    identity = [sources.fingerprint(data.source), *(data[field] for field in STORE_FIELDS)]
+    identity = [sources.fingerprint(data.source), tokenizers.content(data.tokenizer),
+                *(data[field] for field in STORE_FIELDS)]
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
     name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
     return cache_folder() / "stores" / f"{name}-{digest}"

@@ -107,13 +107,14 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
                 f"{packing.context_length} + 1: use more text or a larger config.data.validation_fraction")
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
     total = min(limit * batch_size, most) if limit else most
+    counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))  # their sum is `total`
     order = np.concatenate([
-        first + np.random.default_rng(0).permutation(packing.num_rows)[:max(1, round(total * weight))]
-        for first, packing, weight in zip(mixture.first_rows, mixture.packings, mixture.weights)])
+        first + np.random.default_rng(0).permutation(packing.num_rows)[:count]
+        for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)])
     if len(mixture.packings) > 1:
         order = np.random.default_rng(0).permutation(order)
 
-    def batch(first: int) -> Rows:
+    def read(first: int) -> Rows:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)
         batch = mixture.read(np.resize(chosen, batch_size)[rows])
@@ -121,4 +122,4 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
         counts_BxT = every if batch.counts_BxT is None else batch.counts_BxT
         return batch._replace(counts_BxT=counts_BxT & counts_B[rows][:, None])
 
-    return grain.MapDataset.range(0, len(order), batch_size).map(batch)
+    return grain.MapDataset.range(0, len(order), batch_size).map(read)

@@ -16,6 +16,7 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.words import reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 KINDS = (".txt", *JSON_SUFFIXES, ".parquet")  # what a folder is searched for, each also compressed
@@ -109,23 +111,23 @@ def batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: i
     """The documents from `start` on, in batches of about `size` (BATCH_CHARACTERS) characters."""
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
-    total = sum(weights)
+    total, before = sum(weights), sum(weights[:start.parts])  # the weight of the parts that have been read
+    texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):
         items, progress = part.read(rules)
         first = start.items if number == start.parts else 0
-        texts, skipped, characters, count = [], Counter(), 0, first
-        for item in itertools.islice(items, first, None):
-            count += 1
+        for count, item in enumerate(itertools.islice(items, first, None), first + 1):
             if item and isinstance(item, str):
                 texts.append(item)
                 characters += len(item)
             else:
                 skipped[item.reason if item else "empty"] += 1
             if characters >= size:
-                done = sum(weights[:number]) + weights[number] * progress()
-                yield Batch(texts, skipped, Place(number, count), done / total)
+                yield Batch(texts, skipped, Place(number, count),
+                            (before + weights[number] * progress()) / total)
                 texts, skipped, characters = [], Counter(), 0
-        yield Batch(texts, skipped, Place(number + 1), sum(weights[:number + 1]) / total)
+        before += weights[number]
+    yield Batch(texts, skipped, Place(len(parts)), 1.0)
 
 
 def documents(source: str, text_field: str, invalid_utf8: str, invalid_items: str) -> Iterator[str]:
@@ -197,6 +199,12 @@ def kind(path: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
 
 
+def folder_around(source: str, path: Path) -> Path | None:
+    """The folder of a source that `path` lies in, if there is one: what is made there would become text."""
+    folders = [Path(name).expanduser().resolve() for name in names(source) if is_local(name)]
+    return next((folder for folder in folders if folder.is_dir() and folder in path.resolve().parents), None)
+
+
 def size(source: str) -> int:
     """Bytes of the local files of a source."""
     return sum(path.stat().st_size for name in names(source) if is_local(name)
@@ -261,12 +269,11 @@ def named_if_damaged(path: Path):
     """What libraries raise at a damaged file, as a UserError that names it."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno:  # the machine's trouble, not the file's
             raise UserError(f"{path}: {error.strerror}") from None
-        why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise UserError(f"{path}: damaged, or not what its name says ({why}). Fetch it again, or leave it "
-                        "out") from None
+        raise UserError(f"{path}: damaged, or not what its name says ({reason(error).rstrip('.')}). Fetch it "
+                        "again, or leave it out") from None
 
 
 def blocks(path: Path, raw) -> Iterator[bytes]:
@@ -345,15 +352,23 @@ def json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -
         raise not_utf8(path, offset + error.start, number) from None
     try:
         item = json.loads(decoded_line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return rules.refuse(where, f"not JSON: {getattr(error, 'msg', 'nested too deeply')}", "mend the line")
+    except RecursionError:
+        return rules.refuse(where, "not JSON: nested too deeply", "mend the line")
+    except ValueError as error:  # also a number of thousands of digits
+        return rules.refuse(where, f"not JSON: {getattr(error, 'msg', error)}", "mend the line")
     if not isinstance(item, dict):
         return rules.refuse(where, f"not a JSON object: a {type(item).__name__}", "mend the line")
     return text_of(item.get(rules.text_field), where, item, rules)
 
 
 def text_of(text, where: str, fields, rules: Rules) -> Item:
-    """The text that was found in an item, if it is one."""
+    """The text that was found in an item, str or bytes, if it is one."""
+    if isinstance(text, bytes):
+        try:
+            text = text.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            return rules.refuse(where, f"not UTF-8: byte {error.start}",
+                                "set --config.data.invalid_utf8=replace")
     if not isinstance(text, str):
         return rules.refuse(where, f"no text in the field {rules.text_field!r}: it has {', '.join(fields)}",
                             "set --config.data.text_field")
@@ -362,13 +377,13 @@ def text_of(text, where: str, fields, rules: Rules) -> Item:
         return text
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, \ud800, which is no text
         if rules.invalid_utf8 == "replace":
-            return text.encode(errors="replace").decode()
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return rules.refuse(where, f"half a surrogate pair: character {error.start}",
                             "set --config.data.invalid_utf8=replace")
 
 
 def parquet_rows(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
-    parquet = pyarrow(path, "parquet")
+    parquet, types = pyarrow(path, "parquet"), pyarrow(path, "types")
     with named_if_damaged(path):
         file = parquet.ParquetFile(path)
     rows = max(file.metadata.num_rows, 1)
@@ -382,7 +397,10 @@ def parquet_rows(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[],
         nonlocal done
         with named_if_damaged(path):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
-                for number, text in enumerate(batch.column(0).to_pylist(), done + 1):
+                column = batch.column(0)
+                if types.is_string(column.type) or types.is_large_string(column.type):  # as it says
+                    column = column.cast("binary" if types.is_string(column.type) else "large_binary")
+                for number, text in enumerate(column.to_pylist(), done + 1):
                     yield text_of(text, f"{path}, row {number}", columns, rules)
                 done += len(batch)
 
@@ -397,11 +415,9 @@ def missing(what: str) -> UserError:
 
 def pyarrow(path: Path, module: str = ""):
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return importlib.import_module(f"pyarrow{module and '.'}{module}")
     except ImportError:
         raise missing(str(path)) from None
-    return pyarrow.parquet if module == "parquet" else pyarrow
 
 
 def hugging_face_parts(source: str) -> list[Part]:
@@ -412,23 +428,24 @@ def hugging_face_parts(source: str) -> list[Part]:
         raise missing(f"config.data.source={source!r}") from None
     name, *config = source.removeprefix("hf:").split(":", 1)
 
-    def refused(error: Exception) -> UserError:
-        return UserError(f"config.data.source={source!r}: {str(error).splitlines()[0]}")
+    @contextlib.contextmanager
+    def told():
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # of many kinds: of datasets, of the hub, of the network
+            raise UserError(f"config.data.source={source!r}: {reason(error)}") from None
 
-    troubles = (OSError, ValueError, datasets.exceptions.DatasetsError)
-    try:
+    with told():
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
-    except troubles as error:
-        raise refused(error) from None
 
     def read(shard: int, rules: Rules):
         def items():
-            try:
+            with told():
                 for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
                     yield text_of(row.get(rules.text_field), f"{source}, shard {shard}, row {number}", row,
                                   rules)
-            except troubles as error:
-                raise refused(error) from None
         return items(), lambda: 0.0
 
     return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules))
@@ -444,21 +461,18 @@ def tfds_part(source: str) -> Part:
     try:
         rows = tfds.data_source(source.removeprefix("tfds:"), split="train")
     except Exception as error:  # of many kinds: TFDS runs the code of each dataset
-        lines = str(error).splitlines() or [type(error).__name__]
+        why = reason(error)
         mend = (". Make it in that format (tfds build --file_format=array_record), or write its texts to "
-                "Parquet files and name those" if "file format" in lines[0].lower() else "")
-        raise UserError(f"config.data.source={source!r}: {lines[0].rstrip('.')}{mend}") from None
+                "Parquet files and name those" if "file format" in why.lower() else "")
+        raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{mend}") from None
     done = 0
-
-    def utf8(text, rules: Rules):  # what is not UTF-8 becomes half a surrogate pair, and is treated as such
-        return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
 
     def read(rules: Rules):
         def items():
             nonlocal done
             for done in range(len(rows)):
                 row = rows[done]
-                yield text_of(utf8(row.get(rules.text_field), rules), f"{source}, item {done}", row, rules)
+                yield text_of(row.get(rules.text_field), f"{source}, item {done}", row, rules)
         return items(), lambda: done / max(len(rows), 1)
 
     return Part(source, 0, read)

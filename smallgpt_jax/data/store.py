@@ -26,7 +26,7 @@ import numpy as np
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import locked, write_atomically
+from smallgpt_jax.files import locked, rename, write_atomically
 from smallgpt_jax.words import duration, in_millions
 
 FORMAT = 2
@@ -100,8 +100,11 @@ def open_store(folder: Path) -> TokenStore:
                         f"{FORMAT}. {again}")
     splits = {}
     for name in SPLITS:
-        split = Split(folder, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
-                      **metadata["splits"][name])
+        try:
+            split = Split(folder, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
+                          **metadata["splits"][name])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / METADATA_FILE}: damaged ({error}). {again}") from None
         for path, length in ((tokens_file(folder, name), split.tokens * np.dtype(split.dtype).itemsize),
                              (documents_file(folder, name), split.documents * 8)):
             if not path.is_file():
@@ -137,6 +140,9 @@ def prepare(
         "invalid_items": invalid_items, "validation_fraction": validation_fraction}
     parts = sources.open_source(source)
     refuse_if_taken(folder)
+    if around := sources.folder_around(source, folder):
+        raise UserError(f"config.data.store={str(folder)!r}: lies inside of {around}, whose files are the "
+                        "source; name a folder elsewhere")
     partial = folder.with_name(folder.name + ".partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +151,11 @@ def prepare(
             if not (folder / METADATA_FILE).is_file():  # another process may have made it meanwhile
                 make(partial, parts, rules, made_from, workers or os.cpu_count(), say)
                 refuse_if_taken(folder)
-                partial.replace(folder)
+                rename(partial, folder)
+                (folder / JOURNAL_FILE).unlink()
     except OSError as error:
+        if error.filename and folder.parent not in Path(error.filename).parents:
+            raise  # a source or tokenizer that cannot be read
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}. What is done is kept; the same command goes on from there"
                         ) from None
@@ -170,7 +179,7 @@ def make(partial: Path, parts: list[sources.Part], rules: sources.Rules, made_fr
         made = tokenizers.load(partial / "tokenizer")
         say(f"going on with {partial}: {journal['done']:.0%} done")
     else:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_begun(partial, say)
         partial.mkdir()
         if made_from["tokenizer"].startswith("sentencepiece:"):
             say(f"training a tokenizer, {made_from['tokenizer']}, on {made_from['source']}")
@@ -233,8 +242,24 @@ def make(partial: Path, parts: list[sources.Part], rules: sources.Rules, made_fr
         "end_of_text": made.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
         "splits": {name: writer.counts() for name, writer in writers.items()}}
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
-    (partial / JOURNAL_FILE).unlink()
     say(summary(made_from["source"], partial, metadata, progress.seconds()))
+
+
+def remove_begun(partial: Path, say) -> None:
+    """Removes what was begun in `partial` from another source or with other settings.
+
+    Raises UserError if something else is there.
+    """
+    if not partial.exists():
+        return
+    ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
+            *(file(partial, name).name for file in (tokens_file, documents_file) for name in SPLITS)}
+    if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
+        raise UserError(f"{partial}: is needed while the store is made, and something else is there; move it "
+                        "away, or name another config.data.store")
+    if (partial / JOURNAL_FILE).exists():
+        say(f"{partial}: was begun from another text or with other settings; beginning anew")
+    shutil.rmtree(partial)
 
 
 def read_journal(partial: Path, identity: dict) -> dict | None:
@@ -297,7 +322,8 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 
 def pieces(text: str) -> Iterator[str]:
     """Cuts a very long text in front of spaces between words, where byte-pair tokens begin anyway
-    (so the ids are those of the whole), or, where there are none, anywhere."""
+    (so the ids are those of the whole, unless a SentencePiece model puts something in front of each
+    text), or, where there are none, anywhere."""
     start = 0
     while len(text) - start > LONG_TEXT:
         end = start + LONG_TEXT
@@ -313,21 +339,27 @@ def pieces(text: str) -> Iterator[str]:
 def in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
     """Each item and function(item), in the order of the items, `workers` of them computed at a time.
 
-    Threads will do: the tokenizers' own code runs without Python's lock.
+    What getting the items raises is raised when those before it are done. Threads will do: the
+    tokenizers' own code runs without Python's lock.
     """
+    items, trouble = iter(items), None
     with ThreadPoolExecutor(workers) as pool:
         waiting = deque()
         try:
-            for item in items:
-                waiting.append((item, pool.submit(function, item)))
-                if len(waiting) > workers + 1:
+            while trouble is None or waiting:
+                while trouble is None and len(waiting) <= workers + 1:
+                    try:
+                        item = next(items)
+                        waiting.append((item, pool.submit(function, item)))
+                    except Exception as error:  # StopIteration too
+                        trouble = error
+                if waiting:
                     item, result = waiting.popleft()
                     yield item, result.result()
-            while waiting:
-                item, result = waiting.popleft()
-                yield item, result.result()
         finally:
             pool.shutdown(cancel_futures=True)
+    if not isinstance(trouble, StopIteration):
+        raise trouble
 
 
 class SplitWriter:

@@ -78,10 +78,10 @@ class SentencePiece:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
-        self.end_of_text = self._processor.piece_to_id(END_OF_TEXT)
-        if self.end_of_text == self._processor.unk_id():
-            self.end_of_text = self._processor.eos_id()
-        if self.end_of_text < 0:
+        marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
+        # Not one that a text can have in it.
+        self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
+        if self.end_of_text is None:
             raise UserError(f"the SentencePiece model has neither {END_OF_TEXT} nor an end-of-sentence "
                             "piece to mark documents with")
 
@@ -188,6 +188,17 @@ def load(folder: Path) -> Tokenizer:
         return GPT2(*(path.read_bytes() for path in pair))
     except (ValueError, KeyError) as error:
         raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
+
+
+def content(spec: str) -> str:
+    """Changes with what lies at the path that `spec` may be."""
+    path = Path(spec).expanduser()
+    if not path.exists():
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:

@@ -39,6 +39,7 @@ def paper() -> ConfigDict:
     model.d_model = 768  # width of the residual stream (of the first stage: lgpt, cgpt)
     model.mlp_ratio = 4  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # on the embedding sum and on what each block part adds
+    model.activation = "gelu"  # of the MLPs: "gelu", exact | "gelu_tanh", the approximation that GPT-2 has
     model.use_bias = False  # biases in blocks, LayerNorms included
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32

@@ -1,7 +1,8 @@
 """Checkpoints: orbax's, written while training goes on, the newest few kept, each one checked.
 
 A checkpoint of step N is the state after N updates, and with it the position in the data, which is
-the step number. Parameters and optimiser state are separate items, so that whoever only wants the
+the step number. That of step 0 is there only if the parameters came from elsewhere, and holds no
+optimiser state. Parameters and optimiser state are separate items, so that whoever only wants the
 model reads only that. A third item holds a sum of the bits of every array: file systems and
 networks lose and flip some, and not every file has a checksum of its own.
 """
@@ -62,6 +63,12 @@ class Checkpoints:
         except Exception as error:
             self._failed(error)
 
+    def save_imported(self, params) -> None:
+        """Writes parameters from elsewhere as the checkpoint of step 0. Raises what keeps it from that."""
+        self._manager.save(0, args=ocp.args.Composite(
+            params=ocp.args.StandardSave(params), check=ocp.args.JsonSave({"params": bit_sums(params)})))
+        self._manager.wait_until_finished()
+
     def finish(self) -> None:
         """Waits until what is being written is there."""
         try:
@@ -83,7 +90,8 @@ class Checkpoints:
     def restore_newest(self, abstract: TrainState) -> TrainState | None:
         """The newest state that can be read and is what was saved, None if there is no checkpoint.
 
-        `abstract` holds its shapes and where each part is to lie. Newer checkpoints that are damaged
+        `abstract` holds its shapes and where each part is to lie; of step 0 there is no optimiser state,
+        None. Newer checkpoints that are damaged
         are named and put aside. Raises UserError if none is left.
         """
         damaged: dict[str, str] = {}
@@ -105,7 +113,7 @@ class Checkpoints:
             processes.first(lambda: self._put_aside(damaged))
             self._manager.reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
-            return TrainState(position, saved["params"], saved["opt_state"])
+            return TrainState(position, saved["params"], saved.get("opt_state"))
         if damaged:
             listed = "; ".join(f"{name}: {why}" for name, why in damaged.items())
             raise UserError(f"{self.folder}: no checkpoint in it can be read ({listed}).\nThey are left as "
@@ -128,15 +136,16 @@ class Checkpoints:
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """What is saved, or what kept it from being read."""
+        items = dict(params=abstract.params) | (dict(opt_state=abstract.opt_state) if step else {})
         try:
-            return self._read(step, dict(params=abstract.params, opt_state=abstract.opt_state)), None
+            return self._read(step, items), None
         except Exception as error:  # of all kinds, see above
             return None, error
 
     def _read(self, step: int, abstract: dict) -> dict:
         args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-        return dict(self._manager.restore(
-            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())))
+        return {item: saved for item, saved in self._manager.restore(
+            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items()}
 
     def _put_aside(self, damaged: dict[str, str]) -> None:
         for name, why in damaged.items():

@@ -3,7 +3,9 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,26 @@ def rename(path: Path, target: Path) -> None:
         pass
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which gets the name `folder` at the end; in case of an error there is
+    nothing. What has that name has to be an empty folder, or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        partial.chmod(0o777 & ~current_umask())
+        yield partial
+        rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 class InUse(Exception):

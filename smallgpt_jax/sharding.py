@@ -107,14 +107,21 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
         shardings, transform_non_params=lambda _: replicated(mesh))
 
 
+def shared_mesh():
+    """The mesh over whose devices the compiler spreads the function being traced; None if there is but one
+    device, or each computes its own part already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # 0 outside of any
+
+
 def gathered(weight, names: tuple[str, ...]):
     """A weight as products read it: its `fsdp` parts put together, other parts still apart.
 
     Said outright, since the compiler's own choice is to pass parts around while it multiplies, in
     products too small to be quick.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size <= 1:  # 0 outside of any mesh
+    mesh = shared_mesh()
+    if not mesh:
         return weight
     parts = divisible_spec(mesh, names, weight.shape)
     return jax.lax.with_sharding_constraint(
@@ -132,8 +139,8 @@ def per_device(function, names: tuple[tuple[str, ...], ...]):
 
     For what the compiler cannot split by itself (kernels). The result lies as the first argument.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size <= 1:  # 0 outside of any mesh
+    mesh = shared_mesh()
+    if not mesh:
         return function
 
     def mapped(*arguments):

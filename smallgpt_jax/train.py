@@ -54,10 +54,13 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     progress = Progress(config.train.steps)
 
     # ------------------------------------------------------------------ State
-    # What fills it: 1. the newest good checkpoint; 2. if there is none, the initialisers, from the seed.
+    # What fills it: 1. the newest good checkpoint; 2. if there is none, the initialisers, from the seed. An
+    # imported model's has no optimiser state: that begins anew.
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, say=progress.note)
     state = checkpoints.restore_newest(abstract_state(setup, config)) or initial_state(setup, config)
+    if state.opt_state is None:
+        state = state._replace(opt_state=initial_optimizer_state(setup, state.params))
     first_step = int(state.step)
     is_evaluated, = processes.from_first((was_evaluated(folder, first_step),))
     print(describe(setup, config, text, first_step), flush=True)
@@ -181,7 +184,8 @@ class Skips:
         newest = max(checkpoints.steps(), default=None)
         why = (f"{self.in_a_row} updates in a row (config.train.max_nonfinite) were not finite" if skips
                else "training has diverged")
-        good = f"The newest checkpoint, of step {newest}, is good" if newest else "There is no checkpoint"
+        good = ("There is no checkpoint" if newest is None else
+                f"The newest checkpoint, of step {newest}, is good")
         mend = "" if skips else ", or --config.train.on_nonfinite=skip"
         raise UserError(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{mend}")
 
@@ -314,6 +318,11 @@ def initial_state(setup: Setup, config: ConfigDict) -> TrainState:
     """The state before the first update, made where it is to lie."""
     return jax.jit(lambda: init_state(setup.model, setup.optimizer, config.train.seed),
                    out_shardings=setup.shardings)()
+
+
+def initial_optimizer_state(setup: Setup, params) -> optax.OptState:
+    """The optimiser's state before the first update of these parameters."""
+    return jax.jit(setup.optimizer.init, out_shardings=setup.shardings.opt_state)(params)
 
 
 def compile_train_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:

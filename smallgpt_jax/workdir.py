@@ -1,10 +1,13 @@
 """The folder of a run: what it was asked for and what it needs to stand alone.
 
 `config.json` (the resolved config), `tokenizer/`, `store.json` (which text it is trained on), and
-beside them what other modules write: `metrics.jsonl`, TensorBoard files, `checkpoints/`.
+beside them what other modules write: `metrics.jsonl`, TensorBoard files, `checkpoints/`. Of a model that
+was imported (`smallgpt_jax.convert`) there are its `model` group, its tokenizer, `origin.json` and a
+checkpoint of step 0, until it is trained further.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -12,12 +15,15 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from smallgpt_jax import processes
+from smallgpt_jax import models, processes
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import Corpus, tokenizers
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import InUse, locked, write_atomically
 
 CONFIG_FILE = "config.json"
+ORIGIN_FILE = "origin.json"  # where an imported model comes from
 LOCK_FILE = ".lock"  # there while a run is training
 STORE_FILE = "store.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -54,8 +60,12 @@ def check(workdir: Path, config: ConfigDict) -> None:
                             "an empty or a new folder")
         return
     before, now = flat(read_config(workdir)), flat(config)
-    different = [field for field in sorted(before.keys() | now.keys())
-                 if field not in MAY_CHANGE and before.get(field) != now.get(field)]
+    fields, may_change = before.keys() | now.keys(), MAY_CHANGE
+    if not (workdir / STORE_FILE).exists():  # nothing was trained here yet: only the model is given
+        fields = {field for field in fields if field.startswith("model.")}
+        may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
+    different = [field for field in sorted(fields)
+                 if field not in may_change and before.get(field) != now.get(field)]
     if different:
         listed = "; ".join(
             f"{field} was {before.get(field)!r}, now {now.get(field)!r}" for field in different)
@@ -101,10 +111,26 @@ def begin(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
             raise UserError(
                 f"--workdir={workdir}: its text has changed since the run began "
                 f"({what_changed(before, now)}); use another --workdir, or the text of then")
+    elif (workdir / ORIGIN_FILE).exists():
+        given = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
+            raise UserError(f"--workdir={workdir}: its model was imported with another tokenizer than that of the "
+                            f"text; set --config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
     write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
     if not (workdir / STORE_FILE).exists():  # which is written last: all of it is there then
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(now, indent=2) + "\n")
+
+
+def plant(workdir: Path, model: models.LanguageModel, params, tokenizer: Tokenizer, origin: dict) -> None:
+    """Makes an empty folder the workdir of a model from elsewhere, which can be trained further."""
+    tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
+    write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
+    checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)
+    checkpoints.save_imported(params)
+    checkpoints.close()
+    write_atomically(workdir / CONFIG_FILE,
+                     json.dumps({"model": dataclasses.asdict(model.config)}, indent=2) + "\n")
 
 
 def what_changed(before: dict, now: dict) -> str:
@@ -128,8 +154,9 @@ def read_config(workdir: Path) -> ConfigDict:
     path = workdir / CONFIG_FILE
     try:
         groups = json.loads(path.read_text())
-        if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in GROUPS):
-            raise ValueError(f"it has not the groups {', '.join(GROUPS)}")
+        wanted = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
+        if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in wanted):
+            raise ValueError(f"it has not the groups {', '.join(wanted)}")
         return ConfigDict(groups)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None

@@ -207,7 +207,7 @@ def model(workdir):
 
 
 def test_greedy_text_is_the_likeliest_token_each_time(workdir, model):
-    trained, params, _ = inference.load_trained(workdir)
+    trained, params, _, _ = inference.load_trained(workdir)
     ids = [256, *b"the dog"]
     for _ in range(12):
         logits = trained.apply({"params": params}, np.array([ids]))[0, -1]

@@ -7,7 +7,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -61,6 +61,12 @@ class TextModel:
             raise UserError(f"samples={samples}: must be at least 1")
         text = self._begin(prompts, seed)
         text.repeat(samples, sampling)
+        texts = self.finish(text, max_new_tokens, stop, sampling)
+        return [texts[i:i + samples] for i in range(0, len(texts), samples)]
+
+    def finish(self, text: decoder.Texts, max_new_tokens: int, stop: Sequence[str],
+               sampling: Sampling) -> list[str]:
+        """Continues the rows of `text`: what is written in each."""
         text.reserve(max_new_tokens)
         written = [Written(self.tokenizer, stop) for _ in text.ids]
         for _ in range(max_new_tokens):
@@ -72,8 +78,7 @@ class TextModel:
                     row.append(int(token))
             if all(writing.is_done for writing in written):
                 break
-        texts = [writing.text for writing in written]
-        return [texts[i:i + samples] for i in range(0, len(texts), samples)]
+        return [writing.text for writing in written]
 
     def conversation(self, seed: int = 0) -> "Conversation":
         """A text that you and the model write in turns."""
@@ -201,15 +206,24 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
     their numbers, "0,1" or [0, 1]. Raises UserError if the workdir holds no run, or no checkpoint
     of it, or for paths that the model has not.
     """
-    model, params, tokenizer = load_trained(folder, step)
+    model, params, tokenizer, _ = load_trained(folder, step)
     if paths != "all":
         config, params = with_paths(model.config, params, chosen_paths(model, params, paths))
         model = models.LanguageModel(config)
     return TextModel(model, decoder.unstacked(model, params), tokenizer)
 
 
-def load_trained(folder: str | Path, step: int | None = None):
-    """(model, parameters as they were trained, tokenizer) of a workdir; see `load`."""
+class Trained(NamedTuple):
+    """What a workdir holds, as of one step."""
+
+    model: models.LanguageModel
+    params: Any  # as they were trained
+    tokenizer: tokenizers.Tokenizer
+    step: int
+
+
+def load_trained(folder: str | Path, step: int | None = None) -> Trained:
+    """The model of a workdir as it was trained; see `load`."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; a run's --workdir is wanted")
@@ -226,9 +240,10 @@ def load_trained(folder: str | Path, step: int | None = None):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
                             nn.unbox(models.abstract_params(model)))
-    params = checkpoints.restore_params(steps[-1] if step is None else step, abstract)
+    step = steps[-1] if step is None else step
+    params = checkpoints.restore_params(step, abstract)
     checkpoints.close()
-    return model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER)
+    return Trained(model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
 
 
 def chosen_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ names onto the mesh. Weights are float32; products are computed in `config.dtype
 """
 
 import dataclasses
+import functools
 import math
 
 import flax
@@ -47,6 +48,7 @@ class ModelConfig:
     tie_embeddings: bool
     dtype: str
     scan_layers: bool
+    activation: str = "gelu"
     attention: str = "auto"
     remat: str = "none"
     num_paths: int | None = None
@@ -68,7 +70,7 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (("dtype", ("float32", "bfloat16")), ("remat", ("none", *REMAT)),
-                               ("attention", attention.BACKENDS)):
+                               ("activation", ACTIVATIONS), ("attention", attention.BACKENDS)):
             if getattr(self, field) not in allowed:
                 self.refuse(field, f"must be one of {', '.join(allowed)}")
         if self.d_model % self.num_heads:
@@ -266,6 +268,9 @@ def _gelu_backward(derivative, cotangent):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
+ACTIVATIONS = {"gelu": gelu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+
+
 class Attention(nn.Module):
     """Causal self-attention with one fused projection to queries, keys and values.
 
@@ -364,7 +369,7 @@ class MLP(nn.Module):
             INIT_STD, c.use_bias, c.dtype, name="up")(x_BxTxD, mode)
         return Dense(
             (c.d_model,), ("mlp", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="down")(gelu(h_BxTxF), mode)
+            residual_std(c), c.use_bias, c.dtype, name="down")(ACTIVATIONS[c.activation](h_BxTxF), mode)
 
 
 def residual_std(config: ModelConfig) -> float:

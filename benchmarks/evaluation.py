@@ -1,0 +1,86 @@
+"""What does evaluating cost beyond the forward passes that it needs?
+
+    python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
+
+A gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) is evaluated on a whole task;
+then the same batches go through the same program alone. Prints both times and their ratio, with the
+compiling of the programs and without, and as its last line a JSON object.
+"""
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import optax
+from absl import flags
+
+from smallgpt_jax import cli, models
+from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.evaluation import run
+from smallgpt_jax.evaluation.scoring import Scorer
+from smallgpt_jax.inference import TextModel, decoder
+from smallgpt_jax.step import init_state
+
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of the benchmarks' original files.", required=True)
+_TASK = flags.DEFINE_string("task", "piqa", "Which one.")
+
+
+class Watched(Scorer):
+    """Remembers what it has scored."""
+
+    sequences = ()
+
+    def score(self, sequences):
+        self.sequences = sequences
+        return super().score(sequences)
+
+
+def timed(function) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    texts = sources.documents("python_stdlib", "text", "refuse", "refuse")
+    tokenizer = tokenizers.make("sentencepiece:2048", texts)
+    model = models.build(
+        architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
+        mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)
+    params = init_state(model, optax.identity(), 0).params
+    scorer = Watched(model, params)
+
+    def language_model():
+        from smallgpt_jax.evaluation.harness import SmallGPT  # whose import is part of what it takes
+
+        return SmallGPT(scorer, TextModel(model, decoder.unstacked(model, params), tokenizer), lambda *_: None)
+
+    def evaluate():
+        with tempfile.TemporaryDirectory() as cache:
+            run.evaluate(language_model, [_TASK.value], Path(_DATA_DIR.value), cache=Path(cache) / "cache",
+                         log_samples=False)
+
+    def forward():
+        for batch in scorer.batches(scorer.sequences):
+            jax.block_until_ready(scorer.run(batch))
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        times = {"evaluate, compiling": timed(evaluate)}
+        times["forward"] = timed(forward)
+        times["evaluate"] = timed(evaluate)
+        times["forward again"] = timed(forward)
+    bare = (times["forward"] + times["forward again"]) / 2
+    for name, seconds in times.items():
+        print(f"{name:20} {seconds:7.1f} s   {seconds / bare:.2f}")
+    print(json.dumps({"parameters": models.num_parameters(model), "sequences": len(scorer.sequences),
+                      "tokens": sum(len(sequence.tokens) - 1 for sequence in scorer.sequences),
+                      "ratio": times["evaluate"] / bare, "ratio_compiling": times["evaluate, compiling"] / bare,
+                      "seconds": times}))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,203 @@
+"""The models of smallgpt_jax in PyTorch, for Hugging Face's transformers.
+
+Shapes in comments: B batch, T time, S positions in the cache and these, D width, H heads, K width of a head.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_smallgpt import SmallGPTConfig
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the outputs of `qkv` are ordered by head, then queries, keys, values."""
+
+    def __init__(self, config, width, heads, layer):
+        super().__init__()
+        self.heads, self.layer = heads, layer
+        self.qkv = nn.Linear(width, 3 * width, bias=config.use_bias)
+        self.out = nn.Linear(width, width, bias=config.use_bias)
+
+    def forward(self, x, mask, cache):  # (B, T, D)
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, self.heads, 3, -1)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, K) each
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+
+
+class MLP(nn.Module):
+    def __init__(self, config, width):
+        super().__init__()
+        self.up = nn.Linear(width, config.mlp_ratio * width, bias=config.use_bias)
+        self.down = nn.Linear(config.mlp_ratio * width, width, bias=config.use_bias)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """x + attention(LN(x)), then x + MLP(LN(x))."""
+
+    def __init__(self, config, width, heads, layer):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=config.use_bias)
+        self.attention = Attention(config, width, heads, layer)
+        self.mlp_norm = nn.LayerNorm(width, bias=config.use_bias)
+        self.mlp = MLP(config, width)
+
+    def forward(self, x, mask, cache):
+        x = x + self.attention(self.attention_norm(x), mask, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class CausalConv(nn.Conv1d):
+    """A convolution over time that sees only the past. Its inputs are kept as a layer of the cache."""
+
+    def __init__(self, width, features, taps, layer):
+        super().__init__(width, features, taps)
+        self.layer = layer
+
+    def forward(self, x, is_text, cache):  # (B, T, D), (B, T, 1) or None
+        time, past = x.shape[1], self.kernel_size[0] - 1
+        if is_text is not None:
+            x = x * is_text  # before a text there is nothing but zeros
+        if cache is not None and past:
+            x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
+        x = F.pad(x[:, -(time + past):], (0, 0, max(0, time + past - x.shape[1]), 0))
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Path(nn.Module):
+    """One path of a ParallelGPT."""
+
+    def __init__(self, config, first_layer, length):
+        super().__init__()
+        self.dense = nn.Linear(config.d_model, config.d_model)
+        self.blocks = nn.ModuleList(
+            Block(config, config.d_model, config.num_heads, first_layer + i) for i in range(length))
+
+    def forward(self, x, mask, cache):
+        x = self.dense(x)
+        for block in self.blocks:
+            x = block(x, mask, cache)
+        return x
+
+
+class Trunk(nn.Module):
+    """What lies between the embedding and the final LayerNorm."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.architecture = config.architecture
+        if config.architecture == "gpt":
+            self.blocks = nn.ModuleList(
+                Block(config, config.d_model, config.num_heads, i) for i in range(config.num_layers))
+        elif config.architecture == "pgpt":
+            length = config.num_layers // config.num_paths
+            self.paths = nn.ModuleList(Path(config, p * length, length) for p in range(config.num_paths))
+            if config.num_paths > 1:
+                self.path_logits = nn.Parameter(torch.full((config.num_paths - 1,), 0.5))
+        else:
+            self.stage = nn.ModuleList(
+                nn.ModuleList(Block(config, *config.stage(s), s * config.blocks_per_stage + i)
+                              for i in range(config.blocks_per_stage))
+                for s in range(config.num_stages))
+            self.compress = nn.ModuleList(
+                self.compression(config, s) for s in range(config.num_compressions))
+
+    @staticmethod
+    def compression(config, stage):
+        width, _ = config.stage(stage)
+        if config.architecture == "lgpt":
+            return nn.Linear(width, width // 2)
+        return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
+
+    def forward(self, x, mask, is_text, cache):
+        if self.architecture == "gpt":
+            for block in self.blocks:
+                x = block(x, mask, cache)
+        elif self.architecture == "pgpt":
+            paths = [path(x, mask, cache) for path in self.paths]
+            if len(paths) == 1:
+                return paths[0]
+            weights = torch.softmax(F.pad(self.path_logits.float(), (0, 1)), 0).to(x.dtype)
+            x = sum(weight * path for weight, path in zip(weights, paths))
+        else:
+            for s, stage in enumerate(self.stage):
+                for block in stage:
+                    x = block(x, mask, cache)
+                if s < len(self.compress):
+                    compress = self.compress[s]
+                    x = compress(x) if self.architecture == "lgpt" else compress(x, is_text, cache)
+        return x
+
+
+class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """Token and position embeddings, a trunk, the final LayerNorm, an output head."""
+
+    config_class = SmallGPTConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+    _tied_weights_keys = {"head.weight": "token_embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        self.trunk = Trunk(config)
+        width = config.d_model // 2**config.num_compressions
+        self.final_norm = nn.LayerNorm(width, bias=config.use_bias)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.token_embedding
+
+    def set_input_embeddings(self, embedding):
+        self.token_embedding = embedding
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def set_output_embeddings(self, head):
+        self.head = head
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
+        """Logits of each position's next token; with `labels` (the tokens themselves; −100: not counted)
+        the loss too. Texts shorter than others of a batch are filled up on either side, which
+        `attention_mask` says."""
+        x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        time = x.shape[1]
+        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache()
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(past, past + time, device=x.device)[None]
+            if attention_mask is not None:
+                position_ids = attention_mask.long().cumsum(1)[:, -time:].sub(1).clamp(min=0)
+        x = x + self.position_embedding(position_ids)
+        mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
+        is_text = None
+        if attention_mask is not None:
+            here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]  # else there is none to see
+            mask = mask & (attention_mask[:, None, None].bool() | here)
+            is_text = attention_mask[:, -time:, None].to(x.dtype)
+        x = self.final_norm(self.trunk(x, mask, is_text, past_key_values))
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(x[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output

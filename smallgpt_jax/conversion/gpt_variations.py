@@ -1,0 +1,115 @@
+"""The `.pt` files of the paper's released code (SkAndMl/gpt-variations), all four architectures.
+
+A file holds {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are read from the
+tensors: in lgpt and cgpt the config was changed while its model was built, and says the last width.
+Only the number of heads, which no tensor shows, is the config's.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from smallgpt_jax import models
+from smallgpt_jax.conversion import gpt2, tensors, torch_file
+from smallgpt_jax.errors import UserError
+
+CONFIG_CLASS = "models.GPTConfig"
+
+
+class Checkpoint(NamedTuple):
+    model: models.LanguageModel
+    params: dict
+    facts: dict  # step and validation loss, as far as the file says them
+
+
+def read(path: Path) -> Checkpoint:
+    """A model of the released code. Raises UserError if the file is none."""
+    saved = torch_file.read(path, records=(CONFIG_CLASS,))
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
+        raise UserError(f"{path}: not a checkpoint of the paper's code: it has no 'model'")
+    theirs = {name.removeprefix("_orig_mod."): x for name, x in saved["model"].items()}
+    if not all(isinstance(x, np.ndarray) for x in theirs.values()):
+        raise UserError(f"{path}: not a checkpoint of the paper's code: 'model' holds more than tensors")
+    num_heads = getattr(saved.get("config"), "n_head", None)
+    if not isinstance(num_heads, int):
+        raise UserError(f"{path}: not a checkpoint of the paper's code: its config has no n_head")
+    model = models.build(**model_fields(theirs, num_heads, path))
+    names = {name: their_name(name, model.config) for name in tensors.shapes(model)}
+    ours = {theirs_: name for name, theirs_ in names.items()}
+    renamed = {ours.get(name, name): as_ours(ours.get(name, name), x, num_heads) for name, x in theirs.items()}
+    params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
+    facts = {name: saved[name] for name in ("step", "val_loss") if isinstance(saved.get(name), int | float)}
+    return Checkpoint(model, params, facts)
+
+
+def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
+    """The `model` group of a config, read off the tensors."""
+    def count(pattern: str) -> int:
+        return len({match[0] for name in theirs if (match := re.match(pattern, name))})
+
+    try:
+        (vocab_size, width), (context_length, _) = (
+            theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
+        first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
+        mlp_ratio = first_mlp.shape[0] // first_mlp.shape[1]
+    except (KeyError, ValueError, StopIteration):
+        raise UserError(f"{path}: not a checkpoint of the paper's code: no transformer.wte, transformer.wpe or "
+                        "MLP in it") from None
+    num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
+    fields = dict(
+        vocab_size=vocab_size, context_length=context_length, d_model=width, mlp_ratio=mlp_ratio,
+        num_heads=num_heads, num_layers=num_layers)
+    dense = r"transformer\.h\.\d+\.weight"
+    if "transformer.wt" in theirs:
+        return own_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"))
+    if num_stages := count(dense):
+        return own_fields("lgpt", fields, **stages(num_layers, num_stages, min(
+            int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))
+    if num_convs := count(r"transformer\.h\.\d+\.conv_layer"):
+        return own_fields("cgpt", fields, conv_kernel=theirs["transformer.h.0.conv_layer.weight"].shape[2],
+                          **stages(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
+    return own_fields("gpt", fields)
+
+
+def own_fields(architecture: str, fields: dict, **own) -> dict:
+    """All fields of the `model` group: what the tensors say, and what is the same in all released models."""
+    return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
+                tie_embeddings=False, activation="gelu", dtype="float32", scan_layers=False)
+
+
+def stages(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
+    return dict(blocks_per_stage=blocks_per_stage, stage_heads="fixed",
+                compress_last_stage=num_compressions * blocks_per_stage == num_layers)
+
+
+def their_name(name: str, config: models.ModelConfig) -> str:
+    """The name of one of our tensors in the released code."""
+    if name in gpt2.OTHER_NAMES:
+        return gpt2.OTHER_NAMES[name]
+    if name == "trunk.path_logits":
+        return "transformer.wt"
+    place, part, leaf = re.fullmatch(r"trunk\.([a-z]+(?:\.\d+)+(?:\.blocks\.\d+)?)\.?(.*)\.(\w+)", name).groups()
+    kind, *numbers = re.findall(r"[a-z]+|\d+", place.replace(".blocks", ""))
+    numbers = [int(number) for number in numbers]
+    per_stage = config.blocks_per_stage or 0
+    module = {
+        ("gpt", "blocks"): lambda i: f"h.{i}",
+        ("pgpt", "paths"): lambda p, *i: f"h_{p + 1}.{i[0]}" if i else f"lin_{p + 1}",
+        ("lgpt", "stage"): lambda s, i: f"h.{s * (per_stage + 1) + i}",
+        ("lgpt", "compress"): lambda s: f"h.{s * (per_stage + 1) + per_stage}",
+        ("cgpt", "stage"): lambda s, i: f"h.{s}.blocks.{i}",
+        ("cgpt", "compress"): lambda s: f"h.{s}.conv_layer",
+    }[config.architecture, kind](*numbers)
+    inner = gpt2.BLOCK_NAMES.get(part)
+    return f"transformer.{module}.{f'{inner}.' if inner else ''}{leaf}"
+
+
+def as_ours(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
+    """A tensor of theirs in the layout of ours."""
+    if name == "trunk.path_logits":
+        return x.reshape(-1)
+    if ".qkv." in name and len(x) % (3 * num_heads) == 0:
+        return gpt2.heads_first(x, num_heads)
+    return x

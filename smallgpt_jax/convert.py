@@ -1,0 +1,92 @@
+"""Carries models to and from the formats that others read.
+
+    python -m smallgpt_jax.convert --to=hf --workdir=runs/pgpt --output=exported/pgpt
+    python -m smallgpt_jax.convert --from=hf --input=gpt2 --workdir=runs/gpt2
+    python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
+
+`hf` is a folder as Hugging Face's libraries know it (or, read, a model's name on the hub): of one's own
+models, or of a GPT-2. `gpt_variations` is a .pt file of the paper's released code. What is read becomes
+a workdir, which generate, evaluate and, with --config=configs/run.py:WORKDIR, main take up.
+"""
+
+import datetime
+from pathlib import Path
+
+from absl import flags
+
+from smallgpt_jax import cli, inference, models, workdir
+from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, model_card
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import appearing
+from smallgpt_jax.models.pgpt import with_paths
+
+_TO = flags.DEFINE_enum("to", None, ["hf"], "Write this format, from --workdir to --output.")
+_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations"], "Read this format, from --input to --workdir.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run: an existing one with --to, else a new one.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --to: the new folder.")
+_INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or name on the hub.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "With --from: the model's tokenizer, as config.data.tokenizer has it; unset: the one in "
+    "the folder, or GPT-2's. With --to: 'skip' leaves the tokenizer out.")
+_STEP = flags.DEFINE_integer("step", None, "With --to: which checkpoint; the newest if unset.")
+_PATHS = flags.DEFINE_string("paths", "all", "With --to, of a pgpt: all, best (the heaviest), or numbers: 0,1.")
+flags.mark_flag_as_required("workdir")
+
+
+def main() -> None:
+    if (_TO.value is None) == (_FROM.value is None):
+        raise UserError("either --to=hf or --from=hf or --from=gpt_variations; --help explains")
+    if _TO.value:
+        export(Path(_WORKDIR.value).expanduser(), new_folder("--output", _OUTPUT.value))
+    else:
+        if not _INPUT.value:
+            raise UserError("--input must be given: what to read")
+        read(_INPUT.value, new_folder("--workdir", _WORKDIR.value))
+
+
+def new_folder(flag: str, name: str | None) -> Path:
+    """A folder that is not there yet, or empty."""
+    if not name:
+        raise UserError(f"{flag} must be given: a new folder")
+    folder = Path(name).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{flag}={name}: there is something in it; name a new folder")
+    return folder
+
+
+def export(source: Path, output: Path) -> None:
+    model, params, tokenizer, step = inference.load_trained(source, _STEP.value)
+    if _PATHS.value != "all":
+        config, params = with_paths(model.config, params, inference.chosen_paths(model, params, _PATHS.value))
+        model = models.LanguageModel(config)
+    is_gpt2 = gpt2.is_gpt2(model.config)
+    card = model_card.write(source, output.name, model, step, is_gpt2)
+    with appearing(output) as folder:
+        hugging_face.export(folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card)
+    print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
+          f"{'a GPT2LMHeadModel' if is_gpt2 else 'a model that brings its own code (trust_remote_code=True)'}")
+
+
+def read(source: str, folder: Path) -> None:
+    origin = {"format": _FROM.value, "read from": Path(source).name, "on": datetime.date.today().isoformat()}
+    if _FROM.value == "hf":
+        model, params, tokenizer = hugging_face.read(source)
+    else:
+        model, params, facts = gpt_variations.read(Path(source).expanduser())
+        origin, tokenizer = origin | facts, None
+    if _TOKENIZER.value or not tokenizer:
+        tokenizer = tokenizers.make(_TOKENIZER.value or "gpt2", [])
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} entries, the model only "
+                        f"{model.config.vocab_size:,}: not the one it was trained with. Name that with --tokenizer")
+    with appearing(folder) as partial:
+        workdir.plant(partial, model, params, tokenizer, origin)
+    print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; the tokenizer is "
+          f"{tokenizer.kind}, with {tokenizer.vocab_size:,} entries. Train it further with\n"
+          f"  python -m smallgpt_jax.main --config=configs/run.py:{folder} --workdir={folder} "
+          "--config.data.source=...")
+
+
+if __name__ == "__main__":
+    cli.run(main)

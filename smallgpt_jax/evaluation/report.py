@@ -1,0 +1,49 @@
+"""The table that a person reads: scores with standard errors, beside chance and the paper's numbers."""
+
+import math
+
+# The probability of a right guess, for a uniform choice between a question's options.
+CHANCE = {"hellaswag": 1 / 4, "winogrande": 1 / 2, "commonsense_qa": 1 / 5, "anli_r1": 1 / 3, "piqa": 1 / 2,
+          "copa": 1 / 2, "arc_easy": 1 / 4}
+# What the authors of arXiv 2404.14462 logged; pgpt's second number is of one path alone.
+LOGGED = {
+    "gpt": dict(hellaswag=.3043, winogrande=.4933, commonsense_qa=.1179, anli_r1=.335, piqa=.5000, copa=.51,
+                arc_easy=.2228),
+    "pgpt": dict(hellaswag=.2790, winogrande=.4862, commonsense_qa=.1310, anli_r1=.334, piqa=.5000, copa=.54,
+                 arc_easy=.2246),
+    "pgpt, one path": dict(hellaswag=.2734, winogrande=.4886, commonsense_qa=.1450, anli_r1=.336, piqa=.5098,
+                           copa=.59, arc_easy=.2456),
+    "lgpt": dict(hellaswag=.2512, winogrande=.4870, commonsense_qa=.1532, anli_r1=.334, piqa=.5141, copa=.52,
+                 arc_easy=.2456),
+    "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
+                 arc_easy=.2561)}
+LOGGED_METRIC = {"hellaswag": "acc_norm"}  # of the others: acc
+FOOTNOTE = (
+    "¹ As logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag's compare: "
+    "for the other six their code adds up the log-probabilities of the whole vocabulary at every position and "
+    "never looks up the option's own tokens, so those numbers lie near or below chance and rank nothing. Here, as "
+    "in lm-evaluation-harness, an option's score is the log-likelihood of its tokens given the question "
+    "(`acc`), or that divided by its bytes (`acc_norm`).")
+
+
+def table(results: dict, of: str) -> str:
+    """Markdown, of the harness's results. `of` names the model as LOGGED does."""
+    logged = LOGGED.get(of, {})
+    lines = [f"| task | examples | shots | metric | value | chance | paper's {of}¹ |", "|---|---|---|---|---|---|---|"]
+    for name, values in results["results"].items():
+        examples = results["n-samples"].get(name, {}).get("effective", "")
+        shots = results["n-shot"].get(name, "")
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{chosen}")
+            told = f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else "")
+            is_share = metric in ("acc", "acc_norm")
+            theirs = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
+            lines.append(
+                f"| {name} | {examples:,} | {shots} | {metric} | {told} | "
+                f"{f'{CHANCE[name]:.4f}' if is_share and name in CHANCE else ''} | "
+                f"{'' if theirs is None else f'{theirs:.4f}'} |")
+    is_compared = any(name in logged for name in results["results"])
+    return "\n".join([*lines, "", FOOTNOTE if is_compared else ""]).strip() + "\n"

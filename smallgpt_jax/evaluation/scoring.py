@@ -1,0 +1,155 @@
+"""Log-likelihoods of many token sequences: sorted by length, filled up to a few static lengths, spread
+over all devices, each compiled once a length."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from smallgpt_jax import models, sharding
+
+STATIC_LENGTHS = 6  # at most
+LENGTH_STEP = 16  # static lengths are multiples of this
+CHUNK = 256  # positions whose logits exist at one time, on each device
+
+
+class TokenSequence(NamedTuple):
+    """Tokens of which the last `scored` are predicted from those before them."""
+
+    tokens: Sequence[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    log_likelihood: float  # of all scored tokens, in nats
+    is_greedy: bool  # whether each of them is the likeliest one
+
+
+class Batch(NamedTuple):
+    """Rows of one length, and which of their positions are asked for."""
+
+    numbers: list[int]  # of the sequences, row by row
+    tokens_BxT1: np.ndarray
+    asked_BxT: np.ndarray  # bool
+
+
+class Scorer:
+    """Scores sequences of at most context_length + 1 tokens with a model, on all devices.
+
+    `batch_tokens`: of the positions computed at one time on each device.
+    """
+
+    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None):
+        self.model, self._batch_tokens = model, batch_tokens
+        self.mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1, path=1, devices=devices)
+        self._params = jax.device_put(params, sharding.replicated(self.mesh))
+
+    def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
+        """The number and the score of each sequence, the longest first, as they are computed."""
+        waiting = None  # its results are read when the next batch is under way
+        for batch in self.batches(sequences):
+            results = self.run(batch)
+            if waiting:
+                yield from _scores(*waiting)
+            waiting = (batch, results)
+        if waiting:
+            yield from _scores(*waiting)
+
+    def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Batch]:
+        """The longest first; each is filled up to the static length of its longest one."""
+        needed = [len(sequence.tokens) - 1 for sequence in sequences]
+        lengths = static_lengths(needed, self.model.config.context_length)
+        order = sorted(range(len(sequences)), key=lambda i: -needed[i])
+        first = 0
+        while first < len(order):
+            length = next(length for length in lengths if length >= needed[order[first]])
+            rows = max(1, self._batch_tokens // length) * self.mesh.size
+            numbers = order[first:first + rows]
+            tokens_BxT1 = np.zeros((rows, length + 1), np.int32)
+            asked_BxT = np.zeros((rows, length), bool)
+            for tokens, asked, number in zip(tokens_BxT1, asked_BxT, numbers):
+                end = len(sequences[number].tokens)
+                tokens[:end] = sequences[number].tokens
+                asked[end - 1 - sequences[number].scored:end - 1] = True
+            yield Batch(numbers, tokens_BxT1, asked_BxT)
+            first += len(numbers)
+
+    def run(self, batch: Batch):
+        """Log-probability of the next token, and whether it is the likeliest, where that is asked for:
+        (B, T) float32 and bool arrays, which are still being computed."""
+        put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
+        return _run(self._params, put(batch.tokens_BxT1), put(batch.asked_BxT), self.model, self.mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
+def _run(params, tokens_BxT1, asked_BxT, model: models.LanguageModel, mesh):
+    rows = PartitionSpec(("data", "fsdp"))
+    return jax.shard_map(
+        functools.partial(log_probabilities, model=model), mesh=mesh, in_specs=(PartitionSpec(), rows, rows),
+        out_specs=(rows, rows), check_vma=False)(params, tokens_BxT1, asked_BxT)
+
+
+def log_probabilities(params, tokens_BxT1, asked_BxT, *, model: models.LanguageModel):
+    """See `Scorer.run`. Logits are computed for the positions that are asked for only, CHUNK at a time."""
+    batch, time = asked_BxT.shape
+    x_BxTxW, head_VxW = model.apply(
+        {"params": params}, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
+    x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
+    size = -(-batch * time // CHUNK) * CHUNK
+    asked_S, = jnp.nonzero(asked_BxT.reshape(-1), size=size, fill_value=batch * time)
+
+    def add_chunk(carry):
+        first, log_p_S, is_best_S = carry
+        positions_C = jax.lax.dynamic_slice(asked_S, (first,), (CHUNK,))
+        x_CxW, targets_C = x_RxW.at[positions_C].get(mode="clip"), targets_R.at[positions_C].get(mode="clip")
+        logits_CxV = jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32)
+        target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
+        log_p_C = target_C - jax.nn.logsumexp(logits_CxV, axis=1)
+        return (first + CHUNK, jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),
+                jax.lax.dynamic_update_slice(is_best_S, jnp.argmax(logits_CxV, axis=1) == targets_C, (first,)))
+
+    count = jnp.sum(asked_BxT)
+    _, log_p_S, is_best_S = jax.lax.while_loop(
+        lambda carry: carry[0] < count, add_chunk,
+        (jnp.int32(0), jnp.zeros(size, jnp.float32), jnp.zeros(size, bool)))
+    log_p_R = jnp.zeros(batch * time).at[asked_S].set(log_p_S, mode="drop")
+    is_best_R = jnp.ones(batch * time, bool).at[asked_S].set(is_best_S, mode="drop")
+    return log_p_R.reshape(batch, time), is_best_R.reshape(batch, time)
+
+
+def _scores(batch: Batch, results) -> Iterator[tuple[int, Score]]:
+    log_p_BxT, is_best_BxT = (np.asarray(x) for x in results)
+    sums_B = log_p_BxT.sum(axis=1, where=batch.asked_BxT, dtype=np.float64)
+    for number, total, is_greedy in zip(batch.numbers, sums_B, is_best_BxT.all(axis=1)):
+        yield number, Score(float(total), bool(is_greedy))
+
+
+def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
+    """At most STATIC_LENGTHS lengths, ascending, for sequences that need these: those that add the fewest
+    positions in all."""
+    def rounded(length: int) -> int:
+        return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
+
+    candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    # best[i]: (positions computed, lengths used) for the sequences of the first i candidates.
+    best = [(0, [])] + [(math.inf, [])] * len(candidates)
+    for _ in range(STATIC_LENGTHS):
+        best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
+                                   [*best[start][1], int(candidates[end - 1])]) for start in range(end))],
+                    key=lambda option: option[0])
+                for end in range(len(best))]
+    return best[-1][1]
+
+
+def windows(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
+    """tokens[first:], each scored once, given as many of the tokens before it as the context holds; in as
+    few sequences as that takes."""
+    return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
+            for start in range(first, len(tokens), context_length)
+            for end in [min(start + context_length, len(tokens))]]

@@ -9,6 +9,7 @@ table is printed and written, with the harness's whole result as JSON, into WORK
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from absl import flags
 
 from smallgpt_jax import cli, inference, models
+from smallgpt_jax.checkpoint import bit_sums
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
@@ -71,7 +73,7 @@ def main() -> None:
     limit = _LIMIT.value
     results = run.evaluate(
         lambda: language_model(model, params, trained.tokenizer), _TASKS.value, data_dir,
-        cache=folder / f"cache-{which}", num_fewshot=_NUM_FEWSHOT.value,
+        cache=folder / f"cache-{which}-{weights_digest(params)}", num_fewshot=_NUM_FEWSHOT.value,
         limit=int(limit) if limit and limit >= 1 else limit, random_seed=_SEED.value,
         numpy_random_seed=_SEED.value, torch_random_seed=_SEED.value, fewshot_random_seed=_SEED.value,
         gen_kwargs=_GEN_KWARGS.value, log_samples=_LOG_SAMPLES.value)
@@ -82,6 +84,11 @@ def main() -> None:
     write_atomically(folder / f"{name}.json", json.dumps(results, indent=2, default=str) + "\n")
     write_atomically(folder / f"{name}.md", table)
     print(f"{table}\n{folder / name}.json")
+
+
+def weights_digest(params) -> str:
+    """Changes with the weights: what was computed with others is not for this model."""
+    return hashlib.sha256(json.dumps(bit_sums(params)).encode()).hexdigest()[:8]
 
 
 def file_name(*parts: str | bool | None) -> str:

@@ -67,7 +67,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(text_file, tmp_path):
     # An evaluation takes longer than the steps before it; checkpoints come seldom.
     overrides = (f"--config.data.source={text_file}", "--config.train.eval_steps=0",
                  "--config.train.checkpoint_every=1000", "--config.train.eval_every=150")
-    undisturbed, asked = (chaos.Run(tmp_path / name, "gpt", 600, overrides) for name in ("one", "other"))
+    undisturbed, asked = (chaos.Run(tmp_path / name, "gpt", 300, overrides) for name in ("one", "other"))
     undisturbed.start()
     undisturbed.finish()
 
@@ -83,15 +83,15 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(text_file, tmp_path):
 
     status, last = ask(" parameters, on ", signal.SIGTERM)
     assert status == 143 and "stopped at once; what is saved is whole" in last
-    status, last = ask("step  20/600", signal.SIGTERM)
+    status, last = ask("step  20/300", signal.SIGTERM)
     stopped = r"stopped after step (\d+), which is saved; the same command goes on from there"
     saved = re.fullmatch(stopped, last)
     assert status == 143 and 20 <= int(saved[1]) < 150
-    status, last = ask("step 150/600", signal.SIGINT)
+    status, last = ask("step 150/300", signal.SIGINT)
     saved = re.fullmatch(stopped, last)
     assert status == 130 and int(saved[1]) == 150  # which was saved before it was to be evaluated
-    assert "step 150/600   validation loss" not in asked.said()
-    status, last = ask("step 160/600", signal.SIGINT, signal.SIGTERM)
+    assert "step 150/300   validation loss" not in asked.said()
+    status, last = ask("step 160/300", signal.SIGINT, signal.SIGTERM)
     assert status in (130, 143) and last.startswith("a second time: stopped at once")
     asked.start()
     asked.finish()

@@ -1,6 +1,8 @@
 """An evaluation: tasks in, the harness's results out."""
 
+import contextlib
 import difflib
+import io
 import logging
 import os
 import warnings
@@ -38,14 +40,14 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
         check(names, manager.all_tasks)
         specs = [specify(name, "paper" in tasks, data_dir, manager) for name in names]
         loaded = load(specs, manager, data_dir)
-        return lm_eval.simple_evaluate(
-            model(), tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
+        lm = model()
+        with contextlib.redirect_stdout(io.StringIO()):  # what the harness prints of its own
+            return lm_eval.simple_evaluate(
+                lm, tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
 
 
 def quiet():
     """Neither the harness's log, nor its progress bars (there is one of our own), nor datasets' words."""
-    import contextlib
-
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

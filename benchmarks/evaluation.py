@@ -21,7 +21,6 @@ from smallgpt_jax import cli, models
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.inference import TextModel, decoder
 from smallgpt_jax.step import init_state
 
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of the benchmarks' original files.", required=True)
@@ -56,7 +55,7 @@ def main() -> None:
     def language_model():
         from smallgpt_jax.evaluation.harness import SmallGPT  # whose import is part of what it takes
 
-        return SmallGPT(scorer, TextModel(model, decoder.unstacked(model, params), tokenizer), lambda *_: None)
+        return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 
     def evaluate():
         with tempfile.TemporaryDirectory() as cache:

@@ -37,6 +37,10 @@ flags.mark_flag_as_required("workdir")
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
         raise UserError("either --to=hf or --from=hf or --from=gpt_variations; --help explains")
+    ignored = {"--input": _INPUT.value, "--tokenizer": _TOKENIZER.value != "skip" and _TOKENIZER.value} if _TO.value \
+        else {"--output": _OUTPUT.value, "--step": _STEP.value, "--paths": _PATHS.value != "all"}
+    if given := [flag for flag, value in ignored.items() if value]:
+        raise UserError(f"{given[0]} means nothing with {'--to' if _TO.value else '--from'}; --help explains")
     if _TO.value:
         export(Path(_WORKDIR.value).expanduser(), new_folder("--output", _OUTPUT.value))
     else:
@@ -49,7 +53,9 @@ def new_folder(flag: str, name: str | None) -> Path:
     """A folder that is not there yet, or empty."""
     if not name:
         raise UserError(f"{flag} must be given: a new folder")
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser().resolve()
+    if folder == Path.cwd():
+        raise UserError(f"{flag}={name}: is the folder that you are in; name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag}={name}: there is something in it; name a new folder")
     return folder
@@ -61,7 +67,7 @@ def export(source: Path, output: Path) -> None:
         config, params = with_paths(model.config, params, inference.chosen_paths(model, params, _PATHS.value))
         model = models.LanguageModel(config)
     is_gpt2 = gpt2.is_gpt2(model.config)
-    card = model_card.write(source, output.name, model, step, is_gpt2)
+    card = model_card.write(source, output.name, model, step, is_gpt2, _PATHS.value)
     with appearing(output) as folder:
         hugging_face.export(folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
@@ -71,7 +77,7 @@ def export(source: Path, output: Path) -> None:
 def read(source: str, folder: Path) -> None:
     origin = {"format": _FROM.value, "read from": Path(source).name, "on": datetime.date.today().isoformat()}
     if _FROM.value == "hf":
-        model, params, tokenizer = hugging_face.read(source)
+        model, params, tokenizer = hugging_face.read(source, finds_tokenizer=not _TOKENIZER.value)
     else:
         model, params, facts = gpt_variations.read(Path(source).expanduser())
         origin, tokenizer = origin | facts, None

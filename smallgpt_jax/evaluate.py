@@ -10,6 +10,7 @@ table is printed and written, with the harness's whole result as JSON, into WORK
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import re
 import sys
@@ -20,15 +21,16 @@ from absl import flags
 
 from smallgpt_jax import cli, inference, models
 from smallgpt_jax.checkpoint import bit_sums
+from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.files import write_atomically
-from smallgpt_jax.inference import decoder
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.words import duration
 
 FOLDER = "evaluations"
+SCORING = 1  # changes when scores do
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas; paper: the paper's seven.")
@@ -46,12 +48,13 @@ _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "Keep each question with 
 _BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Positions computed at one time on each device.",
                                      lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of products; unset: as in training.")
+FLAGS = flags.FLAGS
 flags.mark_flags_as_required(["workdir", "tasks"])
 
 
 def main() -> None:
     try:
-        import lm_eval  # noqa: F401
+        from smallgpt_jax.evaluation.harness import SmallGPT
     except ImportError:
         raise UserError("evaluating needs lm-evaluation-harness: pip install -e '.[eval]'") from None
     data_dir = Path(_DATA_DIR.value).expanduser() if _DATA_DIR.value else None
@@ -71,36 +74,34 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     which = file_name(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value)
     limit = _LIMIT.value
+    if limit == 0:
+        raise UserError("--limit=0: leaves no question")
     results = run.evaluate(
-        lambda: language_model(model, params, trained.tokenizer), _TASKS.value, data_dir,
-        cache=folder / f"cache-{which}-{weights_digest(params)}", num_fewshot=_NUM_FEWSHOT.value,
+        lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value), params, trained.tokenizer, Told(), _SEED.value),
+        _TASKS.value, data_dir,
+        cache=folder / f"cache-{which}-{digest(params, trained.tokenizer)}", num_fewshot=_NUM_FEWSHOT.value,
         limit=int(limit) if limit and limit >= 1 else limit, random_seed=_SEED.value,
         numpy_random_seed=_SEED.value, torch_random_seed=_SEED.value, fewshot_random_seed=_SEED.value,
         gen_kwargs=_GEN_KWARGS.value, log_samples=_LOG_SAMPLES.value)
-    table = report.table(results, of)
     shots = _NUM_FEWSHOT.value
     name = file_name(which, "_".join(_TASKS.value)[:80], shots is not None and f"{shots}shot",
-                     limit is not None and f"limit{limit:g}")
+                     limit is not None and f"limit{limit:g}", FLAGS["seed"].present and f"seed{_SEED.value}",
+                     _GEN_KWARGS.value)[:200]
     write_atomically(folder / f"{name}.json", json.dumps(results, indent=2, default=str) + "\n")
+    table = report.table(results, of)
     write_atomically(folder / f"{name}.md", table)
     print(f"{table}\n{folder / name}.json")
 
 
-def weights_digest(params) -> str:
-    """Changes with the weights: what was computed with others is not for this model."""
-    return hashlib.sha256(json.dumps(bit_sums(params)).encode()).hexdigest()[:8]
+def digest(params, tokenizer) -> str:
+    """Changes with all that scores depend on: what was computed with something else is not for this model."""
+    content = [SCORING, bit_sums(params), tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
 def file_name(*parts: str | bool | None) -> str:
     """The parts that there are, with hyphens."""
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
-
-
-def language_model(model: models.LanguageModel, params, tokenizer):
-    from smallgpt_jax.evaluation.harness import SmallGPT
-
-    writer = inference.TextModel(model, decoder.unstacked(model, params), tokenizer)
-    return SmallGPT(Scorer(model, params, _BATCH_TOKENS.value), writer, Told())
 
 
 class Told:

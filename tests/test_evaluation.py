@@ -17,7 +17,6 @@ from smallgpt_jax.evaluation import local_data, report
 from smallgpt_jax.evaluation import run as evaluation
 from smallgpt_jax.evaluation.harness import SmallGPT
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, static_lengths, windows
-from smallgpt_jax.inference import decoder
 from smallgpt_jax.train import train
 
 EXAMPLES = {"hellaswag": 10042, "winogrande": 1267, "commonsense_qa": 1221, "piqa": 1838, "copa": 100,
@@ -30,9 +29,8 @@ EXAMPLE_ROWS = {"hellaswag": '{"query": "?", "endings": ["a"], "label": 0}', "wi
 
 
 def harness_model(model, params, tokenizer=None, told=None, **settings) -> SmallGPT:
-    tokenizer = tokenizer or tokenizers.Bytes()
-    writer = inference.TextModel(model, decoder.unstacked(model, params), tokenizer)
-    return SmallGPT(Scorer(model, params, **settings), writer, told or (lambda *_: None))
+    return SmallGPT(Scorer(model, params, **settings), params, tokenizer or tokenizers.Bytes(),
+                    told or (lambda *_: None))
 
 
 def request(kind: str, *arguments) -> Instance:
@@ -129,9 +127,36 @@ def test_texts_are_written_to_the_first_stop_string(trained):
             tokens.append(int(logits.argmax()))
             expected += chr(tokens[-1])
         assert text == expected.split("house")[0].split("q")[0]
-    drawn = lm.generate_until([request("generate_until", "a", {"until": [], "max_gen_toks": 9, "do_sample": True,
-                                                                "temperature": 1.0})])
-    assert drawn != written[:1]
+    drawing = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 1.0, "top_k": 0}
+    again = [request("generate_until", "the cat", drawing)] * 3
+    drawn = lm.generate_until(again)
+    assert len(set(drawn)) == 3 and lm.generate_until(again) == drawn
+    lm._seed = 5
+    assert not set(lm.generate_until(again)) & set(drawn)
+    with pytest.raises(UserError, match="knows no num_beams; it knows do_sample, max_gen_toks"):
+        lm.generate_until([request("generate_until", "a", {"until": [], "num_beams": 4})])
+
+
+def test_blank_and_empty_texts():
+    """After nothing, and after nothing but spaces, comes what begins a document; an empty answer has no score."""
+    model = build("gpt")
+    lm = harness_model(model, init(model))
+    blank, empty, whole = lm.loglikelihood([
+        request("loglikelihood", " ", "ab"), request("loglikelihood", "", " ab"),
+        request("loglikelihood", "\n\n", "a b")])
+    assert blank == empty and blank[0] < -10 and whole[0] < -10
+    with pytest.raises(UserError, match="there is nothing to score"):
+        lm.loglikelihood([request("loglikelihood", "question", "")])
+
+
+def test_the_table_of_a_group():
+    """Of which the harness says no number of examples."""
+    results = {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 0.01},
+                           "copa": {"alias": "copa", "sample_len": 100, "acc,none": 0.5, "acc_stderr,none": "N/A"}},
+               "n-shot": {"copa": 0}}
+    lines = report.table(results, "lgpt").splitlines()
+    assert lines[2] == "| mmlu |  |  | acc | 0.2500 ± 0.0100 |  |  |"
+    assert lines[3] == "| copa | 100 | 0 | acc | 0.5000 | 0.5000 | 0.5200 |"
 
 
 # ---------------------------------------------------------------------- tasks
@@ -169,8 +194,7 @@ class Uniform(SmallGPT):
 
     def __init__(self):
         model = build("gpt")
-        super().__init__(Scorer(model, init(model)), inference.TextModel(model, None, tokenizers.Bytes()),
-                         lambda *_: None)
+        super().__init__(Scorer(model, init(model)), None, tokenizers.Bytes(), lambda *_: None)
 
     def _score(self, kind, keys, jobs):
         return [Score(-math.log(257) * sum(part.scored for part in parts), False) for parts in jobs]

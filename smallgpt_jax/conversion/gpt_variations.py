@@ -29,9 +29,8 @@ def read(path: Path) -> Checkpoint:
     saved = torch_file.read(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code: it has no 'model'")
-    theirs = {name.removeprefix("_orig_mod."): x for name, x in saved["model"].items()}
-    if not all(isinstance(x, np.ndarray) for x in theirs.values()):
-        raise UserError(f"{path}: not a checkpoint of the paper's code: 'model' holds more than tensors")
+    theirs = {name.removeprefix("_orig_mod."): x
+              for name, x in torch_file.tensors_only(saved["model"], path).items()}
     num_heads = getattr(saved.get("config"), "n_head", None)
     if not isinstance(num_heads, int):
         raise UserError(f"{path}: not a checkpoint of the paper's code: its config has no n_head")
@@ -54,7 +53,8 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
             theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
         first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
         mlp_ratio = first_mlp.shape[0] // first_mlp.shape[1]
-    except (KeyError, ValueError, StopIteration):
+        num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
+    except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
         raise UserError(f"{path}: not a checkpoint of the paper's code: no transformer.wte, transformer.wpe or "
                         "MLP in it") from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
@@ -68,7 +68,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         return own_fields("lgpt", fields, **stages(num_layers, num_stages, min(
             int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))
     if num_convs := count(r"transformer\.h\.\d+\.conv_layer"):
-        return own_fields("cgpt", fields, conv_kernel=theirs["transformer.h.0.conv_layer.weight"].shape[2],
+        return own_fields("cgpt", fields, conv_kernel=num_taps,
                           **stages(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
     return own_fields("gpt", fields)
 

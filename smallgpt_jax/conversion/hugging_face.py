@@ -32,7 +32,7 @@ RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dt
 class Imported(NamedTuple):
     model: models.LanguageModel
     params: dict
-    tokenizer: Tokenizer | None  # if there is one that we can read
+    tokenizer: Tokenizer | None  # None: there is none with it
 
 
 def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
@@ -51,7 +51,9 @@ def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokeniz
     marks = {"bos_token_id": mark, "eos_token_id": mark, "pad_token_id": mark}
     described = gpt2.to_config(config) if is_gpt2 else own_config(config)
     write_json(folder / "config.json", {**described, **marks, "dtype": "float32", "use_cache": True})
-    write_json(folder / "generation_config.json", marks)
+    # The embedding may have more rows than the tokenizer ids.
+    beyond = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
+    write_json(folder / "generation_config.json", marks | ({"suppress_tokens": beyond} if beyond else {}))
     if not is_gpt2:
         for name in CODE:
             source = resources.files("smallgpt_jax.conversion.exported") / name
@@ -77,10 +79,11 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read(source: str) -> Imported:
+def read(source: str, finds_tokenizer: bool = True) -> Imported:
     """The model in a folder, or by its name on the hub: a GPT-2, or what `export` has written.
 
-    Raises UserError for any other, and for files that are missing, damaged or do not fit together.
+    Raises UserError for any other, for files that are missing, damaged or do not fit together, and for
+    a tokenizer of another kind than ours.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download(source)
@@ -99,7 +102,10 @@ def read(source: str) -> Imported:
             ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()} | dict(scan_layers=False)
     else:
         raise UserError(f"{path}: a model of the type {kind!r}; gpt2 and smallgpt can be read")
-    model = models.build(**fields)
+    try:
+        model = models.build(**fields)
+    except (TypeError, ValueError, ZeroDivisionError) as error:  # a text where a number belongs
+        raise UserError(f"{path}: damaged ({error})") from None
     weights, where = read_weights(folder)
     if kind == "gpt2":
         names = tensors.shapes(model)
@@ -109,11 +115,19 @@ def read(source: str) -> Imported:
         if model.config.tie_embeddings:
             weights.pop("head.weight", None)
         params = tensors.to_params(model, weights, where=where)
+    return Imported(model, params, read_tokenizer(folder) if finds_tokenizer else None)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder, None if there are no files of one. Raises UserError if it is not of a kind
+    that we have."""
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
+        return None
     try:
-        tokenizer = tokenizers.load(folder)
-    except UserError:
-        tokenizer = None
-    return Imported(model, params, tokenizer)
+        return tokenizers.load(folder)
+    except UserError as error:
+        raise UserError(f"{folder}: its tokenizer cannot be read here ({error}). Name the one that it is with "
+                        "--tokenizer") from None
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
@@ -128,7 +142,7 @@ def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     elif not (folder / names[0]).is_file():
         old = folder / "pytorch_model.bin"
         if old.is_file():
-            return dict(torch_file.read(old)), str(old)
+            return torch_file.tensors_only(torch_file.read(old), old), str(old)
         raise UserError(f"{folder}: no weights in it: neither model.safetensors nor pytorch_model.bin")
     weights = {}
     for name in names:
@@ -146,9 +160,12 @@ def download(name: str) -> Path:
     """The folder that a model of the hub is in, from the cache if it is there."""
     hub = library("huggingface_hub")
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=[
+        folder = Path(hub.snapshot_download(name, allow_patterns=[
             "config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt",
             "tokenizer*"]))
+        if not any(folder.glob("*.safetensors")):
+            hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
+        return folder
     except Exception as error:  # of the hub, of the network
         raise UserError(f"--input={name}: neither a folder here, nor a model that could be fetched from the "
                         f"Hugging Face hub ({reason(error)})") from None

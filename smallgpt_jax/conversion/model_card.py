@@ -17,11 +17,15 @@ DESCRIPTIONS = {
             "{conv_kernel} taps after every {blocks_per_stage}"}
 
 
-def write(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool) -> str:
-    """The card of the model that a workdir had after `step` steps; `name` is the exported folder's."""
+def write(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool, paths: str) -> str:
+    """The card of the model that a workdir had after `step` steps, or of some of its `paths`; `name` is the
+    exported folder's."""
     config = model.config
     described = DESCRIPTIONS.get(config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}")
     facts = training_facts(folder, step)
+    if paths != "all":
+        facts = [("paths of the trained model that are left", paths),
+                 *(fact for fact in facts if fact[0] != "validation loss")]
     trust = "" if is_gpt2 else ", trust_remote_code=True"
     return "\n".join([
         "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- smallgpt_jax", "---",

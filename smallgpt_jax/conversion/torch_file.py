@@ -7,6 +7,7 @@ refuses all others.
 """
 
 import io
+import math
 import pickle
 import zipfile
 from collections.abc import Collection
@@ -34,12 +35,14 @@ class Record:
         self.__dict__.update(state)
 
 
-class Dictionary(dict):
-    """An OrderedDict; torch hangs attributes onto the ones it writes."""
-
-
 class StorageType(NamedTuple):
     dtype: type
+
+
+class Storage(NamedTuple):
+    """The numbers that tensors lie in."""
+
+    numbers: np.ndarray
 
 
 def read(path: Path, records: Collection[str] = ()):
@@ -69,43 +72,61 @@ def read(path: Path, records: Collection[str] = ()):
         raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {error})") from None
 
 
+def tensors_only(saved, path: Path) -> dict[str, np.ndarray]:
+    """What was saved, if it is tensors by name. Raises UserError if not."""
+    if not isinstance(saved, dict) or not all(
+            isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
+        raise UserError(f"{path}: not a checkpoint: it holds more than tensors by name")
+    return dict(saved)
+
+
 class _Unpickler(pickle.Unpickler):
+    """What a pickle may name is made anew for each file, so that none can change it for the next."""
+
     def __init__(self, path: Path, archive: zipfile.ZipFile, root: str, records: Collection[str]):
         super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")))
-        self._path, self._archive, self._root, self._records = path, archive, root, records
-        self._storages = {}
+        self._path, self._archive, self._root, self._storages = path, archive, root, {}
+        self._known = {
+            # A dictionary that takes attributes: torch hangs some onto those it writes.
+            "collections.OrderedDict": type("Dictionary", (dict,), {}),
+            "torch._utils._rebuild_tensor_v2": lambda *arguments: tensor(*arguments[:4]),
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            **{f"torch.{name}": StorageType(dtype) for name, dtype in DTYPES.items()},
+            **{name: type("Record", (Record,), {}) for name in records}}
 
     def find_class(self, module: str, name: str):
-        if (module, name) == ("collections", "OrderedDict"):
-            return Dictionary
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")):
-            return tensor if name == "_rebuild_tensor_v2" else parameter
-        if module == "torch" and name in DTYPES:
-            return StorageType(DTYPES[name])
-        if f"{module}.{name}" in self._records:
-            return Record
-        raise UserError(f"{self._path}: it wants {module}.{name} to be run, which a checkpoint has no need of; "
-                        "nothing of it has been")
+        if f"{module}.{name}" not in self._known:
+            raise UserError(f"{self._path}: it wants {module}.{name} to be run, which a checkpoint has no need of; "
+                            "nothing of it has been")
+        return self._known[f"{module}.{name}"]
 
     def persistent_load(self, identifier):
         """The numbers of a storage, ("storage", type, key, device, size)."""
         _, storage_type, key, _, size = identifier
+        if not isinstance(storage_type, StorageType) or not isinstance(key, str):
+            raise ValueError("a storage of no known type")
         if key not in self._storages:
             numbers = np.frombuffer(self._archive.read(f"{self._root}data/{key}"), storage_type.dtype)
             if len(numbers) != size:
                 raise ValueError(f"data/{key} has {len(numbers)} numbers, not {size}")
-            self._storages[key] = numbers
+            self._storages[key] = Storage(numbers)
         return self._storages[key]
 
 
-def tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_):
-    """The tensor that lies in a storage like this. Raises ValueError if it reaches beyond it."""
-    last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and not (offset >= 0 and min(strides, default=0) >= 0 and last < len(storage)):
+def tensor(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """The tensor that lies in a storage like this.
+
+    Raises ValueError if it reaches beyond it, or is larger: the arguments are whatever a file says.
+    """
+    is_sound = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
+                and len(shape) == len(strides)
+                and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)))
+    if not is_sound:
+        raise ValueError("a tensor of no known form")
+    if 0 in shape:
+        return np.empty(shape, storage.numbers.dtype)
+    last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides))
+    if last >= len(storage.numbers) or math.prod(shape) > len(storage.numbers):
         raise ValueError("a tensor reaches beyond its storage")
     return np.lib.stride_tricks.as_strided(
-        storage[offset:], shape, [stride * storage.itemsize for stride in strides]).copy()
-
-
-def parameter(data: np.ndarray, *_):
-    return data
+        storage.numbers[offset:], shape, [stride * storage.numbers.itemsize for stride in strides]).copy()

@@ -1,6 +1,8 @@
 """A model of this project as lm-evaluation-harness sees one."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -8,13 +10,16 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, windows
 from smallgpt_jax.inference import TextModel
-from smallgpt_jax.inference.decoder import Texts
+from smallgpt_jax.inference.decoder import Texts, unstacked
 from smallgpt_jax.inference.sampling import Sampling
 
 NEW_TOKENS = 256  # at most, where a task does not say
 ROWS = 32  # texts that are written at one time
+SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}  # of sampling
+OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
@@ -22,14 +27,21 @@ class SmallGPT(TemplateLM):
 
     Contexts are read as they are, without a mark in front; an empty one is the end-of-text mark.
     What is longer than the model's context loses its beginning; the text to be scored never does.
-    `progress` is called with what is done and how many there are.
+    `params` are those of the scorer's model; `progress` is called with what is done and how many there
+    are; `seed` is of texts that are drawn.
     """
 
-    def __init__(self, scorer: Scorer, writer: TextModel, progress: Callable[[str, int, int], Any]):
+    def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
+                 seed: int = 0):
         super().__init__()
-        self._scorer, self._writer, self._progress = scorer, writer, progress
-        self._tokenizer: Tokenizer = writer.tokenizer
+        self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
+        self._progress, self._seed = progress, seed
         self.max_length = scorer.model.config.context_length
+
+    @cached_property
+    def _writer(self) -> TextModel:
+        """Made when there is something to write: it has the weights once more."""
+        return TextModel(self._scorer.model, unstacked(self._scorer.model, self._params), self._tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -46,9 +58,13 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Requests are ((context, continuation), their tokens, and its)."""
-        jobs = [windows([*context, *continuation], len(context), self.max_length)
-                for _, context, continuation in requests]
+        """Requests are ((context, continuation), the context's tokens, the continuation's)."""
+        jobs = []
+        for text, context, continuation in requests:
+            if not continuation:
+                raise UserError(f"there is nothing to score in {text!r}: the continuation has no tokens of its own")
+            context = context or [self.prefix_token_id]  # which was nothing but spaces
+            jobs.append(windows([*context, *continuation], len(context), self.max_length))
         keys = [text for text, _, _ in requests]
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
 
@@ -81,26 +97,33 @@ class SmallGPT(TemplateLM):
         written: list[str] = [""] * len(requests)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
+        seen, samples = Counter(), []
+        for request in requests:  # equal ones are to give different texts, if these are drawn
+            samples.append(seen[repr(request.args)])
+            seen[repr(request.args)] += 1
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
             some = [i for i in order[done:done + ROWS] if requests[i].args[1] == settings]
-            for i, text in zip(some, self._write([contexts[i] for i in some], settings)):
+            texts = self._write([contexts[i] for i in some], [samples[i] for i in some], settings)
+            for i, text in zip(some, texts):
                 written[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
             done += len(some)
             self._progress("texts written", done, len(order))
         return written
 
-    def _write(self, contexts: list[list[int]], settings: dict) -> list[str]:
+    def _write(self, contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
         settings = normalize_gen_kwargs(settings, NEW_TOKENS)
+        if unknown := settings.keys() - SETTINGS - OTHER_SETTINGS:
+            raise UserError(f"writing text knows no {', '.join(sorted(unknown))}; it knows "
+                            f"{', '.join(sorted(SETTINGS | OTHER_SETTINGS))}")
         most = settings["max_gen_toks"]
-        names = ("temperature", "top_k", "top_p", "repetition_penalty")
-        chosen = {name: settings[name] for name in names if name in settings}
+        chosen = {name: settings[name] for name in SETTINGS if settings.get(name)}  # top_k=0: all
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).check()
         room = max(self.max_length - most, self.max_length // 2, 1)  # for a context; the rest is to be written
         text = Texts(self._writer.model, self._writer.params, self._tokenizer.vocab_size,
-                     [context[-room:] for context in contexts], unpenalised=self.eot_token_id)
+                     [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
         return self._writer.finish(text, most, settings["until"], sampling)
 
     def get_model_info(self) -> dict:

@@ -23,7 +23,7 @@ class LocalTask(NamedTuple):
 
 
 def json_rows(text: str) -> list[dict]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def hellaswag(text: str) -> list[dict]:
@@ -83,20 +83,24 @@ TASKS = {
 }
 
 
-def task_config(name: str, config: dict, folder: Path) -> dict:
-    """The harness's config of a task, changed so that its rows come from files in `folder`.
-
-    Raises UserError if there are none for this task, or they are missing or damaged.
-    """
+def check(name: str) -> None:
+    """Raises UserError for a task that cannot be read from files."""
     if name not in TASKS:
         raise UserError(f"--data_dir: the files of {name!r} are not known; of {', '.join(TASKS)} they are. "
                         "Leave --data_dir out to fetch it")
+
+
+def task_config(name: str, config: dict, folder: Path) -> dict:
+    """The harness's config of a task, changed so that its rows come from files in `folder`.
+
+    Raises UserError if they are missing or damaged.
+    """
     task = TASKS[name]
     if missing := [file for file in task.files if not (folder / file).is_file()]:
         raise UserError(f"--data_dir={folder}: {' and '.join(missing)} missing, of the task {name}; from "
                         f"{task.source}")
     try:
-        rows = task.rows(*((folder / file).read_text() for file in task.files))
+        rows = task.rows(*((folder / file).read_text(encoding="utf-8") for file in task.files))
         if not rows:
             raise ValueError("it is empty")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -31,7 +31,7 @@ def table(results: dict, of: str) -> str:
     logged = LOGGED.get(of, {})
     lines = [f"| task | examples | shots | metric | value | chance | paper's {of}¹ |", "|---|---|---|---|---|---|---|"]
     for name, values in results["results"].items():
-        examples = results["n-samples"].get(name, {}).get("effective", "")
+        examples = values.get("sample_len", "")
         shots = results["n-shot"].get(name, "")
         for key, value in values.items():
             metric, _, chosen = key.partition(",")
@@ -42,7 +42,7 @@ def table(results: dict, of: str) -> str:
             is_share = metric in ("acc", "acc_norm")
             theirs = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
             lines.append(
-                f"| {name} | {examples:,} | {shots} | {metric} | {told} | "
+                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {told} | "
                 f"{f'{CHANCE[name]:.4f}' if is_share and name in CHANCE else ''} | "
                 f"{'' if theirs is None else f'{theirs:.4f}'} |")
     is_compared = any(name in logged for name in results["results"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.words import reason
 
 # arXiv 2404.14462, table 2, in its order; and the split that its numbers of examples are those of.
@@ -92,11 +93,11 @@ def specify(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
     if not data_dir and not changes:
         return name
+    if data_dir:
+        local_data.check(name)
     config = load_yaml(manager.task_index[name].yaml_path, resolve_func=True, recursive=True)
     config = {key: value for key, value in config.items() if key != "tag"}
     if data_dir:
-        from smallgpt_jax.evaluation import local_data
-
         return local_data.task_config(name, config, data_dir)
     return {**config, **changes, "task": name}
 

@@ -62,6 +62,7 @@ class Scorer:
 
     def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Batch]:
         """The longest first; each is filled up to the static length of its longest one."""
+        assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
         order = sorted(range(len(sequences)), key=lambda i: -needed[i])

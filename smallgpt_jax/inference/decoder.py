@@ -107,14 +107,16 @@ class Texts:
     """
 
     def __init__(self, model: models.LanguageModel, params, vocab_size: int, ids: Sequence[Sequence[int]],
-                 seed: int = 0, unpenalised: int | None = None):
+                 seed: int = 0, unpenalised: int | None = None, samples: Sequence[int] | None = None):
         """`params` are `unstacked`, `ids` have at least one token a row; the repetition penalty
-        leaves out `unpenalised`."""
+        leaves out `unpenalised`. `samples` tell rows of the same text apart."""
         self.model, self.params, self.vocab_size = model, params, vocab_size
         self.ids = [list(row) for row in ids]
         self._seed, self._unpenalised = np.uint32(seed), unpenalised
         # What tells the rows' random streams apart: their text at the beginning, and their sample.
         self._stream = np.array([zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids], np.uint32)
+        if samples is not None:
+            self._stream += np.array(samples, np.uint32)
         self._forgotten = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen = {}, 0, None
         self._read = np.zeros(len(ids), np.int32)  # tokens of each row that are in the cache

@@ -12,6 +12,7 @@ import functools
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,12 +81,24 @@ class Checkpoints:
         if isinstance(error, jax.errors.JaxRuntimeError):  # not the disk's trouble
             raise error
         if processes.is_first():
-            for path in self.folder.glob(UNFINISHED):  # it may be what fills the disk
-                shutil.rmtree(path, ignore_errors=True)
+            self._remove_unfinished()
         self._manager.reload()
         newest = self._manager.latest_step()
         self._say(f"a checkpoint could not be written: {reason(error)}. Training goes on; the newest one is "
                   + (f"that of step {newest}" if newest else "none"))
+
+    def _remove_unfinished(self) -> None:
+        """It may be what fills the disk. Other writes of the same checkpoint may still be under way, and make
+        its folder anew: it has to be gone for a moment."""
+        gone = 0
+        for _ in range(50):
+            unfinished = list(self.folder.glob(UNFINISHED))
+            gone = 0 if unfinished else gone + 1
+            if gone == 4:
+                return
+            for path in unfinished:
+                shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.1)
 
     def restore_newest(self, abstract: TrainState) -> TrainState | None:
         """The newest state that can be read and is what was saved, None if there is no checkpoint.

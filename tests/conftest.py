@@ -8,10 +8,17 @@ XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+import atexit
 import importlib
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+# Where transformers puts the code of exported models, and imports it from: one place a process.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 import jax
 import pytest

@@ -39,14 +39,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hugging_face_cache(tmp_path_factory):
-    """Where transformers keeps the code of exported folders."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("hf")))
-        yield
-
-
 def exported(folder: Path, model, params, tokenizer=None) -> Path:
     folder.mkdir()
     hugging_face.export(folder, model, params, tokenizer, "# a card\n")

@@ -243,7 +243,7 @@ def test_the_hf_backend_finds_the_same(eval_data, tmp_path):
         folder = tmp_path / architecture
         train(load_config(
             architecture, data__source=str(eval_data.parent / "text/tinyshakespeare.txt"), train__steps=40,
-            data__tokenizer="sentencepiece:512", model__context_length=256), str(folder / "run"))
+            data__tokenizer="sentencepiece:512", model__context_length=512), str(folder / "run"))
         model, params, tokenizer, _ = inference.load_trained(folder / "run")
         (folder / "hf").mkdir()
         hugging_face.export(folder / "hf", model, params, tokenizer, "")

@@ -48,11 +48,10 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
 
 
 def quiet():
-    """Neither the harness's log, nor its progress bars (there is one of our own), nor datasets' words."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    """Neither the harness's log, nor what datasets and the hub say on their way to an error."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    logging.getLogger("datasets").setLevel(logging.ERROR)
+    for name in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     stack = contextlib.ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")

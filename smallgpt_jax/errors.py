@@ -9,6 +9,14 @@ class UserError(Exception):
     """
 
 
+class InTraining(UserError):
+    """Another process is training in the workdir."""
+
+
+class Diverged(UserError):
+    """Loss or gradient of a run have not been finite."""
+
+
 class Stopped(Exception):
     """A run has ended because it was asked to; `status` is the exit status."""
 

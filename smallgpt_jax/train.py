@@ -22,7 +22,7 @@ from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.data.store import SPLITS
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import Diverged, UserError
 from smallgpt_jax.metrics import METRICS_FILE, MetricsWriter, Progress, Stopwatch, read_lines
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
@@ -32,8 +32,8 @@ from smallgpt_jax.words import duration
 def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`, from where the workdir left off.
 
-    Raises UserError, before it writes anything, for what cannot be trained, and when training has
-    diverged; Stopped when the run was asked to stop (see stopping.py).
+    Raises UserError, before it writes anything, for what cannot be trained; Diverged; Stopped when the
+    run was asked to stop (see stopping.py).
     """
     processes.check_same("a config", config.to_json_best_effort(sort_keys=True))
     folder = Path(workdir).expanduser()
@@ -45,7 +45,6 @@ def train(config: ConfigDict, workdir: str) -> None:
             processes.first(lambda: run_folder.check(folder, config))  # another run may have begun meanwhile
             processes.first(lambda: run_folder.begin(folder, config, text.corpus))
             run(config, folder, setup, text, stop)
-    conclude(folder)
 
 
 def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: stopping.Stop) -> None:
@@ -72,6 +71,9 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     step_program = compile_train_step(setup, config)
     eval_program = compile_eval_step(setup, config)
     needs = step_program.memory_analysis()
+    run_folder.record_session(folder, first_step, {
+        "device": chips.name(mesh.devices.flat[0]), "devices": mesh.size,
+        "argument_bytes": needs.argument_size_in_bytes, "temp_bytes": needs.temp_size_in_bytes})
     print(f"compiled in {time.monotonic() - started:.0f} s; memory a device: "
           f"{memory.in_words(needs.argument_size_in_bytes)} for the state and a batch, "
           f"{memory.in_words(needs.temp_size_in_bytes)} more while a step runs", flush=True)
@@ -110,13 +112,9 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     def evaluate(step: int, params) -> bool:
         """False, with nothing written, if the run is to stop meanwhile."""
         with watch.paused():
-            sums = []
-            for batch in text.validation_batches:
-                if stop.is_agreed():
-                    return False
-                sums.append(run_eval(params, text.to_devices(batch)))
-            loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-        nats = float(loss / targets)
+            nats = mean_loss(run_eval, params, map(text.to_devices, text.validation_batches), stop.is_agreed)
+        if nats is None:
+            return False
         bits_per_byte = nats / math.log(2) / text.corpus.bytes_per_token("validation")
         writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte})
         progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
@@ -165,6 +163,17 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
         stop.end(step)
 
 
+def mean_loss(run_eval, params, batches, is_stopped: Callable[[], bool] = lambda: False) -> float | None:
+    """The loss in nats, over all targets of the batches that count; None if stopped before the last."""
+    sums = []
+    for batch in batches:
+        if is_stopped():
+            return None
+        sums.append(run_eval(params, batch))
+    loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
+    return float(loss / targets)
+
+
 class Skips:
     """What becomes of updates whose loss or gradient is not finite: `train.on_nonfinite`."""
 
@@ -173,7 +182,7 @@ class Skips:
         self.in_a_row = 0
 
     def count(self, step: int, values: dict[str, float], rows: str, checkpoints: Checkpoints) -> str:
-        """What to say of such a step. Raises UserError if it is to be the last one."""
+        """What to say of such a step. Raises Diverged if it is to be the last one."""
         self.in_a_row += 1
         trouble = (f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}; its batch: "
                    f"rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
@@ -187,7 +196,7 @@ class Skips:
         good = ("There is no checkpoint" if newest is None else
                 f"The newest checkpoint, of step {newest}, is good")
         mend = "" if skips else ", or --config.train.on_nonfinite=skip"
-        raise UserError(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{mend}")
+        raise Diverged(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{mend}")
 
 
 class Text(NamedTuple):
@@ -232,15 +241,21 @@ def find_or_make(config: ConfigDict) -> data.Corpus:
     return data.find_or_make(config.data)
 
 
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the workdir holds a run that has been trained for so many steps, saved and evaluated then."""
+    return was_evaluated(folder, steps) and (folder / run_folder.CHECKPOINT_FOLDER / str(steps)).is_dir()
+
+
 def was_evaluated(folder: Path, step: int) -> bool:
     return any(line["split"] == "eval" and line["step"] == step
                for line in read_lines(folder / METRICS_FILE))
 
 
-def conclude(folder: Path) -> None:
+def conclude(workdir: str) -> None:
     """The last words of a run: a text of its own (if one process sees the whole model), how good it is."""
     if not processes.is_first():
         return
+    folder = Path(workdir).expanduser()
     if jax.process_count() == 1:
         print("\nA text of its own:\n")
         for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):

@@ -1,31 +1,37 @@
 """The folder of a run: what it was asked for and what it needs to stand alone.
 
-`config.json` (the resolved config), `tokenizer/`, `store.json` (which text it is trained on), and
-beside them what other modules write: `metrics.jsonl`, TensorBoard files, `checkpoints/`. Of a model that
+`config.json` (the resolved config), `tokenizer/`, `store.json` (which text it is trained on),
+`sessions.jsonl` (on what machine, with which versions), and beside them what other modules write:
+`metrics.jsonl`, TensorBoard files, `checkpoints/`. Of a model that
 was imported (`smallgpt_jax.convert`) there are its `model` group, its tokenizer, `origin.json` and a
 checkpoint of step 0, until it is trained further.
 """
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
+import platform
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models, processes
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import Corpus, tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import InTraining, UserError
 from smallgpt_jax.files import InUse, locked, write_atomically
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # where an imported model comes from
 LOCK_FILE = ".lock"  # there while a run is training
 STORE_FILE = "store.json"
+SESSIONS_FILE = "sessions.jsonl"  # a line for each time the run was started or continued
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
@@ -77,15 +83,15 @@ def check(workdir: Path, config: ConfigDict) -> None:
 def taken(workdir: Path) -> Iterator[None]:
     """Keeps other runs out of `workdir`, which is made if it is not there.
 
-    Raises UserError if one is in it already.
+    Raises InTraining if one is in it already.
     """
     def take():
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             lock.enter_context(locked(workdir / LOCK_FILE))
         except InUse as other:
-            raise UserError(f"--workdir={workdir}: {other} is training in it; wait for it, or use another "
-                            "--workdir") from None
+            raise InTraining(f"--workdir={workdir}: {other} is training in it; wait for it, or use another "
+                             "--workdir") from None
         except OSError as error:
             raise UserError(f"--workdir={workdir}: cannot be made or written to: {error.strerror}") from None
 
@@ -147,6 +153,18 @@ def what_changed(before: dict, now: dict) -> str:
     listed = [f"{name} was {then.get(name)!r}, now {later.get(name)!r}" for name in different[:3]]
     return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
         "its tokenizer")
+
+
+def record_session(workdir: Path, first_step: int, facts: dict) -> None:
+    """Adds to sessions.jsonl that the run goes on from `first_step`, now, here."""
+    if not processes.is_first():
+        return
+    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "grain", "orbax-checkpoint")}
+    session = {"first_step": first_step, "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+               **facts, "processes": jax.process_count(),
+               "versions": {"python": platform.python_version(), **versions}}
+    with (workdir / SESSIONS_FILE).open("a") as file:
+        file.write(json.dumps(session) + "\n")
 
 
 def read_config(workdir: Path) -> ConfigDict:

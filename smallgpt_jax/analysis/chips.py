@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import re
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
@@ -42,6 +43,15 @@ def chip(device_kind: str) -> Chip | None:
     """The chip of that name, None if it is not known (a CPU); the longest name that fits counts."""
     fitting = [name for name in CHIPS if device_kind.startswith(name)]
     return CHIPS[max(fitting, key=len)] if fitting else None
+
+
+def name(device: jax.Device) -> str:
+    """What the device is called: of a CPU, the model that the system names."""
+    if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
+        models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
+                  if line.startswith("model name")]
+        return models[0] if models else device.device_kind
+    return device.device_kind
 
 
 def devices(topology: str) -> list[jax.Device]:

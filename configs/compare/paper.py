@@ -1,0 +1,17 @@
+"""The four architectures of arXiv 2404.14462 at equal budgets.
+
+    python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
+
+trains the four quickstart recipes with two seeds each on equal tokens (about half an hour on two CPU cores) and
+writes runs/paper/report.html. Equal training FLOPs, equal parameters or equal seconds instead:
+
+    python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
+
+The paper's own size, for GPUs or TPUs: --config=configs/compare/paper.py:paper.
+"""
+
+from configs.compare import base
+
+
+def get_config(size: str = "quickstart"):
+    return base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)

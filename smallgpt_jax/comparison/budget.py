@@ -1,0 +1,252 @@
+"""From a comparison's config to its runs: each one's own config, with as much of everything as the others."""
+
+import difflib
+import functools
+import math
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from smallgpt_jax import data, models, train, workdir
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.errors import UserError
+
+BUDGETS = ("tokens", "flops", "parameters", "seconds")
+MOST_OFF = {"tokens": 0.01, "flops": 0.01, "parameters": 0.02}  # by how much a run may miss its budget
+MOST_MOVED = 0.1  # by how much equal parameters may be others than the reference's
+SPEED_SECONDS = 5.0  # for how long a run's speed is measured
+
+
+class Planned(NamedTuple):
+    """One run of a comparison: `config` as `smallgpt_jax.main` would take it."""
+
+    name: str
+    config: ConfigDict
+    folder: Path
+
+
+def plan(config: ConfigDict, output: Path) -> list[Planned]:
+    """The runs of a comparison, in the order in which they are trained: all with the first seed, then all
+    with the next.
+
+    Raises UserError for a comparison that cannot be made, and for a budget that a run cannot meet.
+    """
+    check(config)
+    compare = config.compare
+    runs = {name: resolve(config, name) for name in names(config)}
+    check_same_text(runs)
+    reference = runs[compare.reference].copy_and_resolve_references()
+    if compare.budget == "parameters":
+        runs = with_equal_parameters(runs, compare.reference)
+    for name, run in runs.items():
+        set_steps(name, run, compare, reference, output)
+    planned = []
+    for seed in range(config.train.seed, config.train.seed + compare.seeds):
+        for name, run in runs.items():
+            seeded = run.copy_and_resolve_references()
+            seeded.train.seed = seed
+            planned.append(Planned(name, seeded, folder(output, name, seed)))
+    return planned
+
+
+def folder(output: Path, name: str, seed: int) -> Path:
+    """The workdir of a run: its name and seed, as a name for a folder."""
+    safe = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in name)
+    return output / "runs" / f"{safe}-seed{seed}"
+
+
+def check(config: ConfigDict) -> None:
+    if "compare" not in config or "runs" not in config:
+        raise UserError("--config: not a comparison, but the recipe of one run; see configs/compare/, or name "
+                        "finished runs with --workdirs")
+    compare = config.compare
+    if not names(config):
+        raise UserError("config.compare.names: the comparison has no runs")
+    if unknown := [name for name in names(config) if name not in config.runs]:
+        raise UserError(f"config.compare.names: there is no run {unknown[0]!r}; there are {', '.join(config.runs)}")
+    if compare.budget not in BUDGETS:
+        raise UserError(f"config.compare.budget={compare.budget!r}: must be one of {', '.join(BUDGETS)}")
+    if compare.reference not in names(config):
+        raise UserError(f"config.compare.reference={compare.reference!r}: must be one of the runs: "
+                        + ", ".join(names(config)))
+    if compare.seeds < 1:
+        raise UserError(f"config.compare.seeds={compare.seeds}: must be at least 1")
+    if compare.budget == "seconds" and not 0 < compare.seconds < math.inf:
+        raise UserError(f"config.compare.seconds={compare.seconds:g}: must be above 0 with budget 'seconds'")
+    if compare.budget != "seconds" and compare.seconds:
+        raise UserError(f"config.compare.seconds={compare.seconds:g}: only budget 'seconds' reads it")
+    if not compare.contexts or not all(isinstance(times, int) and times >= 1 for times in compare.contexts):
+        raise UserError(f"config.compare.contexts={compare.contexts}: must be whole numbers, 1 and above")
+    folders: dict[Path, str] = {}
+    for name in config.runs:
+        other = folders.setdefault(folder(Path(), name, 0), name)
+        if other != name:
+            raise UserError(f"config.runs: {other!r} and {name!r} would have the same workdir; rename one of them")
+
+
+def names(config: ConfigDict) -> list[str]:
+    return [name.strip() for name in config.compare.names.split(",") if name.strip()]
+
+
+def resolve(config: ConfigDict, name: str) -> ConfigDict:
+    """The config of a run before its budget: what all share, with what the run has different."""
+    run = ConfigDict({group: config[group].to_dict() for group in workdir.GROUPS})
+    for group, fields in config.runs[name].items():
+        if group not in run or not isinstance(fields, ConfigDict):
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
+                            "the fields that the run has different")
+        for field, value in fields.items():
+            where = f"config.runs.{name}.{group}.{field}"
+            if field not in run[group]:
+                near = difflib.get_close_matches(field, run[group], n=1)
+                raise UserError(f"{where}: there is no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+            try:
+                run[group][field] = value
+            except TypeError:
+                raise UserError(f"{where}={value!r}: must be of the type of {run[group][field]!r}") from None
+    try:
+        models.build(**run.model)
+    except UserError as error:
+        raise UserError(f"config.runs.{name}: {error}") from None
+    return run
+
+
+def check_same_text(runs: dict[str, ConfigDict]) -> None:
+    """Raises UserError if two runs would be measured on different texts."""
+    first, *others = runs
+    for other in others:
+        for field in (*data.STORE_FIELDS, "store", "mixture"):
+            if runs[first].data[field] != runs[other].data[field]:
+                raise UserError(f"config.runs: {first!r} has data.{field}={runs[first].data[field]!r} and {other!r} "
+                                f"{runs[other].data[field]!r}: losses on different texts cannot be compared. To "
+                                "measure runs on other texts than their own: config.compare.texts")
+
+
+def num_parameters(config: ConfigDict) -> int:
+    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # which is counted faster
+
+
+_num_parameters = functools.cache(models.num_parameters)
+
+
+def with_equal_parameters(runs: dict[str, ConfigDict], reference: str) -> dict[str, ConfigDict]:
+    """The runs at widths with which all have as many parameters, within 2%: as many as the reference, or if one
+    cannot have that, the nearest number that it can have.
+
+    Raises UserError if there is no such number within a tenth of the reference's.
+    """
+    wanted = target = num_parameters(runs[reference])
+    for _ in runs:
+        found = {name: with_parameters(run, target) for name, run in runs.items()}
+        counts = {name: num_parameters(run) for name, run in found.items()}
+        worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
+        if abs(counts[worst] / target - 1) <= MOST_OFF["parameters"]:
+            return found
+        if abs(counts[worst] / wanted - 1) > MOST_MOVED:
+            break
+        target = counts[worst]
+    model = found[worst].model
+    raise UserError(f"config.compare.budget='parameters': no width gives {worst} {target:,} parameters within "
+                    f"{MOST_OFF['parameters']:.0%}. The nearest: {counts[worst]:,} ({counts[worst] / target - 1:+.1%}) "
+                    f"with model.d_model={model.d_model}, model.num_heads={model.num_heads}. Change config.model."
+                    f"d_model of the reference, or set config.runs.{worst}.model")
+
+
+def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
+    """`config` at the width with the number of parameters nearest to `target`.
+
+    The number of heads stays if a width within 2% can have it. If not, others are tried whose heads are less
+    than twice as wide or half as wide as the recipe's.
+    """
+    heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
+    # Parameters grow with the width's square, and no slower than with the width.
+    widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
+    found, fields = [], config.model.to_dict()
+    for num_heads in [heads, *sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))]:
+        widths = [width for width in range(num_heads, widest, num_heads)
+                  if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
+                  and is_model({**fields, "d_model": width, "num_heads": num_heads})]
+        if widths:
+            found.append(nearest_width(config, widths, num_heads, target))
+            if abs(found[-1][0] / target - 1) <= MOST_OFF["parameters"]:
+                break
+    _, width, num_heads = min(found, key=lambda one: abs(one[0] - target))
+    return changed(config, width, num_heads)
+
+
+def nearest_width(config: ConfigDict, widths: list[int], num_heads: int, target: int) -> tuple[int, int, int]:
+    """(parameters, width, heads) of the one among these widths whose parameters are nearest to `target`."""
+    def count(i: int) -> int:
+        return num_parameters(changed(config, widths[i], num_heads))
+
+    low, high = 0, len(widths) - 1
+    while low < high:  # the first width with at least as many
+        middle = (low + high) // 2
+        low, high = (low, middle) if count(middle) >= target else (middle + 1, high)
+    return min(((count(i), widths[i], num_heads) for i in {max(0, low - 1), low}),
+               key=lambda found: abs(found[0] - target))
+
+
+def changed(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    config.model.update(d_model=d_model, num_heads=num_heads)
+    return config
+
+
+def is_model(fields: dict) -> bool:
+    try:
+        models.build(**fields)
+    except UserError:
+        return False
+    return True
+
+
+def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, output: Path) -> None:
+    """Gives the run as many steps as the budget allows, its schedule stretched along."""
+    before = run.train.steps
+    if compare.budget == "seconds":
+        run.train.steps = steps_of_another_seed(output, name) or max(1, round(compare.seconds * steps_per_second(run)))
+    else:
+        a_step, target = cost(run, compare.budget), cost(reference, compare.budget) * reference.train.steps
+        run.train.steps = steps = max(1, round(target / a_step))
+        off, most = steps * a_step / target - 1, MOST_OFF[compare.budget]
+        if abs(off) > most:
+            raise UserError(
+                f"config.compare.budget={compare.budget!r}: a step of {name} takes {a_step:,.0f} of the "
+                f"{target:,.0f} {'FLOPs' if compare.budget == 'flops' else 'tokens'}; the nearest, {steps} steps, are "
+                f"{off:+.1%} off, more than {most:.0%}. Use more config.train.steps or a smaller "
+                "config.train.batch_size")
+    for field in ("warmup_steps", "decay_steps"):
+        run.optimizer[field] = round(run.optimizer[field] * run.train.steps / before)
+
+
+def cost(config: ConfigDict, budget: str) -> float:
+    """Tokens, or FLOPs, of a step."""
+    tokens = config.train.batch_size * config.model.context_length
+    return tokens * train_flops_per_token(models.build(**config.model)) if budget == "flops" else tokens
+
+
+def steps_of_another_seed(output: Path, name: str) -> int | None:
+    """How many steps a run of that name that is there was given: its speed was measured when it began."""
+    for path in sorted(output.glob(f"runs/{folder(output, name, 0).name.removesuffix('0')}*/{workdir.CONFIG_FILE}")):
+        return workdir.read_config(path.parent).train.steps
+    return None
+
+
+def steps_per_second(config: ConfigDict) -> float:
+    """How fast such a run trains on this machine, measured for some seconds."""
+    setup = train.set_up(config)
+    state, step = train.initial_state(setup, config), train.compile_train_step(setup, config)
+    batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
+                         train.batch_shape(setup, config))
+    steps, started = -2, 0.0  # two that do not count
+    while steps <= 0 or time.monotonic() - started < SPEED_SECONDS:
+        if steps == 0:
+            started = time.monotonic()
+        state, _ = jax.block_until_ready(step(state, batch))
+        steps += 1
+    return steps / (time.monotonic() - started)

@@ -1,0 +1,287 @@
+"""The report of a comparison: what there is to say of the runs, and how Markdown and HTML say it."""
+
+import base64
+import dataclasses
+import html
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from smallgpt_jax.comparison import figures, results
+from smallgpt_jax.comparison.results import Run, Spread
+from smallgpt_jax.files import write_atomically
+from smallgpt_jax.words import duration
+
+MISSING = "–"
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    name: str  # of its PNG file
+    figure: Figure
+    about: str
+
+
+def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None) -> str:
+    """Writes report.html, report.md with its PNG plots, and results.json into `output`. Returns its first lines
+    and its first table, for a terminal.
+
+    `about` tells what was compared: "title", "budget" (a sentence) and "command".
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    blocks = contents(runs, about, logged)
+    for block in blocks:
+        if isinstance(block, Plot):
+            write_bytes(output / f"{block.name}.png", figures.png(block.figure))
+    write_atomically(output / "results.json", json.dumps({**about, "runs": results.as_json(runs)}, indent=1) + "\n")
+    write_atomically(output / "report.md", markdown(about["title"], blocks))
+    write_atomically(output / "report.html", page(about["title"], blocks))
+    first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
+    return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned(blocks[first_table])])
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+# ------------------------------------------------------------------ What there is to say
+def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -> list:
+    groups = results.by_name(runs)
+    blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs)),
+              Paragraph(outcome(groups)), summary(groups)]
+    blocks += [Paragraph(
+        "Loss: nats a token on the validation split, at the end; the mean over the seeds and, in brackets, the "
+        "lowest and highest. tokens/s: of training, validation left out, on the machine named below. Memory: what "
+        "the compiled training step needs on one device. "
+        "FLOPs: of the matrix products of a training step, attention counted whole."),
+        Heading("Validation loss")]
+    blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
+                    f"Validation loss against {label}. Lines: means over seeds; bands: lowest to highest.")
+               for axis, label in figures.AXES.items()]
+    blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
+                       "Last validation loss against parameters, a dot for each finished run."))
+    for text in results.texts(runs):
+        whose = "their own text" if text == "own" else text
+        blocks += [Heading(f"Other contexts: {whose}" if text == "own" else f"Another text: {text}"),
+                   Plot(f"context-{text}", figures.loss_against_context(whose, runs),
+                        f"Bits per byte of {whose}, read in longer contexts than in training. Learned positions end "
+                        "at the training context."),
+                   contexts_table(groups, text)]
+    if any(run.benchmarks for run in runs):
+        blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
+    blocks += [Heading("Parameters by part"), components_table(groups)]
+    if fields := results.different_fields(runs):
+        blocks += [Heading("What the configs have different"), differences_table(groups, fields)]
+    return [*blocks, Heading("How it was made"), runs_table(runs), *made(runs, about)]
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """What one has to know before comparing."""
+    found = [f"Unfinished: {run.name}, seed {run.seed}, at step {run.steps_done:,} of "
+             f"{run.config['train.steps']:,}." for run in runs if not run.is_finished]
+    ends = {run.last.tokens for run in runs if run.is_finished}
+    flops = [run.last.flops for run in runs if run.is_finished]
+    if len(ends) > 1 and max(flops) > 1.01 * min(flops):
+        found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
+    for field in ("train.eval_steps", "model.context_length", "data.packing", "data.separate_documents"):
+        if len({repr(run.config[field]) for run in runs}) > 1:
+            found.append(f"The runs differ in config.{field}: their losses are means over different rows of the "
+                         "validation text.")
+    return found
+
+
+def outcome(groups: dict[str, list[Run]]) -> str:
+    """Which run is best, and whether the seeds can tell it from the next."""
+    ends = {name: loss for name, group in groups.items()
+            if all(run.is_finished for run in group) and (loss := results.last(group, "loss"))}
+    if len(ends) < 2:
+        return "Fewer than two finished runs: nothing to rank."
+    ranked = sorted(ends, key=lambda name: ends[name].mean)
+    (first, best), (second, runner_up) = ((name, ends[name]) for name in ranked[:2])
+    text = f"Lowest validation loss: {first}, {best.mean:.4f}; then {second}, {runner_up.mean:.4f}. "
+    if min(best.count, runner_up.count) < 2:
+        return text + "With one seed each there is no telling what chance does."
+    if best.high < runner_up.low:
+        return text + (f"Every seed of {first} is below every one of {second}."
+                       + (" Two or three seeds show little of what chance can do." if best.count < 4 else ""))
+    return text + "Their seeds overlap: this comparison does not tell these two apart."
+
+
+def summary(groups: dict[str, list[Run]]) -> Table:
+    rows = []
+    for name, group in groups.items():
+        first = group[0]
+        speed = results.spread([run.tokens_per_second for run in group])
+        seconds = results.last(group, "seconds")
+        decoding = results.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
+        rows.append((
+            name, f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
+            f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
+            f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
+            shown(results.last(group, "loss")), shown(results.last(group, "bits_per_byte")),
+            f"{decoding.mean:,.0f}" if decoding else MISSING))
+    return Table(("run", "seeds", "parameters", "FLOPs a token", "tokens/s", "seconds", "memory MB", "validation loss",
+                  "bits per byte", "writes tokens/s"), tuple(rows))
+
+
+def shown(numbers: Spread | None) -> str:
+    if numbers is None:
+        return MISSING
+    return f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
+
+
+def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
+    found = {name: results.contexts(group, text) for name, group in groups.items()}
+    lengths = sorted({length for row in found.values() for length in row})
+    return Table(("run", *(f"context {length:,}" for length in lengths)), tuple(
+        (name, *(shown(row.get(length)) for length in lengths)) for name, row in found.items()))
+
+
+def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
+    tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
+    return Table(("run", *tasks), tuple(
+        (name, *(shown(results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]))
+                 for task in tasks)) for name, group in groups.items()))
+
+
+def components_table(groups: dict[str, list[Run]]) -> Table:
+    parts = list(dict.fromkeys(part for group in groups.values() for part in group[0].components))
+    return Table(("run", *parts, "all"), tuple(
+        (name, *(f"{group[0].components[part]:,}" if part in group[0].components else MISSING for part in parts),
+         f"{group[0].parameters:,}") for name, group in groups.items()))
+
+
+def differences_table(groups: dict[str, list[Run]], fields: dict[str, dict]) -> Table:
+    return Table(("field", *groups), tuple(
+        (field, *(MISSING if values[name] is None else str(values[name]) for name in groups))
+        for field, values in fields.items()))
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    return Table(("run", "seed", "steps", "last loss", "sessions", "workdir"), tuple(
+        (run.name, str(run.seed),
+         f"{run.steps_done:,}" + ("" if run.is_finished else f" of {run.config['train.steps']:,}"),
+         f"{run.last.loss:.4f}" if run.last and run.last.loss is not None else MISSING,
+         str(len(run.sessions)), run.workdir) for run in runs))
+
+
+def made(runs: Sequence[Run], about: dict) -> list:
+    """Machine, versions, and the command to repeat it."""
+    sessions = [session for run in runs for session in run.sessions]
+    machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
+    versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
+                             for s in sessions)
+    days = sorted({session["began"][:10] for session in sessions})
+    seconds = sum(run.last.seconds or 0 for run in runs if run.last)
+    lines = [f"Trained on {'; '.join(machines)}." if machines else "",
+             f"Versions: {'; '.join(versions)}." if versions else "",
+             f"Begun {days[0]}" + (f", last continued {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",
+             f"Training took {duration(seconds)} in all, validation and compiling left out." if seconds else ""]
+    return [Paragraph(" ".join(filter(None, lines))), Code(about["command"])]
+
+
+def aligned(table: Table) -> str:
+    """In columns, for a terminal."""
+    widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
+
+    return "\n".join(map(line, (table.head, *table.rows)))
+
+
+# ------------------------------------------------------------------ Markdown
+def markdown(title: str, blocks: Sequence) -> str:
+    def text(block) -> str:
+        match block:
+            case Heading(text):
+                return f"## {text}"
+            case Paragraph(text):
+                return text
+            case Code(text):
+                return f"```\n{text}\n```"
+            case Plot(name, _, about):
+                return f"![{about}]({name}.png)"
+            case Table(head, rows):
+                lines = [head, tuple("---" for _ in head), *rows]
+                return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    return "\n\n".join([f"# {title}", *map(text, blocks)]) + "\n"
+
+
+# ------------------------------------------------------------------ HTML
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 72rem;
+       padding: 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+p { max-width: 46rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
+figure { margin: 0; } figure img { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #555; }
+.table { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+       background: #fff; }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
+"""
+
+
+def page(title: str, blocks: Sequence) -> str:
+    """One file that needs no other."""
+    def text(block) -> str:
+        match block:
+            case Heading(text):
+                return f"<h2>{html.escape(text)}</h2>"
+            case Paragraph(text):
+                return f"<p>{html.escape(text)}</p>"
+            case Code(text):
+                return f"<pre>{html.escape(text)}</pre>"
+            case Plot(_, figure, about):
+                image = base64.b64encode(figures.svg(figure)).decode()
+                return (f'<figure><img alt="{html.escape(about)}" src="data:image/svg+xml;base64,{image}">'
+                        f"<figcaption>{html.escape(about)}</figcaption></figure>")
+            case Table(head, rows):
+                lines = [line("th", head), *(line("td", row) for row in rows)]
+                return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    parts = []
+    for is_plot, group in itertools.groupby(blocks, lambda block: isinstance(block, Plot)):
+        inner = "\n".join(map(text, group))
+        parts.append(f'<div class="plots">\n{inner}\n</div>' if is_plot else inner)
+    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+            f'content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
+            f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
+            + "\n".join(parts) + "\n</body>\n</html>\n")

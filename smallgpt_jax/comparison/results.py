@@ -1,0 +1,237 @@
+"""What came of runs: read from their workdirs, and nothing else. The numbers of a report are made here."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smallgpt_jax import models, train, workdir
+from smallgpt_jax.analysis import memory
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.metrics import METRICS_FILE, read_lines
+
+EVALUATIONS = "evaluations"  # folder of a workdir
+TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in it: what measure.py has measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A validation of a run: `flops` and `seconds` are those of training until then."""
+
+    step: int
+    tokens: int
+    flops: float
+    seconds: float | None  # None if no speed was logged yet
+    loss: float | None  # nats a token; None where it was not finite
+    bits_per_byte: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run, as its workdir tells it."""
+
+    name: str
+    workdir: str
+    seed: int
+    config: dict[str, Any]  # {"group.field": value}
+    is_finished: bool
+    steps_done: int  # of config's train.steps, as far as they are logged
+    parameters: int
+    components: dict[str, int]
+    flops_per_token: float
+    tokens_per_step: int
+    curve: tuple[Point, ...]
+    tokens_per_second: float | None  # of training, over the whole run
+    memory_bytes: int | None  # of one device, as the compiled step needs them
+    sessions: tuple[dict, ...]
+    texts: tuple[dict, ...]  # {"text", "context_length", "loss", "bits_per_byte", …}
+    decoding: dict | None
+    benchmarks: dict[str, float]  # {"task metric": score}
+
+    @property
+    def last(self) -> Point | None:
+        return self.curve[-1] if self.curve else None
+
+
+def read_run(name: str, folder: Path) -> Run:
+    """Raises UserError if there is no run in `folder`."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; a run's workdir is wanted")
+    config = workdir.read_config(folder)
+    if "train" not in config:
+        raise UserError(f"{folder}: an imported model, which has not been trained here: there is nothing to draw")
+    model = models.build(**config.model)
+    tokens_per_step = config.train.batch_size * config.model.context_length
+    flops_per_token = train_flops_per_token(model)
+    lines = read_lines(folder / METRICS_FILE)
+    steps, seconds = training_seconds(lines, tokens_per_step)
+
+    def point(line: dict) -> Point:
+        step, tokens = line["step"], line["step"] * tokens_per_step
+        return Point(step, tokens, tokens * flops_per_token,
+                     float(np.interp(step, steps, seconds)) if len(steps) > 1 else None,
+                     line["loss"], line["bits_per_byte"])
+
+    sessions = read_lines_of(folder / workdir.SESSIONS_FILE)
+    evaluations = folder / EVALUATIONS
+    return Run(
+        name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flat(config),
+        is_finished=train.is_finished(folder, config.train.steps),
+        steps_done=max((line["step"] for line in lines), default=0),
+        parameters=models.num_parameters(model), components=memory.components(model),
+        flops_per_token=flops_per_token, tokens_per_step=tokens_per_step,
+        curve=tuple(point(line) for line in lines if line["split"] == "eval"),
+        tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
+        memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
+        sessions=tuple(sessions), texts=tuple(read_json(evaluations / TEXTS_FILE) or ()),
+        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations))
+
+
+def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds that training took until each: what the logged speeds add up to."""
+    steps, seconds = [0], [0.0]
+    for line in lines:
+        if line["split"] == "train" and line.get("tokens_per_second"):
+            seconds.append(seconds[-1] + (line["step"] - steps[-1]) * tokens_per_step / line["tokens_per_second"])
+            steps.append(line["step"])
+    return steps, seconds
+
+
+def benchmarks(evaluations: Path) -> dict[str, float]:
+    """The scores in the newest of lm-evaluation-harness's results of each task; acc_norm where there is one."""
+    scores = {}
+    for path in sorted(evaluations.glob("step*.json"), key=lambda path: path.stat().st_mtime):
+        for task, values in (read_json(path) or {}).get("results", {}).items():
+            metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
+            for metric in ("acc_norm", "acc"):
+                if metric in metrics:
+                    scores[f"{task} {metric}"] = metrics[metric]
+                    break
+    return scores
+
+
+def read_json(path: Path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def named(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
+    """A name for each workdir: its folder's, without the seed; runs that differ in more get names of their own."""
+    names: dict[str, dict] = {}
+    found = []
+    for folder in workdirs:
+        short = re.sub(r"[-_]seed\d+$", "", folder.resolve().name)
+        config = workdir.flat(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
+        what = {field: value for field, value in config.items() if field != "train.seed"}
+        name, number = short, 2
+        while names.setdefault(name, what) != what:
+            name, number = f"{short} ({number})", number + 1
+        found.append((name, folder))
+    return found
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises UserError if two runs were validated on different texts, or the same run is there twice."""
+    seen: dict[tuple, Run] = {}
+    for run in runs:
+        other = seen.setdefault((run.name, run.seed), run)
+        if other is not run:
+            raise UserError(f"{other.workdir} and {run.workdir}: the same run twice (config and seed are the same)")
+    texts = [(run, text_of(Path(run.workdir))) for run in runs]
+    for run, text in texts[1:]:
+        first, its = texts[0]
+        if text != its:
+            raise UserError(f"{first.workdir} and {run.workdir} cannot be drawn in one plot: their texts differ "
+                            f"({workdir.what_changed(its[0], text[0])}), so their losses mean different things")
+
+
+def text_of(folder: Path) -> tuple[dict, str]:
+    store = read_json(folder / workdir.STORE_FILE)
+    if store is None:
+        raise UserError(f"{folder}: this run has not begun yet")
+    return store, tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
+
+
+def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Of one number over seeds."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """None if a value is missing."""
+    if not values or any(value is None for value in values):
+        return None
+    return Spread(float(np.mean(values)), min(values), max(values), len(values))
+
+
+def last(runs: Sequence[Run], field: str) -> Spread | None:
+    """Of a field of the last points; None unless all seeds are as far as each other."""
+    if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
+        return None
+    return spread([getattr(run.last, field) for run in runs])
+
+
+def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
+    """(mean of `axis`, spread of the loss) at each step at which all seeds were validated."""
+    at = [{point.step: point for point in run.curve} for run in runs]
+    curve = []
+    for step in sorted(set.intersection(*map(set, at))):
+        losses, places = (spread([getattr(points[step], field) for points in at]) for field in ("loss", axis))
+        if losses and places:
+            curve.append((places.mean, losses))
+    return curve
+
+
+def texts(runs: Sequence[Run]) -> list[str]:
+    """The names of the texts that any run was measured on."""
+    return list(dict.fromkeys(row["text"] for run in runs for row in run.texts))
+
+
+def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
+    """{context: bits per byte} of seeds on a text; their own text at their own context is what training
+    validated on last."""
+    found: dict[int, list[float | None]] = {}
+    for run in runs:
+        if text == "own" and run.is_finished:
+            found.setdefault(run.config["model.context_length"], []).append(run.last.bits_per_byte)
+        for row in run.texts:
+            if row["text"] == text:
+                found.setdefault(row["context_length"], []).append(row["bits_per_byte"])
+    return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
+
+
+def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """{field: {name of run: value}} for the fields in which the runs differ, but the seed."""
+    groups = by_name(runs)
+    fields = dict.fromkeys(field for run in runs for field in run.config)
+    table = {field: {name: group[0].config.get(field) for name, group in groups.items()} for field in fields}
+    return {field: values for field, values in table.items()
+            if field != "train.seed" and len(set(map(repr, values.values()))) > 1}
+
+
+def as_json(runs: Sequence[Run]) -> list[dict]:
+    return [dataclasses.asdict(run) for run in runs]

@@ -1,0 +1,325 @@
+"""Comparisons: budgets, what is trained and what is not trained again, and where a report's numbers come from."""
+
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, load_config, run
+from ml_collections import ConfigDict
+
+from configs.compare import base
+from smallgpt_jax import models, train
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.comparison import budget, measure, results
+from smallgpt_jax.errors import UserError
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
+
+
+def comparison(size: str = "tiny", **fields) -> ConfigDict:
+    config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
+    for name, value in fields.items():
+        group, field = name.split("__")
+        config[group][field] = value
+    return config
+
+
+# ------------------------------------------------------------------ Budgets
+def test_equal_tokens(tmp_path):
+    config = comparison(compare__seeds=3)
+    config.unlock()
+    config.runs.pgpt.train = ConfigDict({"batch_size": 4})  # half the tokens a step
+    planned = budget.plan(config, tmp_path)
+    assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
+    assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
+    assert len({run.folder for run in planned}) == 12
+    assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 80, "lgpt": 40, "cgpt": 40}
+    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (10, 80)
+
+
+def flops(config) -> float:
+    """By the counts that `plan` uses."""
+    model = models.build(**config.model)
+    return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
+
+
+def test_equal_flops_within_one_percent(tmp_path):
+    planned = budget.plan(comparison("quickstart", compare__budget="flops"), tmp_path)
+    target = flops(load_config("gpt", "quickstart"))
+    assert {run.name for run in planned} == {"gpt", "pgpt", "lgpt", "cgpt"}
+    for run_ in planned:
+        assert abs(flops(run_.config) / target - 1) < 0.01, run_.name
+    assert planned[1].config.train.steps < 2000  # pgpt has more to compute
+
+
+@pytest.mark.parametrize("size", ["quickstart", "paper"])
+def test_equal_parameters_within_two_percent(size, tmp_path):
+    planned = budget.plan(comparison(size, compare__budget="parameters", compare__seeds=1), tmp_path)
+    gpt = models.num_parameters(models.build(**load_config("gpt", size).model))
+    # Six halvings: the widths that lgpt can have lie 5% apart at full size; then the others follow it.
+    target = {"quickstart": gpt, "paper": 157_112_256}[size]
+    tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
+              for run in planned}
+    assert len(tokens) == 1
+    for run_ in planned:
+        assert abs(budget.num_parameters(run_.config) / target - 1) < 0.02, run_.name
+        recipe = load_config(run_.name, size)
+        ours = {**run_.config.model, "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
+        assert ours == recipe.model.to_dict()  # nothing but the width
+
+
+def test_equal_seconds_by_a_measured_speed_that_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
+    config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [90, 60] * 2
+    begun = budget.plan(config, tmp_path)[0]
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "config.json").write_text(json.dumps(begun.config.to_dict()))
+    monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [90, 150] * 2
+
+
+def test_speed_is_that_of_training_steps(monkeypatch):
+    monkeypatch.setattr(budget, "SPEED_SECONDS", 0.5)
+    config = load_config("gpt", train__batch_size=8)
+    slow = load_config("gpt", train__batch_size=64)
+    assert 1.5 < budget.steps_per_second(config) / budget.steps_per_second(slow) < 40
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
+    (dict(compare__budget="flops", train__steps=8), "pgpt .* the nearest, 8 steps, are .*% off, more than 1%"),
+    (dict(compare__budget="seconds"), "config.compare.seconds=0: must be above 0"),
+    (dict(compare__seconds=3.0), "only budget 'seconds' reads it"),
+    (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
+    (dict(compare__names=""), "the comparison has no runs"),
+    (dict(compare__names="gtp"), "there is no run 'gtp'; there are cgpt, gpt"),
+    (dict(compare__reference="x"), "config.compare.reference='x': must be one of the runs: gpt, pgpt"),
+    (dict(compare__contexts=(0,)), "must be whole numbers, 1 and above"),
+    (dict(model__num_heads=3), "config.runs.gpt: config.model.num_heads=3: must divide")])
+def test_comparisons_that_cannot_be_made_are_refused(fields, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        budget.plan(comparison(**fields), tmp_path)
+
+
+@pytest.mark.parametrize("runs, words", [
+    ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
+    ({"a": {"model": {"num_pahts": 2}}}, "config.runs.a.model.num_pahts: there is no such field; did you mean 'num_pa"),
+    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': must be of the type of 64"),
+    ({"a": {"model": {"num_paths": 2}}}, "config.runs.a: config.model.num_paths=2: gpt has no such part"),
+    ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
+    ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' would have the same workdir"),
+    ({}, "the comparison has no runs")])
+def test_runs_that_cannot_be_compared_are_refused(runs, words, tmp_path):
+    with pytest.raises(UserError, match=re.escape(words)):
+        budget.plan(base.comparison(load_config("gpt"), runs), tmp_path)
+
+
+def test_parameters_that_no_width_has_are_refused_with_the_nearest(tmp_path):
+    config = base.comparison(
+        load_config("gpt"), {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}}, budget="parameters",
+        reference="gpt")
+    with pytest.raises(UserError, match=r"no width gives deep 266,816 parameters within 2%. The nearest: [\d,]+ "
+                                        r"\([+-][\d.]+%\) with model.d_model=\d+, model.num_heads=\d+"):
+        budget.plan(config, tmp_path)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("size", ["tiny", "quickstart"])
+def test_shipped_comparisons_can_be_made(name, size, tmp_path):
+    config = importlib.import_module(f"configs.compare.{name}").get_config(size)
+    planned = budget.plan(config, tmp_path)
+    assert len(planned) == len(config.runs) * config.compare.seeds
+    assert {run.name for run in planned} == set(config.runs)
+    measure.named_sources(config.compare.texts)
+
+
+# ------------------------------------------------------------------ From nothing to the report
+ARGUMENTS = ("compare", "--config=configs/compare/paper.py:tiny", "--config.train.steps=8",
+             "--config.train.eval_every=4", "--config.train.log_every=2", "--config.train.checkpoint_every=4",
+             "--config.optimizer.decay_steps=8")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, text_file):
+    """A comparison of two runs with two seeds, killed while it trained and started again."""
+    output = tmp_path_factory.mktemp("compared") / "out"
+    arguments = (*ARGUMENTS, f"--config.data.source={text_file}", f"--output={output}",
+                 "--config.compare.names=gpt,pgpt")
+    command = [sys.executable, "-m", f"smallgpt_jax.{arguments[0]}", *arguments[1:]]
+    with (output.parent / "out.txt").open("w") as out:
+        killed = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={
+            **os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"})
+        second = output / "runs" / "pgpt-seed1337" / "checkpoints" / "4"
+        while not second.is_dir() and killed.poll() is None:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL, (output.parent / "out.txt").read_text()
+    before = {path: path.stat().st_mtime_ns for path in (output / "runs" / "gpt-seed1337").rglob("*") if path.is_file()}
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return output, done, before
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_and_does_nothing_twice(compared):
+    output, done, before = compared
+    finished = output / "runs" / "gpt-seed1337"
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")
+            if path.is_file() and "evaluations" not in path.parts} == {
+        path: time for path, time in before.items() if "evaluations" not in path.parts}
+    assert "[1/4]" not in done.stdout and "[2/4] pgpt, seed 1337" in done.stdout
+    assert "8 steps of 8 × 64 tokens, 4 of them done" in done.stdout
+    assert [path.name for path in sorted((output / "runs").iterdir())] == [
+        "gpt-seed1337", "gpt-seed1338", "pgpt-seed1337", "pgpt-seed1338"]
+    assert done.stderr == ""
+
+
+def lines_of(workdir) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_number_of_the_report_is_in_the_metrics(compared):
+    """Made anew from metrics.jsonl, by sums that are written out here."""
+    output, _, _ = compared
+    markdown, page = (output / "report.md").read_text(), (output / "report.html").read_text()
+    told = json.loads((output / "results.json").read_text())["runs"]
+    assert len(told) == 4
+    for name in ("gpt", "pgpt"):
+        losses, bits, speeds, ends = [], [], [], []
+        for seed in (1337, 1338):
+            lines = lines_of(output / "runs" / f"{name}-seed{seed}")
+            evals = [line for line in lines if line["split"] == "eval"]
+            assert [line["step"] for line in evals] == [4, 8]
+            ours, = (run_ for run_ in told if (run_["name"], run_["seed"]) == (name, seed))
+            assert [point["loss"] for point in ours["curve"]] == [line["loss"] for line in evals]
+            assert [point["tokens"] for point in ours["curve"]] == [4 * 8 * 64, 8 * 8 * 64]
+            flops = train_flops_per_token(models.build(**load_config(name).model))
+            assert [point["flops"] for point in ours["curve"]] == [2048 * flops, 4096 * flops]
+            seconds = [2 * 8 * 64 / line["tokens_per_second"] for line in lines if line["split"] == "train"]
+            assert len(seconds) == 4
+            np.testing.assert_allclose([point["seconds"] for point in ours["curve"]],
+                                       [sum(seconds[:2]), sum(seconds)], rtol=1e-12)
+            losses.append(evals[-1]["loss"])
+            bits.append(evals[-1]["bits_per_byte"])
+            speeds.append(8 * 8 * 64 / sum(seconds))
+            ends.append(sum(seconds))
+            assert f"| {name} | {seed} | 8 | {losses[-1]:.4f} |" in markdown
+        cells = [name, "2", f"{models.num_parameters(models.build(**load_config(name).model)):,}", f"{flops:,.0f}",
+                 f"{sum(speeds) / 2:,.0f}", f"{sum(ends) / 2:,.0f}"]
+        assert "| " + " | ".join(cells) + " |" in markdown
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+        for values in (losses, bits):
+            shown = f"{sum(values) / 2:.4f} ({min(values):.4f} to {max(values):.4f})"
+            assert f"| {shown} |" in markdown and f"<td>{shown}</td>" in page
+    assert "Lowest validation loss: " in markdown
+    assert (output / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
+    assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
+
+
+@pytest.mark.slow
+def test_finished_runs_are_drawn_without_training(compared, tmp_path):
+    output, _, _ = compared
+    folders = ",".join(str(path) for path in sorted((output / "runs").iterdir()))
+    done = run("compare", f"--workdirs={folders}", f"--output={tmp_path / 'report'}")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (json.loads((folder / "results.json").read_text())["runs"]
+                    for folder in (tmp_path / "report", output))
+    key = lambda run_: (run_["name"], run_["seed"])  # noqa: E731
+    assert sorted(ours, key=key) == sorted(theirs, key=key)
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_is_drawn_as_such(compared, tmp_path):
+    output, _, _ = compared
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    source = output / "runs" / "gpt-seed1337"
+    for path in ("config.json", "store.json", "tokenizer", "metrics.jsonl"):
+        (folder / path).symlink_to(source / path)
+    done = run("compare", f"--workdirs={folder},{output / 'runs' / 'pgpt-seed1337'}", f"--output={tmp_path / 'report'}")
+    assert done.returncode == 0, done.stderr
+    markdown = (tmp_path / "report" / "report.md").read_text()
+    assert "Unfinished: begun, seed 1337, at step 8 of 8." in markdown
+    assert "Fewer than two finished runs" in markdown
+
+
+@pytest.mark.slow
+def test_runs_of_different_texts_are_refused(compared, tmp_path):
+    output, _, _ = compared
+    other = tmp_path / "other"
+    text = tmp_path / "numbers.txt"
+    text.write_text("\n\n".join(str(n) * 40 for n in range(3000)))
+    train.train(load_config("gpt", data__source=str(text), train__steps=1), str(other))
+    done = run("compare", f"--workdirs={output / 'runs' / 'gpt-seed1337'},{other}", f"--output={tmp_path / 'report'}")
+    assert done.returncode == 1
+    assert "cannot be drawn in one plot: their texts differ" in done.stderr and done.stderr.count("\n") <= 2
+    assert not (tmp_path / "report").exists()
+
+
+def test_what_cannot_be_compared_is_told(tmp_path):
+    for arguments, words, status in (
+            (["--workdirs="], "--workdirs: names no run", 1),
+            ([f"--workdirs={tmp_path / 'x'}"], "there is no such folder", 1),
+            ([], "name what to compare", 1),
+            (["--config=configs/gpt.py:tiny"], "not a comparison, but the recipe of one run", 1),
+            (["--config=configs/compare/paper.py:huge"], "no size 'huge'", 2),
+            ([f"--workdirs={tmp_path}", f"--logged={ROOT / 'README.md'}"], "not a table of model,step,val_loss", 1)):
+        done = run("compare", *arguments, f"--output={tmp_path / 'out'}")
+        assert (done.returncode, words in done.stderr) == (status, True), (arguments, done.stderr)
+        assert done.stderr.count("\n") <= 2
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------ What is measured of runs
+@pytest.mark.slow
+def test_other_texts_are_measured_as_by_the_plain_formula(compared, tmp_path):
+    """The loss on another text: the plain float64 mean over its validation rows."""
+    from smallgpt_jax import data, inference, workdir
+    output, _, _ = compared
+    folder = output / "runs" / "gpt-seed1337"
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(450)))
+    found = measure.loss_on(folder, str(other))
+    trained = inference.load_trained(folder)
+    config = workdir.read_config(folder)
+    config.data.update(source=str(other), tokenizer=str(folder / "tokenizer"))
+    store = data.find(config.data).stores[0]
+    tokens = np.asarray(store.validation.stream, np.int32)
+    rows = np.stack([tokens[i:i + 65] for i in range(0, len(tokens) - 64, 64)])
+    logits = np.asarray(trained.model.apply({"params": trained.params}, rows[:, :-1]), np.float64)
+    logits -= logits.max(axis=2, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
+    losses = -np.take_along_axis(log_probabilities, rows[:, 1:, None], axis=2)[:, :, 0]
+    assert found["tokens"] == losses.size
+    assert abs(found["loss"] - losses.mean()) < 1e-5
+    assert math.isclose(found["bits_per_byte"], found["loss"] / math.log(2) / store.validation.bytes_per_token)
+
+
+def test_texts_need_names():
+    assert measure.named_sources("a=x.txt, b=y/*.txt") == {"a": "x.txt", "b": "y/*.txt"}
+    for texts in ("x.txt", "=x", "a=", "a=x,a=y", "own=x"):
+        with pytest.raises(UserError, match="is not NAME=SOURCE"):
+            measure.named_sources(texts)
+
+
+def test_spread_and_curves():
+    def one(seed: int) -> results.Run:
+        points = tuple(results.Point(step, step * 10, step * 100.0, float(step), loss + seed, loss)
+                       for step, loss in ((1, 5.0), (2, 4.0)))
+        return results.Run("a", "x", seed, {}, True, 2, 1, {}, 1.0, 10, points, 1.0, None, (), (), None, {})
+
+    runs = [one(0), one(2)]
+    assert results.mean_curve(runs, "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
+                                                 (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
+    assert results.last(runs, "loss") == results.Spread(5.0, 4.0, 6.0, 2)
+    assert results.spread([1.0, None]) is None

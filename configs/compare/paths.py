@@ -1,0 +1,16 @@
+"""ParallelGPT: how many paths, and does it help that their weights are learned?
+
+    python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
+
+All have as many blocks; with one path it is a gpt with a dense layer in front.
+"""
+
+from configs.compare import base
+
+
+def get_config(size: str = "quickstart"):
+    common = base.recipe("pgpt", size)
+    runs = {f"{paths} paths": {"model": {"num_paths": paths}} for paths in (2, 4)}
+    runs["1 path"] = {"model": {"num_paths": 1}}
+    runs["gpt"] = base.differences(base.recipe("gpt", size), common)
+    return base.comparison(common, runs)

@@ -234,5 +234,8 @@ def test_roofline_of_a_kernel():
     assert estimate.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
     of_paths = line.replace("bf16[8,12,64,1024]{3,2,1,0}", "bf16[2,4,12,1024,64]{4,3,2,1,0}")
     assert estimate.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    plain = ('%online-softmax = f32[2,4,1024,16]{3,2,1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", '
+             "operand_layout_constraints={f32[2,4,1024,1024]{3,2,1,0}, f32[2,4,1024,16]{3,2,1,0}}")
+    assert estimate.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
     with pytest.raises(ValueError, match="unknown cost"):
         estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"])

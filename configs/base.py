@@ -40,6 +40,8 @@ def paper() -> ConfigDict:
     model.mlp_ratio = 4  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # on the embedding sum and on what each block part adds
     model.activation = "gelu"  # of the MLPs: "gelu", exact | "gelu_tanh", the approximation that GPT-2 has
+    model.position = "learned"  # order of the tokens: "learned" embedding | "rope" | "alibi" (XLA's attention
+    # only) | "none", the causal mask alone. All but "learned" can be applied beyond context_length
     model.use_bias = False  # biases in blocks, LayerNorms included
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32

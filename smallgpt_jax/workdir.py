@@ -46,6 +46,10 @@ MAY_CHANGE = {
     "mesh.path", "data.store", "data.mixture", "data.workers", "train.on_nonfinite", "train.max_nonfinite",
 }
 
+# What an older run was whose config.json has not these fields yet.
+MODEL_DEFAULTS = {f"model.{field.name}": field.default for field in dataclasses.fields(models.layers.ModelConfig)
+                  if field.default is not dataclasses.MISSING}
+
 
 def check(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot become, or is not, the workdir of `config`.
@@ -65,7 +69,7 @@ def check(workdir: Path, config: ConfigDict) -> None:
             raise UserError(f"--workdir={workdir}: holds files, but no run (no {CONFIG_FILE}); choose "
                             "an empty or a new folder")
         return
-    before, now = flat(read_config(workdir)), flat(config)
+    before, now = MODEL_DEFAULTS | flat(read_config(workdir)), flat(config)
     fields, may_change = before.keys() | now.keys(), MAY_CHANGE
     if not (workdir / STORE_FILE).exists():  # nothing was trained here yet: only the model is given
         fields = {field for field in fields if field.startswith("model.")}

@@ -12,10 +12,11 @@ from smallgpt_jax.models.attention import causal_attention, choose
 TIME = 256
 
 
-def oracle(q, k, v, segments):
+def oracle(q, k, v, segments, slopes=(0, 0)):
     """softmax over the positions of the same document up to each one's own, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scores = np.einsum("bhtk,bhsk->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores += np.multiply.outer(slopes, np.subtract.outer(np.arange(TIME), np.arange(TIME)) * -1.0)
     may_see = np.tril(np.ones((TIME, TIME), bool))[None]
     if segments is not None:
         may_see = may_see & (segments[:, :, None] == segments[:, None])
@@ -57,6 +58,15 @@ def test_backends_compute_the_formula(backend, head_width, has_segments):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend, has_segments", [("xla", False), ("splash", True)])
+def test_alibi_is_the_formula(backend, has_segments):
+    q, k, v, _ = inputs()
+    segments, slopes = documents(2) if has_segments else None, np.float32([0.3, 0.01])
+    y = causal_attention(q, k, v, segments, slopes, backend=backend)
+    np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes), rtol=1e-4, atol=1e-5)
+    assert np.abs(y - oracle(q, k, v, segments)).max() > 0.1
+
+
 def test_gradient_of_plain_attention_is_the_slope_of_the_formula():
     q, k, v, weights = inputs()
     segments = documents(2)
@@ -95,6 +105,9 @@ def test_kernel_on_a_mesh():
     ("auto", "gpu", {"has_segments": True}, "xla", "documents"),
     ("cudnn", "cpu", {}, "xla", "NVIDIA"),
     ("splash", "gpu", {}, "xla", "TPUs"),
+    ("auto", "tpu", {"has_alibi": True}, "xla", "splash attention has no ALiBi"),
+    ("cudnn", "gpu", {"has_alibi": True}, "xla", "cuDNN's attention has no ALiBi"),
+    ("auto", "cpu", {"has_alibi": True}, "xla", ""),
 ])
 def test_choice(asked, platform, change, name, why):
     shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", **change}

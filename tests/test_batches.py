@@ -295,8 +295,10 @@ def test_training_on_a_mixture(two_stores, tmp_path, capsys):
 def models_with_borders():
     for name in ARCHITECTURES:
         yield pytest.param(name, {"conv_kernel": 3} if name == "cgpt" else {}, id=name)
+    for name, position in (("gpt", "rope"), ("lgpt", "alibi"), ("gpt", "none")):
+        yield pytest.param(name, {"position": position}, id=f"{name}-{position}")
     splash = {"attention": "splash", "context_length": 128}
-    yield pytest.param("cgpt", {"conv_kernel": 5, **splash}, id="cgpt-splash")
+    yield pytest.param("cgpt", {"conv_kernel": 5, "position": "rope", **splash}, id="cgpt-splash")
     yield pytest.param("pgpt", {"num_paths": 2, **splash}, id="pgpt-splash")
 
 

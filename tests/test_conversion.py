@@ -36,6 +36,11 @@ VARIANTS = {
     "pgpt with one path": ("pgpt", dict(num_paths=1)),
     "lgpt with narrowing heads": ("lgpt", dict(stage_heads="scaled", compress_last_stage=False)),
     "cgpt with three taps": ("cgpt", dict(conv_kernel=3, use_bias=True, activation="gelu_tanh")),
+    "gpt of GPT-2's shape, rotated": ("gpt", dict(**GPT2, position="rope")),
+    "gpt without positions": ("gpt", dict(position="none")),
+    "pgpt with rotation": ("pgpt", dict(position="rope")),
+    "lgpt with ALiBi": ("lgpt", dict(position="alibi", stage_heads="scaled", compress_last_stage=False)),
+    "cgpt with ALiBi": ("cgpt", dict(position="alibi", conv_kernel=3, d_model=96, num_heads=6)),
 }
 
 
@@ -250,6 +255,21 @@ def test_an_exported_model_computes_the_same_and_comes_back_whole(variant, tmp_p
         assert_same(back.params, jax.tree.map(np.asarray, params))
         wanted = {**vars(model.config), "scan_layers": False}
         assert vars(back.model.config) == wanted
+
+
+def test_folders_that_do_not_name_positions_have_learned_ones(tmp_path):
+    """They were written before there was a choice."""
+    model = build("gpt", num_layers=1)
+    params = init(model)
+    folder = exported(tmp_path / "out", model, params)
+    described = json.loads((folder / "config.json").read_text())
+    assert described.pop("position") == "learned"
+    (folder / "config.json").write_text(json.dumps(described))
+    assert_same(hugging_face.read(str(folder)).params, jax.tree.map(np.asarray, params))
+    tokens = random_tokens(model)
+    with torch.no_grad():
+        np.testing.assert_allclose(in_torch(folder)(torch.tensor(tokens)).logits,
+                                   model.apply({"params": params}, jnp.asarray(tokens)), atol=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])

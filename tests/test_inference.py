@@ -29,6 +29,12 @@ VARIANTS = [
     ("cgpt", {}),
     ("cgpt", {"conv_kernel": 3}),
     ("cgpt", {"conv_kernel": 5, "blocks_per_stage": 1}),
+    ("gpt", {"position": "rope"}),
+    ("gpt", {"position": "alibi"}),
+    ("gpt", {"position": "none"}),
+    ("pgpt", {"position": "rope"}),
+    ("lgpt", {"position": "alibi", "compress_last_stage": False, "stage_heads": "scaled"}),
+    ("cgpt", {"position": "rope", "conv_kernel": 3}),
 ]
 
 
@@ -73,6 +79,22 @@ def assert_cache_gives_the_whole_pass(model, params):
 @pytest.mark.parametrize("architecture, fields", VARIANTS)
 def test_cached_logits_are_those_of_the_whole_pass(architecture, fields):
     assert_cache_gives_the_whole_pass(*small(architecture, **fields))
+
+
+@pytest.mark.parametrize("position", ["learned", "rope", "alibi"])
+def test_a_long_prompt(position):
+    """One that is read in parts, and a token after it."""
+    model = build("gpt", context_length=192, num_layers=2, position=position)
+    params = init(model)
+    rows = random_rows(model, [150, 170])
+    whole = model.apply({"params": params}, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
+    texts = texts_of(model, params, [row[:-1] for row in rows])
+    for more in (0, 1):
+        if more:
+            texts.ids = [list(row) for row in rows]
+        _, logits = texts.draw_with_logits(Sampling())
+        for i, row in enumerate(texts.ids):
+            np.testing.assert_allclose(logits[i], whole[i, len(row) - 1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num_paths, chosen", [

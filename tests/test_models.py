@@ -1,5 +1,6 @@
 """The architectures: their sizes, what they compute, what they refuse."""
 
+import dataclasses
 import math
 
 import jax
@@ -12,6 +13,7 @@ from scipy.special import erf, softmax
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import positions
 from smallgpt_jax.models.layers import Mode
 
 VARIANTS = [
@@ -26,6 +28,12 @@ VARIANTS = [
     ("lgpt", {"blocks_per_stage": 4, "compress_last_stage": False, "tie_embeddings": True}),
     ("cgpt", {}),
     ("cgpt", {"conv_kernel": 3}),
+    ("gpt", {"position": "rope"}),
+    ("gpt", {"position": "alibi", "d_model": 48, "num_heads": 6}),
+    ("gpt", {"position": "none"}),
+    ("pgpt", {"position": "rope", "use_bias": True}),
+    ("lgpt", {"position": "alibi", "compress_last_stage": False, "stage_heads": "scaled"}),
+    ("cgpt", {"position": "rope", "conv_kernel": 3}),
 ]
 each_variant = pytest.mark.parametrize("architecture, fields", VARIANTS)
 
@@ -75,15 +83,16 @@ def test_no_position_sees_a_later_one(architecture, fields):
     model = build(architecture, **fields)
     params = init(model)
     time, width = 12, model.config.d_model
-    tokens = random_tokens(model, 1, time)
-    positions = params["position_embedding"]
+    # Each token once, so that its embedding is that of a place, and not 7, which may be a row of the head.
+    tokens_T = 8 + jax.random.permutation(jax.random.key(0), 500)[:time]
+    table = params["token_embedding"]
 
     @jax.jit
     @jax.grad
     def influence_on(change_TxD, t):
         """Of what is added to each position's embedding on one logit at position t, (T, D)."""
-        changed = {**params, "position_embedding": positions.at[:time].add(change_TxD)}
-        return model.apply({"params": changed}, tokens)[0, t, 7]
+        changed = {**params, "token_embedding": table.at[tokens_T].add(change_TxD)}
+        return model.apply({"params": changed}, tokens_T[None])[0, t, 7]
 
     no_change = jnp.zeros((time, width))
     influence_TxS = np.stack([np.abs(influence_on(no_change, t)).max(axis=1) for t in range(time)])
@@ -115,22 +124,24 @@ def test_logits_are_those_of_the_formulas(architecture, fields):
 
 
 def plain_logits(config, params, tokens_T):
-    x = params["token_embedding"][tokens_T] + params["position_embedding"][:len(tokens_T)]
+    x = params["token_embedding"][tokens_T]
+    if config.position == "learned":
+        x = x + params["position_embedding"][:len(tokens_T)]
     trunk = params["trunk"]
     if config.architecture == "gpt":
-        x = plain_blocks(trunk["blocks"], x, config.num_heads)
+        x = plain_blocks(trunk["blocks"], x, config.num_heads, config.position)
     elif config.architecture == "pgpt":
         paths = []
         for p in range(config.num_paths):
             path = jax.tree.map(lambda w: w[p], trunk["paths"])
             h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
-            paths.append(plain_blocks(path["blocks"], h, config.num_heads))
+            paths.append(plain_blocks(path["blocks"], h, config.num_heads, config.position))
         weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
         x = sum(w * path for w, path in zip(weights, paths))
     else:
         for i in range(config.num_layers // config.blocks_per_stage):
             heads = config.num_heads // (2**i if config.stage_heads == "scaled" else 1)
-            x = plain_blocks(trunk[f"stage_{i}"], x, heads)
+            x = plain_blocks(trunk[f"stage_{i}"], x, heads, config.position)
             if f"compress_{i}" in trunk:
                 layer = trunk[f"compress_{i}"]
                 kernels = layer["kernel"] if config.architecture == "cgpt" else [layer["kernel"]]
@@ -143,7 +154,7 @@ def plain_logits(config, params, tokens_T):
     return x @ params["token_embedding" if config.tie_embeddings else "head"].T
 
 
-def plain_blocks(stack, x, num_heads):
+def plain_blocks(stack, x, num_heads, position):
     for i in range(len(stack["mlp_norm"]["scale"])):
         block = jax.tree.map(lambda w: w[i], stack)
         h = plain_layer_norm(block["attention_norm"], x)
@@ -152,7 +163,12 @@ def plain_blocks(stack, x, num_heads):
                 h @ block["attention"]["qkv"]["kernel"][:, head, j]
                 + block["attention"]["qkv"].get("bias", np.zeros((num_heads, 3, 1)))[head, j]
                 for j in range(3))
+            if position == "rope":
+                q, k = plain_rotation(q), plain_rotation(k)
             scores = q @ k.T / math.sqrt(q.shape[1])
+            if position == "alibi":
+                for i, j in np.ndindex(scores.shape):
+                    scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * (i - j)
             scores[np.triu_indices(len(x), k=1)] = -np.inf
             x = x + softmax(scores, axis=1) @ v @ block["attention"]["out"]["kernel"][head]
         x = x + block["attention"]["out"].get("bias", 0)
@@ -163,10 +179,68 @@ def plain_blocks(stack, x, num_heads):
     return x
 
 
+def plain_rotation(x_TxK):
+    """Su et al.'s R_t·x_t: each pair of entries is a complex number, multiplied with exp(i·t·θ)."""
+    half = x_TxK.shape[1] // 2
+    points = x_TxK[:, :half] + 1j * x_TxK[:, half:]
+    thetas = [10_000 ** (-2 * i / x_TxK.shape[1]) for i in range(half)]
+    points = points * np.exp(1j * np.outer(np.arange(len(x_TxK)), thetas))
+    return np.concatenate([points.real, points.imag], axis=1)
+
+
 def plain_layer_norm(norm, x):
     centred = x - x.mean(axis=1, keepdims=True)
     return (centred / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5) * norm["scale"]
             + norm.get("bias", 0))
+
+
+def test_rotation_is_that_of_llama():
+    torch, llama = (pytest.importorskip(name) for name in ("torch", "transformers.models.llama.modeling_llama"))
+    x = np.random.default_rng(0).standard_normal((2, 3, 40, 24)).astype(np.float32)
+    places = np.stack([np.arange(40), np.arange(700, 740)])
+    rotary = llama.LlamaRotaryEmbedding(llama.LlamaConfig(
+        hidden_size=72, num_attention_heads=3, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}))
+    expected, _ = llama.apply_rotary_pos_emb(
+        torch.tensor(x), torch.tensor(x), *rotary(torch.tensor(x), torch.tensor(places)))
+    found = positions.rotated(jnp.array(x), jnp.array(places))
+    np.testing.assert_allclose(found, expected, atol=5e-4)
+    assert np.abs(found - x).max() > 1
+    # In bfloat16 only what goes in and what comes out is rounded.
+    coarse = jnp.array(x, "bfloat16")
+    exact = positions.rotated(coarse.astype("float32"), jnp.array(places))
+    assert np.array_equal(positions.rotated(coarse, jnp.array(places)), exact.astype("bfloat16"))
+
+
+def test_rotated_scores_depend_on_the_distance_alone():
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 5, 16))
+    scores = [positions.rotated(jnp.array(q), at) @ jnp.swapaxes(positions.rotated(jnp.array(k), at), 2, 3)
+              for at in (jnp.arange(5)[None], 300 + jnp.arange(5)[None], 2 * jnp.arange(5)[None])]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-3)
+    assert np.abs(scores[0] - scores[2]).max() > 0.5
+
+
+def test_alibi_slopes_are_those_of_the_paper():
+    """Section 3: for 8 heads 1/2, 1/4, … 1/256, for 16 heads 1/√2, 1/2, 1/(2√2), …"""
+    assert positions.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    np.testing.assert_allclose(positions.alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
+    np.testing.assert_allclose(positions.alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture, fields", [
+    ("gpt", {"position": "rope"}), ("pgpt", {"position": "alibi"}), ("lgpt", {"position": "none"}),
+    ("cgpt", {"position": "rope", "conv_kernel": 3})])
+def test_without_position_embedding_a_longer_context_needs_no_other_weights(architecture, fields):
+    model = build(architecture, **fields)
+    params = init(model)
+    assert "position_embedding" not in params
+    longer = models.LanguageModel(dataclasses.replace(model.config, context_length=128))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+        jnp.shape, nn.unbox(models.abstract_params(longer)))
+    tokens = random_tokens(longer)
+    logits = jax.jit(longer.apply)({"params": params}, tokens)
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[:, :64], jax.jit(model.apply)({"params": params}, tokens[:, :64]),
+                               atol=2e-5, rtol=1e-4)
 
 
 def test_two_paths_are_joined_as_in_the_paper():
@@ -233,6 +307,10 @@ def test_dropout_is_for_training_only():
     ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
     ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
     ("gpt", {"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+    ("gpt", {"position": "rotary"}, ["position='rotary'", "learned, rope, alibi, none"]),
+    ("gpt", {"position": "rope", "d_model": 60}, ["position='rope'", "width 60 have 15"]),
+    ("lgpt", {"position": "rope", "num_heads": 32}, ["position='rope'", "width 32 have 1;"]),
+    ("cgpt", {"position": "rope", "d_model": 96, "num_heads": 16}, ["position='rope'", "width 48 have 3;"]),
     ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such part"]),
     ("gpt", {"architecture": "pgpt"}, ["num_paths=None", "pgpt needs"]),
     ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),

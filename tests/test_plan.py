@@ -11,7 +11,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, estimate, hlo, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.train import abstract_state, compile_train_step, set_up
+from smallgpt_jax.train import abstract_state, compile_train_step, exceptions, set_up
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
@@ -48,6 +48,20 @@ def test_components():
     parts = memory.components(models.build(**load_config("gpt", "paper").model))
     assert parts == {"token embedding": V * D, "position embedding": S * D, "attention": 4 * L * D**2,
                      "MLP": 8 * L * D**2, "head": V * D, "LayerNorms": 25 * D}
+
+
+@pytest.mark.parametrize("position, fallback", [
+    ("rope", []), ("none", []),
+    ("alibi", ["attention with heads of width 64 is plain XLA's: splash attention has no ALiBi"])])
+def test_other_positions_than_learned_ones(position, fallback):
+    config = load_config("gpt", "paper", model__position=position, model__attention="splash")
+    setup = set_up(config, jax.devices()[:1])
+    parts = memory.components(setup.model)
+    assert sum(parts.values()) == PARAMETERS["gpt"] - S * D and "position embedding" not in parts
+    assert train_flops_per_token(setup.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
+    assert exceptions(setup, separate_documents=False) == fallback
+    layers, = memory.attention_layers(setup.model, setup.mesh, separate_documents=False)
+    assert layers.backend == ("xla" if fallback else "splash")
 
 
 @pytest.mark.parametrize("fields, kept", [
@@ -220,5 +234,8 @@ def test_roofline_of_a_kernel():
     assert estimate.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
     of_paths = line.replace("bf16[8,12,64,1024]{3,2,1,0}", "bf16[2,4,12,1024,64]{4,3,2,1,0}")
     assert estimate.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    plain = ('%online-softmax = f32[2,4,1024,16]{3,2,1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", '
+             "operand_layout_constraints={f32[2,4,1024,1024]{3,2,1,0}, f32[2,4,1024,16]{3,2,1,0}}")
+    assert estimate.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
     with pytest.raises(ValueError, match="unknown cost"):
         estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"])

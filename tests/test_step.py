@@ -163,6 +163,16 @@ def test_eight_devices_compute_what_one_does(architecture, fields):
         losses(architecture, devices=8, **fields), losses_on_one_device(architecture), rtol=1e-5)
 
 
+@pytest.mark.parametrize("architecture, position, mesh", [
+    ("pgpt", "rope", {"mesh__data": 2, "mesh__tensor": 2, "mesh__path": 2}),
+    ("lgpt", "alibi", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2})])
+def test_positions_on_a_mesh(architecture, position, mesh):
+    """Each device has the slopes of its own heads."""
+    one, eight = (losses(architecture, devices, steps=5, model__position=position, **fields)
+                  for devices, fields in ((1, {}), (8, mesh)))
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fields", [
     {"train__microbatches": 2}, {"train__microbatches": 4}, {"train__loss_chunks": 8},
     {"model__scan_layers": False}, {"model__remat": "full"}, {"model__remat": "dots"},

@@ -107,6 +107,21 @@ def test_continuing_is_as_if_never_stopped(architecture, text_file, tmp_path):
     assert losses_in(parts, "eval") == losses_in(whole, "eval")
 
 
+def test_a_run_of_before_a_field_existed_goes_on(text_file, tmp_path):
+    train(config_for(text_file, train__steps=10), str(tmp_path))
+    path = tmp_path / "config.json"
+    groups = json.loads(path.read_text())
+    for field in ("position", "activation"):
+        del groups["model"][field]
+    path.write_text(json.dumps(groups))
+    with pytest.raises(UserError, match=r"config: model\.position was 'learned', now 'rope'\.\n"):
+        train(config_for(text_file, train__steps=20, model__position="rope"), str(tmp_path))
+    assert json.loads(path.read_text()) == groups
+    train(config_for(text_file, train__steps=20), str(tmp_path))
+    assert list(losses_in(tmp_path)) == [10, 20]
+    assert json.loads(path.read_text())["model"]["position"] == "learned"
+
+
 def test_a_run_that_lost_its_last_steps_repeats_them(text_file, tmp_path):
     config = config_for(text_file)
     train(config, str(tmp_path))

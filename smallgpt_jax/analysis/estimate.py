@@ -107,26 +107,30 @@ def speed(program: hlo.Program, positions: int, chip: chips.Chip | None, flops_a
                 estimated_mfu=flops_a_device / (seconds * chip.flops))
 
 
-# Products of (rows, positions) × (positions, head width) that each of the kernels takes.
-SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+# Products of (rows, positions) × (positions, head width) that each of the kernels takes. The last is what the
+# TPU compiler itself makes of plain attention: scores (its first operand) to weights, times values.
+KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
 
 
 def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
-    """A roofline for a call of a splash attention kernel on that many positions: its products at peak speed.
+    """A roofline for a call of an attention kernel on that many positions: its products at peak speed.
 
-    Counted as the matrix unit takes them: the (512 × 512) blocks on and below the diagonal, heads filled
-    up to 128. Its reads and writes of memory take less time than that. Raises ValueError for a kernel
+    Counted as the matrix unit takes them: of splash attention the (512 × 512) blocks on and below the
+    diagonal, heads filled up to 128. Its reads and writes of memory take less time than that; those of
+    "online-softmax", which reads the scores, take more, and are left out. Raises ValueError for a kernel
     that is not known here.
     """
-    name = next((name for name in SPLASH_PRODUCTS if name in line), None)
+    name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:
         raise ValueError(f"a kernel of unknown cost: {line[:200]}")
-    found = re.search(r"operand_layout_constraints=\{.*?\w+\[(\d+(?:,\d+){3,})\]", line)
-    *rows_and_heads, width, length = map(int, found[1].split(","))  # the last two stand in either order
+    is_splash = name != "online-softmax"
+    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
+    # The last two stand in either order.
+    *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     blocks = positions // math.gcd(positions, 512)
-    computed = (blocks + 1) / (2 * blocks)
-    return (SPLASH_PRODUCTS[name] * 2 * math.prod(rows_and_heads) * computed * positions**2
+    computed = (blocks + 1) / (2 * blocks) if is_splash else 1
+    return (KERNEL_PRODUCTS[name] * 2 * math.prod(rows_and_heads) * computed * positions**2
             * max(head_width, 128) / chip.flops)
 
 

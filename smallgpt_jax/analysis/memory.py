@@ -74,7 +74,8 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         if "qkv" in sizes and "embed" in sizes:
             backend, why = attention.choose(
                 c.attention, mesh.devices.flat[0].platform, time=c.context_length,
-                head_width=sizes["head_width"], dtype=c.dtype, has_segments=separate_documents)
+                head_width=sizes["head_width"], dtype=c.dtype, has_segments=separate_documents,
+                has_alibi=c.position == "alibi")
             count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
             found.append(AttentionLayers(
                 count, sizes["embed"], sizes["heads"], sizes["head_width"], backend, why))

@@ -46,7 +46,7 @@ def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
 def is_gpt2(config: ModelConfig) -> bool:
     """Whether a GPT2LMHeadModel computes what this model does."""
     return (config.architecture == "gpt" and config.use_bias and config.tie_embeddings
-            and config.activation == "gelu_tanh")
+            and config.activation == "gelu_tanh" and config.position == "learned")
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -116,5 +116,5 @@ def from_config(theirs: Mapping, where: str) -> dict:
     return dict(
         architecture="gpt", vocab_size=size("vocab_size"), context_length=size("n_positions", "n_ctx"),
         num_layers=size("n_layer", "num_hidden_layers"), num_heads=size("n_head", "num_attention_heads"),
-        d_model=width, mlp_ratio=inner // width, activation=ACTIVATIONS[activation], use_bias=True,
-        tie_embeddings=theirs.get("tie_word_embeddings", True))
+        d_model=width, mlp_ratio=inner // width, activation=ACTIVATIONS[activation], position="learned",
+        use_bias=True, tie_embeddings=theirs.get("tie_word_embeddings", True))

@@ -76,7 +76,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 def own_fields(architecture: str, fields: dict, **own) -> dict:
     """All fields of the `model` group: what the tensors say, and what is the same in all released models."""
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
-                tie_embeddings=False, activation="gelu", dtype="float32", scan_layers=False)
+                tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 
 
 def stages(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:

@@ -23,8 +23,9 @@ from smallgpt_jax.words import reason
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
-    "activation", "use_bias", "num_paths", "blocks_per_stage", "compress_last_stage", "stage_heads",
+    "activation", "position", "use_bias", "num_paths", "blocks_per_stage", "compress_last_stage", "stage_heads",
     "conv_kernel")
+ADDED_FIELDS = {"position": "learned"}  # what the models were whose folders do not say it yet
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # ours: theirs
 
@@ -96,6 +97,7 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
     if kind == "gpt2":
         fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | gpt2.from_config(described, str(path))
     elif kind == "smallgpt":
+        described = ADDED_FIELDS | described
         if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
             raise UserError(f"{path}: {', '.join(missing)} missing: not written by this project, or damaged")
         fields = {name: described[name] for name in SAME_FIELDS} | {

@@ -32,7 +32,8 @@ HEAD_WIDTH_AT_INIT_STD = 256
 
 
 class LanguageModel(nn.Module):
-    """Token and position embeddings, an architecture's trunk, final LayerNorm, output head.
+    """Token embedding, position embedding if positions are learned, an architecture's trunk, final
+    LayerNorm, output head.
 
     Build it with `build`, which checks the configuration first. Applied with `Mode(train=True)` it
     needs the random stream "dropout".
@@ -45,9 +46,10 @@ class LanguageModel(nn.Module):
         trunk = ARCHITECTURES[c.architecture]
         self.token_embedding = self.param(
             "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
-        self.position_embedding = self.param(
-            "position_embedding", normal(INIT_STD, "position", "embed"),
-            (c.context_length, c.d_model))
+        if c.position == "learned":  # what else there is belongs to attention
+            self.position_embedding = self.param(
+                "position_embedding", normal(INIT_STD, "position", "embed"),
+                (c.context_length, c.d_model))
         self.trunk = trunk(c)
         self.final_norm = layer_norm(c, name=None)
         if not c.tie_embeddings:
@@ -57,13 +59,17 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
-        """What the head reads: (B, T, W), W the trunk's output width; T ≤ context_length."""
+        """What the head reads: (B, T, W), W the trunk's output width.
+
+        T ≤ context_length if positions are learned; else it is only what training has shown the model.
+        """
         dtype = self.config.dtype
         # Each device looks up whole rows: an embedding kept in parts by width is gathered first. In float32,
         # for the gradient's sake: a frequent token's row is the sum of more terms than bfloat16 can add.
         table_VxD = sharding.gathered(self.token_embedding, TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
-        x_BxTxD += self.position_vectors(tokens_BxT.shape[1], mode).astype(dtype)
+        if self.config.position == "learned":
+            x_BxTxD += self.position_vectors(tokens_BxT.shape[1], mode).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not mode.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.final_norm(self.trunk(x_BxTxD, mode))

@@ -23,7 +23,7 @@ OUTPUT = "attention_output"  # what the splash kernel has found; rematerialisati
 
 
 def choose(backend: str, platform: str, *, time: int, head_width: int, dtype: str,
-           has_segments: bool = False) -> tuple[str, str]:
+           has_segments: bool = False, has_alibi: bool = False) -> tuple[str, str]:
     """Which backend computes such an attention on a "tpu", "gpu" or "cpu": its name, and why it is
     not the one that was asked for ("" if it is)."""
     if backend == "auto":
@@ -33,6 +33,8 @@ def choose(backend: str, platform: str, *, time: int, head_width: int, dtype: st
             return "xla", "splash attention takes multiples of 128 positions"
         if platform == "gpu":
             return "xla", "splash attention is for TPUs"
+        if has_alibi:
+            return "xla", "splash attention has no ALiBi"
     if backend == "cudnn":
         if platform != "gpu":
             return "xla", "cuDNN is for NVIDIA GPUs"
@@ -42,24 +44,29 @@ def choose(backend: str, platform: str, *, time: int, head_width: int, dtype: st
             return "xla", "cuDNN's attention takes head widths that are multiples of 8, up to 128"
         if has_segments:  # handed a mask beside is_causal, it has let texts see each other
             return "xla", "cuDNN's attention does not keep the documents of a row apart"
+        if has_alibi:  # it could be handed the biases, but written out, (time, time) for each head
+            return "xla", "cuDNN's attention has no ALiBi"
     return backend, ""
 
 
-def causal_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None, *, backend: str = "auto"):
+def causal_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None, slopes_H=None, *,
+                     backend: str = "auto"):
     """softmax(q·kᵀ/√K)·v over the positions up to each one's own, (B, H, T, K).
 
     With `segments_BxT`, integers that number the documents of a row, only over those of the same
-    document. Scores and softmax are float32 (Vaswani et al., arXiv 1706.03762, equation 1).
+    document. With `slopes_H` the scores of each head lose its slope times the distance (ALiBi). Scores
+    and softmax are float32 (Vaswani et al., arXiv 1706.03762, equation 1).
     """
     _, _, time, head_width = q_BxHxTxK.shape
     name, _ = choose(backend, sharding.platform(), time=time, head_width=head_width,
-                     dtype=str(q_BxHxTxK.dtype), has_segments=segments_BxT is not None)
+                     dtype=str(q_BxHxTxK.dtype), has_segments=segments_BxT is not None,
+                     has_alibi=slopes_H is not None)
     q_BxHxTxK /= math.sqrt(head_width)
     return {"xla": xla, "splash": splash, "cudnn": cudnn}[name](
-        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT)
+        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H)
 
 
-def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT):
+def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
     time = q_BxHxTxK.shape[2]
     scores_BxHxTxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxHxTxK, k_BxHxTxK, preferred_element_type=jnp.float32)
@@ -67,12 +74,16 @@ def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT):
     if segments_BxT is not None:
         may_see_BxTxS &= segments_BxT[:, :, None] == segments_BxT[:, None]
     mask_BxTxS = jnp.where(may_see_BxTxS, 0.0, -1e30)
+    if slopes_H is not None:  # the places in the row will do: distances in a document are the same
+        distances_TxS = jnp.arange(time)[:, None] - jnp.arange(time)[None]
+        scores_BxHxTxS -= (slopes_H[:, None, None] * distances_TxS[None])[None]
     weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS + mask_BxTxS[:, None]).astype(v_BxHxTxK.dtype)
     return jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS, v_BxHxTxK)
 
 
-def splash(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT):
+def splash(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
     """Each device runs the kernel on its own rows and heads; off a TPU it is interpreted, slowly."""
+    assert slopes_H is None, "see choose"
     arguments = (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK)
     names = (("batch", "heads", "time", "head_width"),) * 3
     if segments_BxT is not None:
@@ -107,8 +118,8 @@ def splash_kernel(heads: int, time: int, head_width: int, interpret: bool):
         residual_checkpoint_name=OUTPUT, interpret=interpret)
 
 
-def cudnn(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT):
-    assert segments_BxT is None, "see choose"
+def cudnn(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
+    assert segments_BxT is None and slopes_H is None, "see choose"
     attention = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", scale=1.0)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK))

@@ -13,10 +13,11 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from smallgpt_jax import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import attention
+from smallgpt_jax.models import attention, positions
 
 QUERIES = 128  # positions of a prompt that attend at one time
 FEW_ROWS = 64  # up to here a product's time is that of reading its weights
@@ -49,6 +50,7 @@ class ModelConfig:
     dtype: str
     scan_layers: bool
     activation: str = "gelu"
+    position: str = "learned"
     attention: str = "auto"
     remat: str = "none"
     num_paths: int | None = None
@@ -70,11 +72,20 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (("dtype", ("float32", "bfloat16")), ("remat", ("none", *REMAT)),
-                               ("activation", ACTIVATIONS), ("attention", attention.BACKENDS)):
+                               ("activation", ACTIVATIONS), ("position", positions.KINDS),
+                               ("attention", attention.BACKENDS)):
             if getattr(self, field) not in allowed:
                 self.refuse(field, f"must be one of {', '.join(allowed)}")
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
+        self.check_rotation()
+
+    def check_rotation(self) -> None:
+        """Raises UserError if `position` is "rope" and a head's entries are no pairs."""
+        head_width = self.d_model // self.num_heads
+        if self.position == "rope" and head_width % 2:
+            self.refuse("position", f"heads must have an even width, those of blocks of width {self.d_model} have "
+                        f"{head_width}; set another config.model.num_heads")
 
 
 @flax.struct.dataclass
@@ -274,8 +285,8 @@ ACTIVATIONS = {"gelu": gelu, "gelu_tanh": functools.partial(nn.gelu, approximate
 class Attention(nn.Module):
     """Causal self-attention with one fused projection to queries, keys and values.
 
-    When decoding, keys and values of all positions so far are kept: 2·B·S·D numbers of the model's
-    type, S the cache's length.
+    When decoding, keys (with "rope" as they are rotated) and values of all positions so far are kept:
+    2·B·S·D numbers of the model's type, S the cache's length.
     """
 
     config: ModelConfig
@@ -287,15 +298,20 @@ class Attention(nn.Module):
         q, k, v = IntoHeads(
             (heads, 3, head_width), ("embed", "heads", "qkv", "head_width"),
             INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD, mode)
+        if c.position == "rope":
+            positions_BxT = mode.positions(x_BxTxD.shape[1])
+            q, k = positions.rotated(q, positions_BxT), positions.rotated(k, positions_BxT)
+        slopes_H = positions.alibi_slopes(heads) if c.position == "alibi" else None
         if mode.decode:
-            y_BxHxTxK = self.attend_with_cache(q, k, v, mode)
+            y_BxHxTxK = self.attend_with_cache(q, k, v, slopes_H, mode)
         else:
-            y_BxHxTxK = attention.causal_attention(q, k, v, mode.segments_BxT, backend=c.attention)
+            y_BxHxTxK = attention.causal_attention(
+                q, k, v, mode.segments_BxT, slopes_H, backend=c.attention)
         return FromHeads(
             (c.d_model,), ("heads", "head_width", "embed"),
             residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, mode)
 
-    def attend_with_cache(self, q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, mode: Mode):
+    def attend_with_cache(self, q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, slopes_H, mode: Mode):
         """Attention to each row's earlier positions too, which the cache holds; adds these to it.
 
         Slot s of the cache is position s. What fills up short rows is written as well, beyond their
@@ -307,17 +323,19 @@ class Attention(nn.Module):
         keys, is_new = remembered(self, "keys", shape, k_BxHxTxK.dtype)
         values, _ = remembered(self, "values", shape, v_BxHxTxK.dtype)
         q, k, v = (x.reshape(batch * heads, time, head_width) for x in (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK))
+        if slopes_H is not None:
+            slopes_H = np.tile(slopes_H, batch)
         if is_new:
             room = ((0, 0), (0, mode.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
             y = jnp.concatenate([  # a part of the queries at a time, which look at no later keys
                 attend(q[:, i:i + QUERIES], k[:, :i + QUERIES], v[:, :i + QUERIES],
-                       jnp.arange(i, min(i + QUERIES, time))[None])
+                       jnp.arange(i, min(i + QUERIES, time))[None], slopes_H)
                 for i in range(0, time, QUERIES)], axis=1)
         else:
             keys.value = write(keys.value, k, jnp.repeat(mode.start_B, heads))
             values.value = write(values.value, v, jnp.repeat(mode.start_B, heads))
-            y = attend(q, keys.value, values.value, jnp.repeat(mode.positions(time), heads, axis=0))
+            y = attend(q, keys.value, values.value, jnp.repeat(mode.positions(time), heads, axis=0), slopes_H)
         return y.reshape(batch, heads, time, head_width)
 
 
@@ -333,13 +351,20 @@ def write(cache_HxSxK, x_HxTxK, start_H):
         cache_HxSxK, x_HxTxK, start_H)
 
 
-def attend(q_HxTxK, keys_HxSxK, values_HxSxK, positions_HxT):
-    """softmax(q·keysᵀ/√K)·values over the slots up to each query's position, (H, T, K)."""
+def attend(q_HxTxK, keys_HxSxK, values_HxSxK, positions_HxT, slopes_H):
+    """softmax(q·keysᵀ/√K)·values over the slots up to each query's position, (H, T, K).
+
+    `slopes_H` as in `attention.causal_attention`.
+    """
     # One query is a matrix–vector product, which XLA's CPU compiler sees only without the axis.
     t = "" if q_HxTxK.shape[1] == 1 else "t"
     q = (q_HxTxK if t else q_HxTxK[:, 0]) / math.sqrt(q_HxTxK.shape[2])
     scores = jnp.einsum(f"h{t}k,hsk->h{t}s", q, keys_HxSxK, preferred_element_type=jnp.float32)
-    is_past_HxTxS = jnp.arange(keys_HxSxK.shape[1])[None, None] <= positions_HxT[:, :, None]
+    slots_1x1xS = jnp.arange(keys_HxSxK.shape[1])[None, None]
+    is_past_HxTxS = slots_1x1xS <= positions_HxT[:, :, None]
+    if slopes_H is not None:
+        distances_HxTxS = positions_HxT[:, :, None] - slots_1x1xS
+        scores -= (slopes_H[:, None, None] * distances_HxTxS).reshape(scores.shape)
     weights = jax.nn.softmax(jnp.where(is_past_HxTxS.reshape(-1, *scores.shape[1:]), scores, -1e30))
     y = jnp.einsum(f"h{t}s,hsk->h{t}k", weights.astype(values_HxSxK.dtype), values_HxSxK)
     return y.reshape(q_HxTxK.shape)

@@ -38,6 +38,7 @@ class LGPT(Trunk):
         for stage in stages(config):
             if stage.d_model % stage.num_heads:
                 config.refuse("num_heads", f"must divide {stage.d_model}, the width of one of the stages")
+            stage.check_rotation()
 
     @classmethod
     def output_width(cls, config: ModelConfig) -> int:

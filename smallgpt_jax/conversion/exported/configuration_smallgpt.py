@@ -17,8 +17,8 @@ class SmallGPTConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
-                 d_model=768, mlp_ratio=4, activation="gelu", use_bias=False, num_paths=None,
-                 blocks_per_stage=None, compress_last_stage=None, stage_heads=None, conv_kernel=None,
+                 d_model=768, mlp_ratio=4, activation="gelu", position="learned", use_bias=False,
+                 num_paths=None, blocks_per_stage=None, compress_last_stage=None, stage_heads=None, conv_kernel=None,
                  training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False,
                  use_cache=True, **kwargs):
         self.architecture = architecture
@@ -29,6 +29,7 @@ class SmallGPTConfig(PretrainedConfig):
         self.d_model = d_model
         self.mlp_ratio = mlp_ratio
         self.activation = activation
+        self.position = position
         self.use_bias = use_bias
         self.num_paths = num_paths
         self.blocks_per_stage = blocks_per_stage

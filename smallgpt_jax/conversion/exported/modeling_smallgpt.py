@@ -3,6 +3,8 @@
 Shapes in comments: B batch, T time, S positions in the cache and these, D width, H heads, K width of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,21 +15,51 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_smallgpt import SmallGPTConfig
 
 
+class Places(NamedTuple):
+    """Where the tokens of a pass stand."""
+
+    mask: torch.Tensor  # (B or 1, 1, T, S): what each may see
+    positions: torch.Tensor  # (B or 1, T): in their texts
+    slots: torch.Tensor  # (B or 1, S): the same of all that the cache holds, these included
+
+
+def rotated(x, positions):
+    """Queries or keys (B, H, T, K) turned by their positions (arXiv 2104.09864): entries i and i + K/2 are a
+    point, turned by position · 10000^(−2i/K)."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angles = positions[:, None, :, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().split(half, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def alibi(places, heads):
+    """What is added to the scores of each head, (B or 1, H, T, S) (arXiv 2108.12409), and −∞ for what is not
+    to be seen."""
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=places.mask.device) / heads)
+    distances = places.slots[:, None, -places.mask.shape[2]:, None] - places.slots[:, None, None]
+    return (-slopes[:, None, None] * distances).masked_fill(~places.mask, -torch.inf)
+
+
 class Attention(nn.Module):
     """Causal self-attention; the outputs of `qkv` are ordered by head, then queries, keys, values."""
 
     def __init__(self, config, width, heads, layer):
         super().__init__()
-        self.heads, self.layer = heads, layer
+        self.heads, self.layer, self.position = heads, layer, config.position
         self.qkv = nn.Linear(width, 3 * width, bias=config.use_bias)
         self.out = nn.Linear(width, width, bias=config.use_bias)
 
-    def forward(self, x, mask, cache):  # (B, T, D)
+    def forward(self, x, places, cache):  # (B, T, D)
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, self.heads, 3, -1)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, K) each
+        if self.position == "rope":
+            q, k = rotated(q, places.positions), rotated(k, places.positions)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+        mask = alibi(places, self.heads).to(q.dtype) if self.position == "alibi" else places.mask
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(batch, time, width))
 
@@ -53,8 +85,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width, bias=config.use_bias)
         self.mlp = MLP(config, width)
 
-    def forward(self, x, mask, cache):
-        x = x + self.attention(self.attention_norm(x), mask, cache)
+    def forward(self, x, places, cache):
+        x = x + self.attention(self.attention_norm(x), places, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -84,10 +116,10 @@ class Path(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, config.d_model, config.num_heads, first_layer + i) for i in range(length))
 
-    def forward(self, x, mask, cache):
+    def forward(self, x, places, cache):
         x = self.dense(x)
         for block in self.blocks:
-            x = block(x, mask, cache)
+            x = block(x, places, cache)
         return x
 
 
@@ -120,12 +152,12 @@ class Trunk(nn.Module):
             return nn.Linear(width, width // 2)
         return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
 
-    def forward(self, x, mask, is_text, cache):
+    def forward(self, x, places, is_text, cache):
         if self.architecture == "gpt":
             for block in self.blocks:
-                x = block(x, mask, cache)
+                x = block(x, places, cache)
         elif self.architecture == "pgpt":
-            paths = [path(x, mask, cache) for path in self.paths]
+            paths = [path(x, places, cache) for path in self.paths]
             if len(paths) == 1:
                 return paths[0]
             weights = torch.softmax(F.pad(self.path_logits.float(), (0, 1)), 0).to(x.dtype)
@@ -133,7 +165,7 @@ class Trunk(nn.Module):
         else:
             for s, stage in enumerate(self.stage):
                 for block in stage:
-                    x = block(x, mask, cache)
+                    x = block(x, places, cache)
                 if s < len(self.compress):
                     compress = self.compress[s]
                     x = compress(x) if self.architecture == "lgpt" else compress(x, is_text, cache)
@@ -153,7 +185,8 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         self.trunk = Trunk(config)
         width = config.d_model // 2**config.num_compressions
         self.final_norm = nn.LayerNorm(width, bias=config.use_bias)
@@ -182,18 +215,20 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        slots = torch.arange(past + time, device=x.device)[None]
+        if attention_mask is not None:
+            slots = attention_mask.long().cumsum(1).sub(1).clamp(min=0)
         if position_ids is None:
-            position_ids = torch.arange(past, past + time, device=x.device)[None]
-            if attention_mask is not None:
-                position_ids = attention_mask.long().cumsum(1)[:, -time:].sub(1).clamp(min=0)
-        x = x + self.position_embedding(position_ids)
+            position_ids = slots[:, -time:]
+        if self.config.position == "learned":
+            x = x + self.position_embedding(position_ids)
         mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
         is_text = None
         if attention_mask is not None:
             here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]  # else there is none to see
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
-        x = self.final_norm(self.trunk(x, mask, is_text, past_key_values))
+        x = self.final_norm(self.trunk(x, Places(mask, position_ids, slots), is_text, past_key_values))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
         loss = None

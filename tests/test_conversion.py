@@ -34,6 +34,7 @@ VARIANTS = {
     "gpt with a tied head": ("gpt", dict(tie_embeddings=True)),
     "pgpt with four paths and biases": ("pgpt", dict(num_paths=4, use_bias=True)),
     "pgpt with one path": ("pgpt", dict(num_paths=1)),
+    "pgpt with equal paths": ("pgpt", dict(num_paths=4, path_weights="equal")),
     "lgpt with narrowing heads": ("lgpt", dict(stage_heads="scaled", compress_last_stage=False)),
     "cgpt with three taps": ("cgpt", dict(conv_kernel=3, use_bias=True, activation="gelu_tanh")),
     "gpt of GPT-2's shape, rotated": ("gpt", dict(**GPT2, position="rope")),

@@ -24,6 +24,7 @@ VARIANTS = [
     ("gpt", {"use_bias": True, "tie_embeddings": True}),
     ("pgpt", {}),
     ("pgpt", {"num_paths": 4}),
+    ("pgpt", {"num_paths": 2, "path_weights": "equal"}),
     ("lgpt", {}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled"}),
     ("cgpt", {}),

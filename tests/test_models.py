@@ -22,6 +22,7 @@ VARIANTS = [
     ("pgpt", {}),
     ("pgpt", {"num_paths": 4}),
     ("pgpt", {"num_paths": 1}),
+    ("pgpt", {"num_paths": 2, "path_weights": "equal"}),
     ("lgpt", {}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled"}),
     ("lgpt", {"blocks_per_stage": 1, "use_bias": True}),
@@ -137,6 +138,8 @@ def plain_logits(config, params, tokens_T):
             h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
             paths.append(plain_blocks(path["blocks"], h, config.num_heads, config.position))
         weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
+        if config.path_weights == "equal":
+            weights = np.full(config.num_paths, 1 / config.num_paths)
         x = sum(w * path for w, path in zip(weights, paths))
     else:
         for i in range(config.num_layers // config.blocks_per_stage):
@@ -316,6 +319,8 @@ def test_dropout_is_for_training_only():
     ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
     ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
     ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
+    ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "only pgpt has paths"]),
+    ("pgpt", {"path_weights": "best"}, ["path_weights='best'", "learned, equal"]),
     ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
     ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
     ("lgpt", {"stage_heads": "many"}, ["stage_heads='many'", "'scaled'"]),

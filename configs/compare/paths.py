@@ -11,6 +11,7 @@ from configs.compare import base
 def get_config(size: str = "quickstart"):
     common = base.recipe("pgpt", size)
     runs = {f"{paths} paths": {"model": {"num_paths": paths}} for paths in (2, 4)}
+    runs["2 equal paths"] = {"model": {"num_paths": 2, "path_weights": "equal"}}
     runs["1 path"] = {"model": {"num_paths": 1}}
     runs["gpt"] = base.differences(base.recipe("gpt", size), common)
     return base.comparison(common, runs)

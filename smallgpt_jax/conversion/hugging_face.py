@@ -23,9 +23,10 @@ from smallgpt_jax.words import reason
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
-    "activation", "position", "use_bias", "num_paths", "blocks_per_stage", "compress_last_stage", "stage_heads",
-    "conv_kernel")
-ADDED_FIELDS = {"position": "learned"}  # what the models were whose folders do not say it yet
+    "activation", "position", "use_bias", "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage",
+    "stage_heads", "conv_kernel")
+# What the models were whose folders do not say it yet.
+ADDED_FIELDS = {"position": "learned", "path_weights": "learned"}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # ours: theirs
 

@@ -35,7 +35,8 @@ class PGPT(Trunk):
 
     The weights of the paths are a softmax over P logits, the last of which stays at zero: with two
     paths that is the released code's sigmoid(w)·path0 + (1 − sigmoid(w))·path1. The other logits
-    start at 0.5, as w does there. Path parameters are stacked on a leading `path` axis.
+    start at 0.5, as w does there. With `path_weights` "equal" each path has 1/P. Path parameters are stacked
+    on a leading `path` axis.
     """
 
     own_fields = ("num_paths",)
@@ -62,6 +63,8 @@ class PGPT(Trunk):
             y_PxBxTxD = paths(self.config, length, name="paths")(x_BxTxD, mode)
         if num_paths == 1:
             return y_PxBxTxD[0]
+        if self.config.path_weights == "equal":
+            return jnp.mean(y_PxBxTxD, axis=0)
         logits = self.param(
             "path_logits",
             nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
@@ -73,9 +76,9 @@ class PGPT(Trunk):
 
 
 def path_weights(params) -> np.ndarray:
-    """The learned weights of a pgpt's paths, (P,) float64; they sum to 1."""
-    num_paths = len(params["trunk"]["paths"]["dense"]["bias"])
-    logits = np.asarray(params["trunk"]["path_logits"], np.float64) if num_paths > 1 else []
+    """The weights of a pgpt's paths, (P,) float64; they sum to 1."""
+    equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
+    logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
     return exponentials / exponentials.sum()
 
@@ -83,12 +86,12 @@ def path_weights(params) -> np.ndarray:
 def with_paths(config: ModelConfig, params, paths: Sequence[int]):
     """The pgpt that is left with these paths only: its config and parameters.
 
-    The weights of the paths are those it has learned, renormalised over the chosen ones.
+    The weights of the paths are those it has, renormalised over the chosen ones.
     """
     trunk = params["trunk"]
     chosen = np.array(paths)
     kept = {"paths": jax.tree.map(lambda x: x[chosen], trunk["paths"])}
-    if len(chosen) > 1:
+    if len(chosen) > 1 and "path_logits" in trunk:
         logits = jnp.append(trunk["path_logits"], 0.0)[chosen]
         kept["path_logits"] = logits[:-1] - logits[-1]
     length = config.num_layers // config.num_paths

@@ -18,7 +18,8 @@ class SmallGPTConfig(PretrainedConfig):
 
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
                  d_model=768, mlp_ratio=4, activation="gelu", position="learned", use_bias=False,
-                 num_paths=None, blocks_per_stage=None, compress_last_stage=None, stage_heads=None, conv_kernel=None,
+                 num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
+                 stage_heads=None, conv_kernel=None,
                  training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False,
                  use_cache=True, **kwargs):
         self.architecture = architecture
@@ -32,6 +33,7 @@ class SmallGPTConfig(PretrainedConfig):
         self.position = position
         self.use_bias = use_bias
         self.num_paths = num_paths
+        self.path_weights = path_weights
         self.blocks_per_stage = blocks_per_stage
         self.compress_last_stage = compress_last_stage
         self.stage_heads = stage_heads

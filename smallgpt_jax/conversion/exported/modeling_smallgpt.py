@@ -135,7 +135,7 @@ class Trunk(nn.Module):
         elif config.architecture == "pgpt":
             length = config.num_layers // config.num_paths
             self.paths = nn.ModuleList(Path(config, p * length, length) for p in range(config.num_paths))
-            if config.num_paths > 1:
+            if config.num_paths > 1 and config.path_weights == "learned":
                 self.path_logits = nn.Parameter(torch.full((config.num_paths - 1,), 0.5))
         else:
             self.stage = nn.ModuleList(
@@ -160,6 +160,8 @@ class Trunk(nn.Module):
             paths = [path(x, places, cache) for path in self.paths]
             if len(paths) == 1:
                 return paths[0]
+            if not hasattr(self, "path_logits"):
+                return torch.stack(paths).mean(0)
             weights = torch.softmax(F.pad(self.path_logits.float(), (0, 1)), 0).to(x.dtype)
             x = sum(weight * path for weight, path in zip(weights, paths))
         else:

@@ -9,6 +9,8 @@ share the runs. The second takes runs that are there. Both leave report.html, re
 What is equal, how many seeds, which texts: configs/compare/base.py.
 """
 
+import glob
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -19,20 +21,22 @@ from absl import flags
 from smallgpt_jax import cli, train, workdir
 from smallgpt_jax.comparison import budget, measure, results
 from smallgpt_jax.errors import Diverged, InTraining, UserError
+from smallgpt_jax.files import locked
 
 _CONFIG = cli.define_config()
-_WORKDIRS = flags.DEFINE_list("workdirs", None, "Instead of --config: the workdirs of runs that are there.")
+_WORKDIRS = flags.DEFINE_list("workdirs", None, "Instead of --config: the workdirs of runs that are there; patterns "
+                              "with * too.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison; made if it is not there.")
 _LOGGED = flags.DEFINE_string("logged", None, "A table model,step,val_loss, as the paper's authors logged their "
                               "runs of 524,288 tokens a step: drawn along in the plot against tokens.")
 flags.mark_flags_as_required(["output"])
-FLAGS = flags.FLAGS
 
-BUDGETS = {
-    "tokens": "All runs are trained on as many tokens",
-    "flops": "All runs take as many FLOPs of training",
-    "parameters": "All runs have as many parameters within 2%, by their widths, and are trained on as many tokens",
-    "seconds": "All runs are trained for as long on this machine"}
+EQUAL = {
+    "tokens": "All runs are trained on as many tokens as {reference}'s recipe says.",
+    "flops": "All runs take as many FLOPs of training as {reference}'s recipe.",
+    "parameters": "All runs have as many parameters within 2%, by their widths, and are trained on as many tokens as "
+                  "{reference}'s recipe says.",
+    "seconds": "All runs were to be trained for {seconds:g} seconds each, at the speed that was measured first."}
 
 
 def main() -> None:
@@ -44,49 +48,68 @@ def main() -> None:
         raise UserError("name what to compare: --config, a comparison to make, or --workdirs, runs that are there")
     logged = figures.read_logged(Path(_LOGGED.value)) if _LOGGED.value else None
     output = Path(_OUTPUT.value).expanduser()
-    if _WORKDIRS.value is not None:
-        found = results.named([Path(folder).expanduser() for folder in _WORKDIRS.value if folder])
-        if not found:
-            raise UserError("--workdirs: names no run")
-        about = {"title": "Comparison", "budget": "These runs were trained one by one, each as its config says."}
-    else:
-        planned = budget.plan(_CONFIG.value, output)
-        make(planned)
-        compare = _CONFIG.value.compare
-        found = [(run.name, run.folder) for run in planned if (run.folder / workdir.CONFIG_FILE).exists()]
-        equal = BUDGETS[compare.budget] + (f": {compare.seconds:g} s." if compare.budget == "seconds" else
-                                           f" as {compare.reference}'s recipe has.")
-        about = {"title": f"{len(budget.names(_CONFIG.value))} models at equal {compare.budget}", "budget": equal}
-    runs = [results.read_run(name, folder) for name, folder in found]
-    results.check_comparable(runs)
-    about["command"] = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
-    print(f"\n{report.write(output, runs, about, logged)}\n\n{output / 'report.html'}")
+    found = make(output) if _WORKDIRS.value is None else find()
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output / workdir.LOCK_FILE, wait=True):  # who writes last has seen all that is finished
+        runs = [results.read_run(name, folder) for name, folder in found]
+        results.check_comparable(runs)
+        told = report.write(output, runs, about(), logged)
+    print(f"\n{told}\n\n{output / 'report.html'}")
 
 
-def make(planned: list[budget.Planned]) -> None:
-    """Trains what is not trained yet, and measures of each finished run what the comparison asks for."""
-    compare = _CONFIG.value.compare
+def find() -> list[tuple[str, Path]]:
+    """The runs of --workdirs, with names."""
+    patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
+    folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern)) or [pattern]]
+    if not folders:
+        raise UserError("--workdirs: names no run")
+    return results.named(folders)
+
+
+def make(output: Path) -> list[tuple[str, Path]]:
+    """Trains what is not trained yet of --config, and measures of each finished run what the comparison asks
+    for. Returns the runs that have begun, with their names."""
+    planned, compare = budget.plan(_CONFIG.value, output), _CONFIG.value.compare
     texts = measure.named_sources(compare.texts)
     for run in planned:
         workdir.check(run.folder, run.config)
     for number, run in enumerate(planned, start=1):
-        title = f"[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}"
         if not train.is_finished(run.folder, run.config.train.steps):
-            print(f"\n{title}", flush=True)
-            try:
-                train.train(run.config, str(run.folder))
-            except InTraining as other:
-                print(f"{other}. Left to it", flush=True)
+            print(f"\n[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}", flush=True)
+            if trouble := train_one(run):
+                print(trouble, flush=True)
                 continue
-            except Diverged as diverged:
-                print(f"{diverged}\nLeft as it is; the comparison goes on without it", flush=True)
-                continue
-            except UserError as error:
-                raise UserError(f"{run.name}: {error}") from None
-            jax.clear_caches()  # programs of this run
-        measure.measure_texts(run.folder, texts, compare.contexts)
-        if compare.decoding:
-            measure.measure_decoding(run.folder)
+        with locked(run.folder / workdir.LOCK_FILE, wait=True):  # another process may be measuring it too
+            measure.measure_texts(run.folder, texts, compare.contexts)
+            if compare.decoding:
+                measure.measure_decoding(run.folder)
+    return [(run.name, run.folder) for run in planned if (run.folder / workdir.STORE_FILE).exists()]
+
+
+def train_one(run: budget.Planned) -> str:
+    """Trains a run to its end; returns why it has not come there, "" if it has."""
+    try:
+        train.train(run.config, str(run.folder))
+    except InTraining as other:
+        return f"{other}.\nIt is left to that process"
+    except Diverged as diverged:
+        return f"{diverged}\nIt stays as it is; the comparison goes on without it"
+    except UserError as error:
+        raise UserError(f"{run.name}: {error}") from None
+    finally:
+        jax.clear_caches()  # this run's programs
+    return ""
+
+
+def about() -> dict[str, str]:
+    """What a report says of the comparison as a whole."""
+    command = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
+    if _CONFIG.value is None:
+        return {"title": "Comparison", "budget": "Runs that were trained one by one, each as its config says.",
+                "command": command}
+    compare, count = _CONFIG.value.compare, len(budget.names(_CONFIG.value))
+    return {"title": f"{count} models at equal {compare.budget}", "budget": EQUAL[compare.budget].format(**compare),
+            "command": command}
 
 
 if __name__ == "__main__":

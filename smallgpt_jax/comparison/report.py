@@ -49,12 +49,11 @@ class Plot:
 
 
 def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None) -> str:
-    """Writes report.html, report.md with its PNG plots, and results.json into `output`. Returns its first lines
-    and its first table, for a terminal.
+    """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
+    Returns the report's first lines and first table, for a terminal.
     `about` tells what was compared: "title", "budget" (a sentence) and "command".
     """
-    output.mkdir(parents=True, exist_ok=True)
     blocks = contents(runs, about, logged)
     for block in blocks:
         if isinstance(block, Plot):
@@ -111,6 +110,8 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     flops = [run.last.flops for run in runs if run.is_finished]
     if len(ends) > 1 and max(flops) > 1.01 * min(flops):
         found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
+    if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
+        found.append("The runs were trained on different machines: their seconds and tokens/s do not compare.")
     for field in ("train.eval_steps", "model.context_length", "data.packing", "data.separate_documents"):
         if len({repr(run.config[field]) for run in runs}) > 1:
             found.append(f"The runs differ in config.{field}: their losses are means over different rows of the "

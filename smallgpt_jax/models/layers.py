@@ -18,7 +18,6 @@ from smallgpt_jax import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import attention
 
-QUERIES = 128  # positions of a prompt that attend at one time
 FEW_ROWS = 64  # up to here a product's time is that of reading its weights
 REMAT = {  # what the forward pass of a block keeps for the backward pass, which computes the rest again
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -310,10 +309,11 @@ class Attention(nn.Module):
         if is_new:
             room = ((0, 0), (0, mode.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+            part = attention.QUERIES
             y = jnp.concatenate([  # a part of the queries at a time, which look at no later keys
-                attend(q[:, i:i + QUERIES], k[:, :i + QUERIES], v[:, :i + QUERIES],
-                       jnp.arange(i, min(i + QUERIES, time))[None])
-                for i in range(0, time, QUERIES)], axis=1)
+                attend(q[:, i:i + part], k[:, :i + part], v[:, :i + part],
+                       jnp.arange(i, min(i + part, time))[None])
+                for i in range(0, time, part)], axis=1)
         else:
             keys.value = write(keys.value, k, jnp.repeat(mode.start_B, heads))
             values.value = write(values.value, v, jnp.repeat(mode.start_B, heads))

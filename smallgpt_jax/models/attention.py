@@ -56,7 +56,7 @@ def causal_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None, *, back
     name, _ = choose(backend, sharding.platform(), time=time, head_width=head_width,
                      dtype=str(q_BxHxTxK.dtype), has_segments=segments_BxT is not None)
     q_BxHxTxK /= math.sqrt(head_width)
-    return {"xla": xla, "splash": splash, "cudnn": cudnn}[name](
+    return {"xla": xla, "whole": whole, "splash": splash, "cudnn": cudnn}[name](
         q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT)
 
 
@@ -64,13 +64,13 @@ def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT):
     """In parts of QUERIES positions, which look at no later keys."""
     time = q_BxHxTxK.shape[2]
     return jnp.concatenate([
-        xla_part(q_BxHxTxK[:, :, start:start + QUERIES], k_BxHxTxK[:, :, :start + QUERIES],
-                 v_BxHxTxK[:, :, :start + QUERIES], segments_BxT)
+        whole(q_BxHxTxK[:, :, start:start + QUERIES], k_BxHxTxK[:, :, :start + QUERIES],
+              v_BxHxTxK[:, :, :start + QUERIES], segments_BxT)
         for start in range(0, time, QUERIES)], axis=2)
 
 
-def xla_part(q_BxHxTxK, k_BxHxSxK, v_BxHxSxK, segments_BxS):
-    """Of the last T of S positions. Weights are divided by their sums after the product with the values:
+def whole(q_BxHxTxK, k_BxHxSxK, v_BxHxSxK, segments_BxS):
+    """Of the last T of S positions, no score left out: what FLOPs are counted of. Weights are divided by their sums after the product with the values:
     neither it nor its gradient then passes over (T, S) once more."""
     time, keys = q_BxHxTxK.shape[2], k_BxHxSxK.shape[2]
     scores_BxHxTxS = jnp.einsum(

@@ -17,7 +17,7 @@ def train_flops_per_token(model: LanguageModel) -> float:
     FLOPs utilisation is commonly stated (Chowdhery et al., arXiv 2204.02311, appendix B), whatever
     computes it.
     """
-    model = model.clone(config=dataclasses.replace(model.config, attention="xla", remat="none"))
+    model = model.clone(config=dataclasses.replace(model.config, attention="whole", remat="none"))
     time = model.config.context_length
     tokens = jax.ShapeDtypeStruct((1, time), "int32")
     return 3 * matmul_flops(model.apply, {"params": abstract_params(model)}, tokens) / time

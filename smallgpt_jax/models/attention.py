@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from smallgpt_jax import sharding
 
 BACKENDS = ("auto", "xla", "splash", "cudnn")
+QUERIES = 128  # positions that attend at one time, where no kernel does
 OUTPUT = "attention_output"  # what the splash kernel has found; rematerialisation may keep it
 
 
@@ -62,23 +63,40 @@ def causal_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None, slopes_
                      dtype=str(q_BxHxTxK.dtype), has_segments=segments_BxT is not None,
                      has_alibi=slopes_H is not None)
     q_BxHxTxK /= math.sqrt(head_width)
-    return {"xla": xla, "splash": splash, "cudnn": cudnn}[name](
+    return {"xla": xla, "whole": whole, "splash": splash, "cudnn": cudnn}[name](
         q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H)
 
 
 def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
+    """In parts of QUERIES positions, which look at no later keys."""
     time = q_BxHxTxK.shape[2]
+    return jnp.concatenate([
+        whole(q_BxHxTxK[:, :, start:start + QUERIES], k_BxHxTxK[:, :, :start + QUERIES],
+              v_BxHxTxK[:, :, :start + QUERIES], segments_BxT, slopes_H)
+        for start in range(0, time, QUERIES)], axis=2)
+
+
+def whole(q_BxHxTxK, k_BxHxSxK, v_BxHxSxK, segments_BxS, slopes_H):
+    """Of the last T of S positions, no score left out (of which FLOPs are counted).
+
+    Weights are divided by their sums after the product with the values: neither it nor its gradient then
+    passes over (T, S) once more.
+    """
+    time, keys = q_BxHxTxK.shape[2], k_BxHxSxK.shape[2]
     scores_BxHxTxS = jnp.einsum(
-        "bhtk,bhsk->bhts", q_BxHxTxK, k_BxHxTxK, preferred_element_type=jnp.float32)
-    may_see_BxTxS = jnp.tril(jnp.ones((time, time), bool))[None]
-    if segments_BxT is not None:
-        may_see_BxTxS &= segments_BxT[:, :, None] == segments_BxT[:, None]
-    mask_BxTxS = jnp.where(may_see_BxTxS, 0.0, -1e30)
+        "bhtk,bhsk->bhts", q_BxHxTxK, k_BxHxSxK, preferred_element_type=jnp.float32)
+    may_see_BxTxS = jnp.tril(jnp.ones((time, keys), bool), keys - time)[None]
+    if segments_BxS is not None:
+        may_see_BxTxS &= segments_BxS[:, keys - time:keys, None] == segments_BxS[:, None, :keys]
     if slopes_H is not None:  # the places in the row will do: distances in a document are the same
-        distances_TxS = jnp.arange(time)[:, None] - jnp.arange(time)[None]
+        distances_TxS = jnp.arange(keys - time, keys)[:, None] - jnp.arange(keys)[None]
         scores_BxHxTxS -= (slopes_H[:, None, None] * distances_TxS[None])[None]
-    weights_BxHxTxS = jax.nn.softmax(scores_BxHxTxS + mask_BxTxS[:, None]).astype(v_BxHxTxK.dtype)
-    return jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS, v_BxHxTxK)
+    scores_BxHxTxS += jnp.where(may_see_BxTxS, 0.0, -1e30)[:, None]
+    largest_BxHxTx1 = jax.lax.stop_gradient(jnp.max(scores_BxHxTxS, axis=-1, keepdims=True))
+    weights_BxHxTxS = jnp.exp(scores_BxHxTxS - largest_BxHxTx1)
+    y_BxHxTxK = jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS.astype(v_BxHxSxK.dtype), v_BxHxSxK,
+                           preferred_element_type=jnp.float32)
+    return (y_BxHxTxK / jnp.sum(weights_BxHxTxS, axis=-1, keepdims=True)).astype(v_BxHxSxK.dtype)
 
 
 def splash(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):

@@ -9,7 +9,8 @@ positions, D width, F the MLP's inner width / D, H heads, L blocks, V vocabulary
     computes its blocks again; and
     L·S·B·D·e·(4 + (4 + 2F)/T) for the backward pass of its blocks: 4 are what the LayerNorms and the
     projections after them read; queries, keys, values and what attention finds are 4/T; the MLP's GELU,
-    its value and derivative, 2F/T. XLA's attention adds its weights, L·B·S²·H·e/T. Rematerialisation
+    its value and derivative, 2F/T. XLA's attention adds its weights, L·B·S·(S + Q)/2·H·e/T in parts of Q
+    queries (`attention.QUERIES`) that read no later keys. Rematerialisation
     keeps less: "dots" L·S·B·D·e·(3 + (4 + F)/T), "full" L·S·B·D·e.
     S·B·V·(4 + e)/(T·chunks) for the logits.
 """
@@ -35,7 +36,8 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
     for layers in attention_layers(model, mesh, separate_documents):
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
-            activations += layers.count * positions * c.context_length * layers.heads * element / tensor
+            keys = (c.context_length + min(c.context_length, attention.QUERIES)) / 2  # that a query reads, on average
+            activations += layers.count * positions * keys * layers.heads * element / tensor
     weights = bytes_on_device(state.params)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,

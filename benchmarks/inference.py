@@ -51,7 +51,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where the table and the plots go;
 def our_model(architecture: str, context: int):
     """A model of the chosen size with random weights, and the weights as training has them."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
-    own = {"gpt": {}, "pgpt": {"num_paths": 2}}.get(
+    own = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
     if architecture == "cgpt":
         own["conv_kernel"] = 3

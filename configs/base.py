@@ -50,7 +50,7 @@ def paper() -> ConfigDict:
     model.remat = "none"  # less memory, more work: "dots" keeps only the results of products, "full" nothing
     # Parts that only some architectures have; unset for the others.
     model.num_paths = config_dict.placeholder(int)  # pgpt: paths side by side; divides num_layers
-    model.path_weights = "learned"  # pgpt: "learned" | "equal"
+    model.path_weights = config_dict.placeholder(str)  # pgpt: "learned" | "equal"
     model.blocks_per_stage = config_dict.placeholder(int)  # lgpt, cgpt: divides num_layers
     model.compress_last_stage = config_dict.placeholder(bool)  # lgpt, cgpt: halve after the last too
     model.stage_heads = config_dict.placeholder(str)  # lgpt, cgpt: "fixed" count | "scaled" with width

@@ -19,4 +19,5 @@ def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "pgpt"
     config.model.num_paths = 2
+    config.model.path_weights = "learned"
     return config

@@ -45,7 +45,7 @@ def main() -> None:
     except ImportError:
         raise UserError("comparing needs matplotlib: pip install -e '.[compare]'") from None
     if (_CONFIG.value is None) == (_WORKDIRS.value is None):
-        raise UserError("name what to compare: --config, a comparison to make, or --workdirs, runs that are there")
+        cli.fail("give either --config, a comparison to make, or --workdirs, runs that are there", status=2)
     logged = figures.read_logged(Path(_LOGGED.value)) if _LOGGED.value else None
     output = Path(_OUTPUT.value).expanduser()
     found = make(output) if _WORKDIRS.value is None else find()
@@ -72,8 +72,14 @@ def make(output: Path) -> list[tuple[str, Path]]:
     planned, compare = budget.plan(_CONFIG.value, output), _CONFIG.value.compare
     texts = measure.named_sources(compare.texts)
     for run in planned:
-        workdir.check(run.folder, run.config)
+        check(run, output)
+    for name, corpus in measure.corpora(planned[0].config, texts).items():  # now, not when the first run has ended
+        for config in {run.name: run.config for run in planned}.values():
+            measure.Stretch(corpus, config, compare.contexts, name)
     for number, run in enumerate(planned, start=1):
+        if results.has_diverged(run.folder):
+            print(f"{run.folder}: has diverged before; it stays as it is", flush=True)
+            continue
         if not train.is_finished(run.folder, run.config.train.steps):
             print(f"\n[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}", flush=True)
             if trouble := train_one(run):
@@ -84,6 +90,18 @@ def make(output: Path) -> list[tuple[str, Path]]:
             if compare.decoding:
                 measure.measure_decoding(run.folder)
     return [(run.name, run.folder) for run in planned if (run.folder / workdir.STORE_FILE).exists()]
+
+
+def check(run: budget.Planned, output: Path) -> None:
+    """Raises UserError if there is another run in the folder of this one."""
+    try:
+        workdir.check(run.folder, run.config)
+    except UserError as error:
+        raise UserError(f"--output={output}: holds the runs of another comparison; use another one. {error}") from None
+    done, steps = results.steps_done(run.folder), run.config.train.steps
+    if done > steps:
+        raise UserError(f"--output={output}: {run.name} was trained for {done} steps there, now {steps} are asked for; "
+                        "use another --output")
 
 
 def train_one(run: budget.Planned) -> str:

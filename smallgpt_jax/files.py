@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by `text`: afterwards, whatever happens, it is the old one or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces a file by `content`: afterwards, whatever happens, it is the old one or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     rename(partial, path)
@@ -30,6 +30,11 @@ def rename(path: Path, target: Path) -> None:
         pass
     finally:
         os.close(folder)
+
+
+def safe_name(text: str) -> str:
+    """As a name for a file or folder."""
+    return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)
 
 
 @contextlib.contextmanager

@@ -77,13 +77,14 @@ class MetricsWriter:
             self._events.close()
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The objects in a metrics.jsonl; none if it is not there. Lines cut short or damaged are left out."""
+def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:
+    """The objects in a metrics.jsonl, or such a file; none if it is not there. Lines cut short or damaged, which have
+    not all the `keys`, are left out."""
     lines = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             line = json.loads(text)
-            if isinstance(line, dict) and {"step", "split"} <= line.keys():
+            if isinstance(line, dict) and keys <= line.keys():
                 lines.append(line)
     return lines
 

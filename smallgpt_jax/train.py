@@ -44,7 +44,11 @@ def train(config: ConfigDict, workdir: str) -> None:
         with run_folder.taken(folder):
             processes.first(lambda: run_folder.check(folder, config))  # another run may have begun meanwhile
             processes.first(lambda: run_folder.begin(folder, config, text.corpus))
-            run(config, folder, setup, text, stop)
+            try:
+                run(config, folder, setup, text, stop)
+            except Diverged as diverged:
+                run_folder.record(folder, {"first_step": 0, "diverged": str(diverged)})
+                raise
 
 
 def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: stopping.Stop) -> None:
@@ -71,8 +75,8 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     step_program = compile_train_step(setup, config)
     eval_program = compile_eval_step(setup, config)
     needs = step_program.memory_analysis()
-    run_folder.record_session(folder, first_step, {
-        "device": chips.name(mesh.devices.flat[0]), "devices": mesh.size,
+    run_folder.record(folder, {
+        "first_step": first_step, "device": chips.name(mesh.devices.flat[0]), "devices": mesh.size,
         "argument_bytes": needs.argument_size_in_bytes, "temp_bytes": needs.temp_size_in_bytes})
     print(f"compiled in {time.monotonic() - started:.0f} s; memory a device: "
           f"{memory.in_words(needs.argument_size_in_bytes)} for the state and a batch, "
@@ -95,7 +99,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
             progress.note(skips.count(step, values, rows, checkpoints))
         else:
             skips.in_a_row = 0
-        if step % config.train.log_every:
+        if step % config.train.log_every and step < config.train.steps:
             return
         seconds = watch.seconds()
         speed = (step - told_step) * tokens_per_step / (seconds - told_seconds)

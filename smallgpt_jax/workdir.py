@@ -46,10 +46,6 @@ MAY_CHANGE = {
     "mesh.path", "data.store", "data.mixture", "data.workers", "train.on_nonfinite", "train.max_nonfinite",
 }
 
-# What an older run was whose config.json has not these fields yet.
-MODEL_DEFAULTS = {f"model.{field.name}": field.default for field in dataclasses.fields(models.layers.ModelConfig)
-                  if field.default is not dataclasses.MISSING}
-
 
 def check(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot become, or is not, the workdir of `config`.
@@ -69,7 +65,7 @@ def check(workdir: Path, config: ConfigDict) -> None:
             raise UserError(f"--workdir={workdir}: holds files, but no run (no {CONFIG_FILE}); choose "
                             "an empty or a new folder")
         return
-    before, now = MODEL_DEFAULTS | flat(read_config(workdir)), flat(config)
+    before, now = flat(read_config(workdir)), flat(config)
     fields, may_change = before.keys() | now.keys(), MAY_CHANGE
     if not (workdir / STORE_FILE).exists():  # nothing was trained here yet: only the model is given
         fields = {field for field in fields if field.startswith("model.")}
@@ -159,16 +155,16 @@ def what_changed(before: dict, now: dict) -> str:
         "its tokenizer")
 
 
-def record_session(workdir: Path, first_step: int, facts: dict) -> None:
-    """Adds to sessions.jsonl that the run goes on from `first_step`, now, here."""
+def record(workdir: Path, facts: dict) -> None:
+    """Adds to sessions.jsonl what happened to the run, now, here: it began, or went on, or diverged. A disk that has
+    no room for that is no reason not to train."""
     if not processes.is_first():
         return
     versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "grain", "orbax-checkpoint")}
-    session = {"first_step": first_step, "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-               **facts, "processes": jax.process_count(),
-               "versions": {"python": platform.python_version(), **versions}}
-    with (workdir / SESSIONS_FILE).open("a") as file:
-        file.write(json.dumps(session) + "\n")
+    told = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "processes": jax.process_count(), "versions": {"python": platform.python_version(), **versions}}
+    with contextlib.suppress(OSError), (workdir / SESSIONS_FILE).open("a") as file:
+        file.write(json.dumps(told) + "\n")
 
 
 def read_config(workdir: Path) -> ConfigDict:
@@ -179,7 +175,7 @@ def read_config(workdir: Path) -> ConfigDict:
         wanted = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
         if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in wanted):
             raise ValueError(f"it has not the groups {', '.join(wanted)}")
-        return ConfigDict(groups)
+        return ConfigDict({**groups, "model": models.completed(groups["model"])})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None
 

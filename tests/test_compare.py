@@ -1,6 +1,7 @@
 """Comparisons: budgets, what is trained and what is not trained again, and where a report's numbers come from."""
 
 import concurrent.futures
+import dataclasses
 import importlib
 import json
 import math
@@ -17,9 +18,9 @@ from conftest import ROOT, load_config, run
 from ml_collections import ConfigDict
 
 from configs.compare import base
-from smallgpt_jax import models, train
+from smallgpt_jax import inference, models, train, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import budget, measure, results
+from smallgpt_jax.comparison import budget, figures, measure, report, results
 from smallgpt_jax.errors import UserError
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
@@ -37,13 +38,13 @@ def comparison(size: str = "tiny", **fields) -> ConfigDict:
 def test_equal_tokens(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
-    config.runs.pgpt.train = ConfigDict({"batch_size": 4})  # half the tokens a step
+    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice the tokens a step
     planned = budget.plan(config, tmp_path)
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
     assert len({run.folder for run in planned}) == 12
-    assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 80, "lgpt": 40, "cgpt": 40}
-    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (10, 80)
+    assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 20, "lgpt": 40, "cgpt": 40}
+    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
 
 
 def flops(config) -> float:
@@ -58,7 +59,10 @@ def test_equal_flops_within_one_percent(tmp_path):
     assert {run.name for run in planned} == {"gpt", "pgpt", "lgpt", "cgpt"}
     for run_ in planned:
         assert abs(flops(run_.config) / target - 1) < 0.01, run_.name
-    assert planned[1].config.train.steps < 2000  # pgpt has more to compute
+    # By hand, in products a token: 4 blocks of 12·D², 2·D·T for attention's two, the head; pgpt's dense layers.
+    D, T, V = 128, 128, 1024
+    gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
+    assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2)) == 1939
 
 
 @pytest.mark.parametrize("size", ["quickstart", "paper"])
@@ -81,11 +85,15 @@ def test_equal_seconds_by_a_measured_speed_that_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
     assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [90, 60] * 2
-    begun = budget.plan(config, tmp_path)[0]
-    begun.folder.mkdir(parents=True)
-    (begun.folder / "config.json").write_text(json.dumps(begun.config.to_dict()))
     monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
-    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [90, 150] * 2
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [90, 60] * 2
+    config.compare.seconds = 60.0
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [180, 120] * 2
+    config.model.d_model = 128  # others, whose speed is not known
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path)] == [300, 300] * 2
+    config.compare.seconds = 0.1
+    with pytest.raises(UserError, match=r"gpt takes 0.2 of the 0.1 seconds; the nearest, 1 steps, are \+100.0% off"):
+        budget.plan(config, tmp_path)
 
 
 def test_speed_is_that_of_training_steps(monkeypatch):
@@ -103,7 +111,9 @@ def test_speed_is_that_of_training_steps(monkeypatch):
     (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
     (dict(compare__names=""), "the comparison has no runs"),
     (dict(compare__names="gtp"), "there is no run 'gtp'; there are cgpt, gpt"),
-    (dict(compare__reference="x"), "config.compare.reference='x': must be one of the runs: gpt, pgpt"),
+    (dict(compare__reference="x"), "config.compare.reference='x': must be one of the runs: cgpt, gpt"),
+    (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
+    (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
     (dict(compare__contexts=(0,)), "must be whole numbers, 1 and above"),
     (dict(model__num_heads=3), "config.runs.gpt: config.model.num_heads=3: must divide")])
 def test_comparisons_that_cannot_be_made_are_refused(fields, words, tmp_path):
@@ -114,7 +124,13 @@ def test_comparisons_that_cannot_be_made_are_refused(fields, words, tmp_path):
 @pytest.mark.parametrize("runs, words", [
     ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
     ({"a": {"model": {"num_pahts": 2}}}, "config.runs.a.model.num_pahts: there is no such field; did you mean 'num_pa"),
-    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': must be of the type of 64"),
+    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': not of the type"),
+    ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: not of the type"),
+    ({"a": {"model": {"num_paths": "two"}}}, "config.runs.a.model.num_paths='two': not of the type"),
+    ({"a": {"train": {"microbatches": 3}}}, "config.runs.a: config.train.batch_size=8: must be a multiple of"),
+    ({"a": {"optimizer": {"name": "sgd"}}}, "config.runs.a: config.optimizer.name='sgd'"),
+    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: follows from the budget"),
+    ({"a, b": {}}, "names have no commas"),
     ({"a": {"model": {"num_paths": 2}}}, "config.runs.a: config.model.num_paths=2: gpt has no such part"),
     ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
     ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' would have the same workdir"),
@@ -128,9 +144,14 @@ def test_parameters_that_no_width_has_are_refused_with_the_nearest(tmp_path):
     config = base.comparison(
         load_config("gpt"), {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}}, budget="parameters",
         reference="gpt")
-    with pytest.raises(UserError, match=r"no width gives deep 266,816 parameters within 2%. The nearest: [\d,]+ "
-                                        r"\([+-][\d.]+%\) with model.d_model=\d+, model.num_heads=\d+"):
+    with pytest.raises(UserError, match=r"deep and the others cannot have equally many within 2%. Nearest to 266,816 "
+                                        r"it has [\d,]+ \([+-][\d.]+%\), with model.d_model=\d+, model.num_heads=\d+"):
         budget.plan(config, tmp_path)
+
+
+def test_a_misspelt_field_of_a_comparison_is_refused():
+    with pytest.raises(KeyError, match="budget"):
+        base.comparison(load_config("gpt"), {"gpt": {}}, bugdet="flops")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -242,19 +263,52 @@ def test_finished_runs_are_drawn_without_training(compared, tmp_path):
     assert sorted(ours, key=key) == sorted(theirs, key=key)
 
 
+def begun(source, folder):
+    """A run that has come as far as step 4 of 8."""
+    folder.mkdir()
+    for path in ("config.json", "store.json", "tokenizer", "sessions.jsonl"):
+        (folder / path).symlink_to(source / path)
+    lines = (source / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if json.loads(line)["step"] <= 4) + "\n")
+    return folder
+
+
 @pytest.mark.slow
 def test_an_unfinished_run_is_drawn_as_such(compared, tmp_path):
     output, _, _ = compared
-    folder = tmp_path / "begun"
-    folder.mkdir()
-    source = output / "runs" / "gpt-seed1337"
-    for path in ("config.json", "store.json", "tokenizer", "metrics.jsonl"):
-        (folder / path).symlink_to(source / path)
+    folder = begun(output / "runs" / "gpt-seed1337", tmp_path / "begun")
     done = run("compare", f"--workdirs={folder},{output / 'runs' / 'pgpt-seed1337'}", f"--output={tmp_path / 'report'}")
     assert done.returncode == 0, done.stderr
     markdown = (tmp_path / "report" / "report.md").read_text()
-    assert "Unfinished: begun, seed 1337, at step 8 of 8." in markdown
-    assert "Fewer than two finished runs" in markdown
+    assert "Unfinished: begun, seed 1337, at step 4 of 8." in markdown
+    assert "| begun (unfinished, step 4) | 1 |" in markdown and "Fewer than two runs have ended" in markdown
+    row = next(line for line in markdown.splitlines() if line.startswith("| begun (unfinished"))
+    assert [cell.strip() for cell in row.split("|")][8:10] == ["–", "–"]  # loss, bits per byte
+
+
+@pytest.mark.slow
+def test_what_is_there_is_not_taken_for_another_comparison(compared):
+    output, _, _ = compared
+    source = json.loads((output / "runs" / "gpt-seed1337" / "config.json").read_text())["data"]["source"]
+    common = (*ARGUMENTS, f"--config.data.source={source}", f"--output={output}", "--config.compare.names=gpt")
+    for changed, words in (
+            (["--config.train.steps=6", "--config.optimizer.decay_steps=8", "--config.compare.reference=gpt"],
+             "was trained for 8 steps there, now 6 are asked for"),
+            (["--config.model.d_model=128"], "holds the runs of another comparison; use another one.")):
+        done = run(*common, *changed)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_left_and_told(text_file, tmp_path):
+    arguments = (*ARGUMENTS, f"--config.data.source={text_file}", f"--output={tmp_path / 'out'}",
+                 "--config.compare.names=gpt,pgpt", "--config.compare.seeds=1",
+                 "--config.optimizer.learning_rate=1e30", "--config.optimizer.clip_norm=0.0")
+    for again in (False, True):
+        done = run(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert ("has diverged before" in done.stdout, "training has diverged" in done.stdout) == (again, not again)
+    assert "Diverged: gpt, seed 1337" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -273,40 +327,67 @@ def test_runs_of_different_texts_are_refused(compared, tmp_path):
 def test_what_cannot_be_compared_is_told(tmp_path):
     for arguments, words, status in (
             (["--workdirs="], "--workdirs: names no run", 1),
-            ([f"--workdirs={tmp_path / 'x'}"], "there is no such folder", 1),
-            ([], "name what to compare", 1),
+            ([f"--workdirs={tmp_path / 'x'}"], "not a folder; a run's workdir is wanted", 1),
+            ([], "give either --config", 2),
+            (["--config=configs/compare/paper.py:tiny", "--config.compare.texts=x=/none.txt"], "/none.txt", 1),
+            (["--config=configs/compare/paper.py:tiny", "--config.compare.contexts=1,99999"],
+             "the validation split of the text 'own' is shorter than 99999 contexts", 1),
             (["--config=configs/gpt.py:tiny"], "not a comparison, but the recipe of one run", 1),
             (["--config=configs/compare/paper.py:huge"], "no size 'huge'", 2),
             ([f"--workdirs={tmp_path}", f"--logged={ROOT / 'README.md'}"], "not a table of model,step,val_loss", 1)):
         done = run("compare", *arguments, f"--output={tmp_path / 'out'}")
         assert (done.returncode, words in done.stderr) == (status, True), (arguments, done.stderr)
         assert done.stderr.count("\n") <= 2
-    assert not list(tmp_path.glob("out/*"))
+    assert not list(tmp_path.glob("out/runs/*"))
 
 
 # ------------------------------------------------------------------ What is measured of runs
 @pytest.mark.slow
 def test_other_texts_are_measured_as_by_the_plain_formula(compared, tmp_path):
-    """The loss on another text: the plain float64 mean over its validation rows."""
-    from smallgpt_jax import data, inference, workdir
+    """In each context, by the plain float64 formula, over the same tokens of the stretches that were chosen."""
     output, _, _ = compared
     folder = output / "runs" / "gpt-seed1337"
     other = tmp_path / "other.txt"
-    other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(50)))
-    found = measure.loss_on(folder, str(other))
-    trained = inference.load_trained(folder)
+    other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(900)))
     config = workdir.read_config(folder)
-    config.data.update(source=str(other), tokenizer=str(folder / "tokenizer"))
-    store = data.find(config.data).stores[0]
-    tokens = np.asarray(store.validation.stream, np.int32)
-    rows = np.stack([tokens[i:i + 65] for i in range(0, len(tokens) - 64, 64)])
+    config.model.position = "none"
+    corpus = measure.corpora(config, {"other": str(other)})["other"]
+    tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
+    stretch = measure.Stretch(corpus, config, (1, 2, 4), "other")
+    starts = stretch._chosen * 4 * 64
+    assert len(starts) == len(set(starts)) == 4 * 8 // 4  # eval_steps · batch_size rows
+    seen = [np.sort(np.concatenate([row[1:] for batch in stretch.batches(times, 5)
+                                    for row in batch.tokens_BxT1[batch.counts_BxT.any(1)]])) for times in (1, 2, 4)]
+    assert (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all() and len(seen[0]) == len(starts) * 256
+
+    found = measure.loss_on(folder, stretch, 1)
+    rows = np.stack([tokens[start + i * 64:start + i * 64 + 65] for start in starts for i in range(4)])
+    trained = inference.load_trained(folder)
     logits = np.asarray(trained.model.apply({"params": trained.params}, rows[:, :-1]), np.float64)
     logits -= logits.max(axis=2, keepdims=True)
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
-    losses = -np.take_along_axis(log_probabilities, rows[:, 1:, None], axis=2)[:, :, 0]
+    losses = -np.take_along_axis(log_probabilities, rows[:, 1:, None], axis=2)
     assert found["tokens"] == losses.size
     assert abs(found["loss"] - losses.mean()) < 1e-5
-    assert math.isclose(found["bits_per_byte"], found["loss"] / math.log(2) / store.validation.bytes_per_token)
+    assert math.isclose(found["bits_per_byte"],
+                        found["loss"] / math.log(2) / corpus.stores[0].validation.bytes_per_token)
+
+
+@pytest.mark.slow
+def test_longer_contexts_are_measured_once_and_of_the_last_step(text_file, tmp_path):
+    fields = dict(data__source=str(text_file), train__eval_steps=2, model__position="rope")
+    train.train(load_config("gpt", train__steps=2, **fields), str(tmp_path / "run"))
+    told = []
+    for _ in range(2):
+        measure.measure_texts(tmp_path / "run", {}, (1, 2, 4), say=told.append)
+    assert len(told) == 3 and "context 256" in told[2]
+    rows = results.read_run("run", tmp_path / "run").texts
+    assert [row["context_length"] for row in rows] == [64, 128, 256] and len({row["tokens"] for row in rows}) == 1
+    assert {row["step"] for row in rows} == {2}
+    train.train(load_config("gpt", train__steps=4, **fields), str(tmp_path / "run"))
+    assert results.read_run("run", tmp_path / "run").texts == ()
+    measure.measure_texts(tmp_path / "run", {}, (1,), say=told.append)  # nothing that validation does not say
+    assert len(told) == 3
 
 
 def test_texts_need_names():
@@ -316,14 +397,50 @@ def test_texts_need_names():
             measure.named_sources(texts)
 
 
-def test_spread_and_curves():
-    def one(seed: int) -> results.Run:
-        points = tuple(results.Point(step, step * 10, step * 100.0, float(step), loss + seed, loss)
-                       for step, loss in ((1, 5.0), (2, 4.0)))
-        return results.Run("a", "x", seed, {}, True, 2, 1, {}, 1.0, 10, points, 1.0, None, (), (), None, {})
+def a_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
+    points = tuple(results.Point(step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0)
+                   for step in steps)
+    return results.Run(
+        name=name, workdir="x", seed=seed, config={"train.steps": 2}, is_finished=2 in steps, diverged=False,
+        is_imported=False, steps_done=max(steps), parameters=1, components={}, flops_per_token=1.0, tokens_per_step=10,
+        curve=points, tokens_per_second=1.0, memory_bytes=None, sessions=(), texts=(), decoding=None, benchmarks={})
 
-    runs = [one(0), one(2)]
-    assert results.mean_curve(runs, "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
-                                                 (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
-    assert results.last(runs, "loss") == results.Spread(5.0, 4.0, 6.0, 2)
+
+def test_seconds_between_and_beyond_the_logged_steps():
+    lines = [{"step": 3, "split": "train", "tokens_per_second": 30.0},  # of 10 tokens a step: 1 s
+             {"step": 3, "split": "eval"}, {"step": 6, "split": "train", "tokens_per_second": 15.0}]
+    logged = results.training_seconds(lines, 10)
+    assert logged == ([0, 3, 6], [0.0, 1.0, 3.0])
+    assert [results.seconds_at(step, *logged) for step in (3, 4.5, 6, 9)] == [1.0, 2.0, 3.0, 5.0]
+    assert results.seconds_at(3, [0], [0.0]) is None
+
+
+def test_runs_of_one_seed_are_compared_with_each_other():
+    """Seeds differ by more than the two models: that is no reason not to tell them apart."""
+    groups = {"a": [a_run(seed) for seed in range(3)], "b": [a_run(seed, name="b", worse=0.5) for seed in range(3)]}
+    assert report.outcome(groups) == (
+        "Lowest validation loss: a, 5.0000; then b, 5.5000. Of 3 seeds that both have, a is lower in 3, by 0.5000 to "
+        "0.5000.")
+    assert "no telling what chance does" in report.outcome({name: group[:1] for name, group in groups.items()})
+
+
+def test_names_that_plots_and_files_would_misread(tmp_path):
+    runs = [a_run(0, name=r"a$\frac$"), a_run(0, name="_b <i>|")]
+    runs = [dataclasses.replace(run_, texts=({"text": "my/te xt", "context_length": 64, "bits_per_byte": 2.0,
+                                              "source": "s"},)) for run_ in runs]
+    report.write(tmp_path, runs, {"title": "<b>", "budget": "", "command": ""})
+    assert (tmp_path / "context-my_te_xt.png").exists()
+    assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()
+    assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
+    legend, = figures.loss_against("tokens", runs).legends
+    assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
+
+
+def test_spread_and_curves():
+    runs = [a_run(0), a_run(2), a_run(1, steps=(1,))]
+    assert results.mean_curve(runs[:2], "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
+                                                     (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
+    assert results.mean_curve(runs, "tokens") == [(10.0, results.Spread(6.0, 5.0, 7.0, 3))]
+    assert results.last(runs[:2], "loss") == results.Spread(5.0, 4.0, 6.0, 2)
+    assert results.last(runs, "loss") is None
     assert results.spread([1.0, None]) is None

@@ -28,7 +28,7 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context …
     group.texts = ""  # … and on other texts: "NAME=SOURCE,NAME=SOURCE", sources as data.source takes them
     group.decoding = True  # measure how fast finished runs write
-    group.update(compare)
+    group.lock().update(compare)
     config.runs = ConfigDict({name: fields for name, fields in runs.items()})
     return config.lock()
 

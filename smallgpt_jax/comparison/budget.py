@@ -1,7 +1,10 @@
 """From a comparison's config to its runs: each one's own config, with as much of everything as the others."""
 
+import copy
 import difflib
 import functools
+import hashlib
+import json
 import math
 import time
 from pathlib import Path
@@ -14,10 +17,14 @@ from ml_collections import ConfigDict
 from smallgpt_jax import data, models, train, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import locked, safe_name, write_atomically
 
+OWN_FIELDS = {field for trunk in models.ARCHITECTURES.values() for field in trunk.own_fields}
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
-MOST_OFF = {"tokens": 0.01, "flops": 0.01, "parameters": 0.02}  # by how much a run may miss its budget
+MOST_OFF = 0.01  # by how much a run may miss its budget of tokens, FLOPs or seconds
+MOST_OFF_PARAMETERS = 0.02
 MOST_MOVED = 0.1  # by how much equal parameters may be others than the reference's
+SPEEDS_FILE = "speeds.json"
 SPEED_SECONDS = 5.0  # for how long a run's speed is measured
 
 
@@ -37,13 +44,14 @@ def plan(config: ConfigDict, output: Path) -> list[Planned]:
     """
     check(config)
     compare = config.compare
+    reference = resolve(config, compare.reference)
     runs = {name: resolve(config, name) for name in names(config)}
     check_same_text(runs)
-    reference = runs[compare.reference].copy_and_resolve_references()
     if compare.budget == "parameters":
-        runs = with_equal_parameters(runs, compare.reference)
+        runs = with_equal_parameters(runs, num_parameters(reference))
+    speeds = measured_speeds(runs, output) if compare.budget == "seconds" else {}
     for name, run in runs.items():
-        set_steps(name, run, compare, reference, output)
+        set_steps(name, run, compare, reference, speeds.get(name))
     planned = []
     for seed in range(config.train.seed, config.train.seed + compare.seeds):
         for name, run in runs.items():
@@ -55,8 +63,7 @@ def plan(config: ConfigDict, output: Path) -> list[Planned]:
 
 def folder(output: Path, name: str, seed: int) -> Path:
     """The workdir of a run: its name and seed, as a name for a folder."""
-    safe = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in name)
-    return output / "runs" / f"{safe}-seed{seed}"
+    return output / "runs" / f"{safe_name(name)}-seed{seed}"
 
 
 def check(config: ConfigDict) -> None:
@@ -64,15 +71,17 @@ def check(config: ConfigDict) -> None:
         raise UserError("--config: not a comparison, but the recipe of one run; see configs/compare/, or name "
                         "finished runs with --workdirs")
     compare = config.compare
+    if odd := [name for name in config.runs if "," in name or name != name.strip()]:
+        raise UserError(f"config.runs: {odd[0]!r}: names have no commas, and no blanks at their ends")
     if not names(config):
         raise UserError("config.compare.names: the comparison has no runs")
     if unknown := [name for name in names(config) if name not in config.runs]:
         raise UserError(f"config.compare.names: there is no run {unknown[0]!r}; there are {', '.join(config.runs)}")
     if compare.budget not in BUDGETS:
         raise UserError(f"config.compare.budget={compare.budget!r}: must be one of {', '.join(BUDGETS)}")
-    if compare.reference not in names(config):
+    if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of the runs: "
-                        + ", ".join(names(config)))
+                        + ", ".join(config.runs))
     if compare.seeds < 1:
         raise UserError(f"config.compare.seeds={compare.seeds}: must be at least 1")
     if compare.budget == "seconds" and not 0 < compare.seconds < math.inf:
@@ -83,18 +92,21 @@ def check(config: ConfigDict) -> None:
         raise UserError(f"config.compare.contexts={compare.contexts}: must be whole numbers, 1 and above")
     folders: dict[Path, str] = {}
     for name in config.runs:
+        if "steps" in config.runs[name].get("train", {}):
+            raise UserError(f"config.runs.{name}.train.steps: follows from the budget; set config.train.steps, which "
+                            "the reference has")
         other = folders.setdefault(folder(Path(), name, 0), name)
         if other != name:
             raise UserError(f"config.runs: {other!r} and {name!r} would have the same workdir; rename one of them")
 
 
 def names(config: ConfigDict) -> list[str]:
-    return [name.strip() for name in config.compare.names.split(",") if name.strip()]
+    return list(dict.fromkeys(name.strip() for name in config.compare.names.split(",") if name.strip()))
 
 
 def resolve(config: ConfigDict, name: str) -> ConfigDict:
     """The config of a run before its budget: what all share, with what the run has different."""
-    run = ConfigDict({group: config[group].to_dict() for group in workdir.GROUPS})
+    run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
             raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
@@ -104,12 +116,16 @@ def resolve(config: ConfigDict, name: str) -> ConfigDict:
             if field not in run[group]:
                 near = difflib.get_close_matches(field, run[group], n=1)
                 raise UserError(f"{where}: there is no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+            before = run[group][field]
             try:
+                if value is None and before is not None and field not in OWN_FIELDS:
+                    raise TypeError
                 run[group][field] = value
             except TypeError:
-                raise UserError(f"{where}={value!r}: must be of the type of {run[group][field]!r}") from None
+                raise UserError(f"{where}={value!r}: not of the type that it has to be (it was {before!r})") from None
+    run = run.copy_and_resolve_references()
     try:
-        models.build(**run.model)
+        train.set_up(run)
     except UserError as error:
         raise UserError(f"config.runs.{name}: {error}") from None
     return run
@@ -133,27 +149,27 @@ def num_parameters(config: ConfigDict) -> int:
 _num_parameters = functools.cache(models.num_parameters)
 
 
-def with_equal_parameters(runs: dict[str, ConfigDict], reference: str) -> dict[str, ConfigDict]:
-    """The runs at widths with which all have as many parameters, within 2%: as many as the reference, or if one
-    cannot have that, the nearest number that it can have.
+def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
+    """The runs at widths with which all have as many parameters, to 2% of each other: as many as `wanted`, or if
+    one cannot have that, the nearest number that it can have.
 
-    Raises UserError if there is no such number within a tenth of the reference's.
+    Raises UserError if there is no such number within a tenth of it.
     """
-    wanted = target = num_parameters(runs[reference])
-    for _ in runs:
+    target = wanted
+    for _ in range(len(runs) + 1):
         found = {name: with_parameters(run, target) for name, run in runs.items()}
         counts = {name: num_parameters(run) for name, run in found.items()}
-        worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
-        if abs(counts[worst] / target - 1) <= MOST_OFF["parameters"]:
+        if max(counts.values()) / min(counts.values()) - 1 <= MOST_OFF_PARAMETERS:
             return found
-        if abs(counts[worst] / wanted - 1) > MOST_MOVED:
+        worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
+        missed, target = target, counts[worst]
+        if abs(target / wanted - 1) > MOST_MOVED:
             break
-        target = counts[worst]
     model = found[worst].model
-    raise UserError(f"config.compare.budget='parameters': no width gives {worst} {target:,} parameters within "
-                    f"{MOST_OFF['parameters']:.0%}. The nearest: {counts[worst]:,} ({counts[worst] / target - 1:+.1%}) "
-                    f"with model.d_model={model.d_model}, model.num_heads={model.num_heads}. Change config.model."
-                    f"d_model of the reference, or set config.runs.{worst}.model")
+    raise UserError(f"config.compare.budget='parameters': {worst} and the others cannot have equally many within "
+                    f"{MOST_OFF_PARAMETERS:.0%}. Nearest to {missed:,} it has {target:,} "
+                    f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, model.num_heads="
+                    f"{model.num_heads}. Change config.model.d_model of the reference, or config.runs.{worst}.model")
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
@@ -172,7 +188,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
                   and is_model({**fields, "d_model": width, "num_heads": num_heads})]
         if widths:
             found.append(nearest_width(config, widths, num_heads, target))
-            if abs(found[-1][0] / target - 1) <= MOST_OFF["parameters"]:
+            if abs(found[-1][0] / target - 1) <= MOST_OFF_PARAMETERS:
                 break
     _, width, num_heads = min(found, key=lambda one: abs(one[0] - target))
     return changed(config, width, num_heads)
@@ -205,23 +221,25 @@ def is_model(fields: dict) -> bool:
     return True
 
 
-def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, output: Path) -> None:
-    """Gives the run as many steps as the budget allows, its schedule stretched along."""
+def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:
+    """Gives the run as many steps as the budget allows, its schedule stretched along. `speed`: its steps a
+    second, if the budget is seconds."""
     before = run.train.steps
     if compare.budget == "seconds":
-        run.train.steps = steps_of_another_seed(output, name) or max(1, round(compare.seconds * steps_per_second(run)))
+        a_step, target, unit = 1 / speed, compare.seconds, "seconds"
     else:
         a_step, target = cost(run, compare.budget), cost(reference, compare.budget) * reference.train.steps
-        run.train.steps = steps = max(1, round(target / a_step))
-        off, most = steps * a_step / target - 1, MOST_OFF[compare.budget]
-        if abs(off) > most:
-            raise UserError(
-                f"config.compare.budget={compare.budget!r}: a step of {name} takes {a_step:,.0f} of the "
-                f"{target:,.0f} {'FLOPs' if compare.budget == 'flops' else 'tokens'}; the nearest, {steps} steps, are "
-                f"{off:+.1%} off, more than {most:.0%}. Use more config.train.steps or a smaller "
-                "config.train.batch_size")
+        unit = "FLOPs" if compare.budget == "flops" else "tokens"
+    run.train.steps = steps = max(1, round(target / a_step))
+    off = steps * a_step / target - 1
+    if abs(off) > MOST_OFF:
+        raise UserError(
+            f"config.compare.budget={compare.budget!r}: a step of {name} takes {a_step:,.4g} of the {target:,.4g} "
+            f"{unit}; the nearest, {steps} steps, are {off:+.1%} off, more than {MOST_OFF:.0%}. "
+            + ("Use more config.compare.seconds" if compare.budget == "seconds" else
+               "Use more config.train.steps or a smaller config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
-        run.optimizer[field] = round(run.optimizer[field] * run.train.steps / before)
+        run.optimizer[field] = round(run.optimizer[field] * steps / before)
 
 
 def cost(config: ConfigDict, budget: str) -> float:
@@ -230,11 +248,21 @@ def cost(config: ConfigDict, budget: str) -> float:
     return tokens * train_flops_per_token(models.build(**config.model)) if budget == "flops" else tokens
 
 
-def steps_of_another_seed(output: Path, name: str) -> int | None:
-    """How many steps a run of that name that is there was given: its speed was measured when it began."""
-    for path in sorted(output.glob(f"runs/{folder(output, name, 0).name.removesuffix('0')}*/{workdir.CONFIG_FILE}")):
-        return workdir.read_config(path.parent).train.steps
-    return None
+def measured_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
+    """The steps a second of each run, as it was measured when the comparison first asked: kept in speeds.json."""
+    path = output / SPEEDS_FILE
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output / workdir.LOCK_FILE, wait=True):  # of several processes, one measures
+        speeds = json.loads(path.read_text()) if path.exists() else {}
+        for run in runs.values():
+            if digest(run) not in speeds:
+                speeds[digest(run)] = steps_per_second(run)
+                write_atomically(path, json.dumps(speeds, indent=2) + "\n")
+    return {name: speeds[digest(run)] for name, run in runs.items()}
+
+
+def digest(run: ConfigDict) -> str:
+    return hashlib.sha256(run.to_json(sort_keys=True).encode()).hexdigest()[:16]
 
 
 def steps_per_second(config: ConfigDict) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
 
 from smallgpt_jax.comparison import results
@@ -37,8 +38,10 @@ def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None 
         plot.plot(x, [loss.mean for loss in losses], label=name + ("" if ended else " (unfinished)"), **look)
         plot.fill_between(x, [loss.low for loss in losses], [loss.high for loss in losses],
                           color=look["color"], alpha=0.2, linewidth=0)
-    for look, (name, curve) in zip(looks(), (logged or {}).items()):
-        plot.plot(*zip(*curve), label=f"{name}, as logged by the paper's authors", color=look["color"],
+    names = dict.fromkeys([*(run.name for run in runs), *(logged or {})])
+    colours = {name: look["color"] for look, name in zip(looks(), names)}
+    for name, curve in (logged or {}).items():
+        plot.plot(*zip(*curve), label=f"{name}, as logged by the paper's authors", color=colours[name],
                   linestyle=":", linewidth=1)
     return finish(figure, plot)
 
@@ -104,7 +107,8 @@ def begin(x: str, y: str):
 
 
 def finish(figure: Figure, plot) -> Figure:
-    handles, labels = plot.get_legend_handles_labels()
+    handles = [line for line in plot.lines if not line.get_label().startswith("_child")]
+    labels = [line.get_label() for line in handles]
     if labels:
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(4, 60 // max(map(len, labels)))),
                       fontsize=8, frameon=False)
@@ -112,13 +116,18 @@ def finish(figure: Figure, plot) -> Figure:
 
 
 def png(figure: Figure) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=160, metadata={"Software": None})
-    return file.getvalue()
+    return saved(figure, format="png", dpi=160, metadata={"Software": None})
 
 
 def svg(figure: Figure) -> bytes:
+    return saved(figure, format="svg", metadata={"Date": None})
+
+
+def saved(figure: Figure, **options) -> bytes:
+    """The same bytes each time; `$` in names is a dollar."""
     file = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "smallgpt_jax"}):  # the same bytes each time
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    with matplotlib.rc_context({"svg.hashsalt": "smallgpt_jax"}):
+        figure.savefig(file, **options)
     return file.getvalue()

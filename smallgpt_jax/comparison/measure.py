@@ -3,16 +3,19 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from ml_collections import ConfigDict
 
-from smallgpt_jax import data, inference, models, sharding, train, workdir
+from smallgpt_jax import data, inference, sharding, train, workdir
 from smallgpt_jax.comparison.results import DECODING_FILE, EVALUATIONS, TEXTS_FILE, read_json
-from smallgpt_jax.data import batches
+from smallgpt_jax.data import batches, cache_folder, tokenizers
+from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.files import appearing, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 
@@ -32,50 +35,99 @@ def named_sources(texts: str) -> dict[str, str]:
     return found
 
 
-def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], say=print) -> None:
-    """Adds to evaluations/texts.json of a run what is not there yet: its loss on the validation split of each
-    text, its own included, at each multiple of its context."""
-    path = folder / EVALUATIONS / TEXTS_FILE
-    rows = read_json(path) or []
-    config = workdir.read_config(folder)
-    model = models.build(**config.model)
-    for name, source in {OWN: config.data.source, **texts}.items():
-        for times in contexts:
-            wanted = {"text": name, "source": source, "context_length": times * config.model.context_length}
-            if any(wanted.items() <= row.items() for row in rows) or (name == OWN and times == 1):
-                continue  # its own text at its own context: what training has validated on
-            if times > 1 and model.config.position == "learned":
-                continue  # such a model has no positions beyond its context
-            rows.append({**wanted, **loss_on(folder, None if name == OWN else source, times)})
-            say(f"{folder.name}: {name}, context {wanted['context_length']:,}: {rows[-1]['bits_per_byte']:.4f} "
-                "bits per byte")
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, json.dumps(rows, indent=2) + "\n")
+def corpora(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]:
+    """The texts to measure a run of this config on, its own first, all in its own tokenizer.
 
-
-def loss_on(folder: Path, source: str | None, times: int = 1) -> dict[str, float]:
-    """The loss of a run's newest checkpoint on the validation split of `source` (None: of its own text), in
-    `times` its context: nats a token, bits per byte, and how many tokens that is.
-
-    As many tokens as training validates on, in rows that are longer and fewer.
+    Makes what is not there yet. Raises UserError for what cannot be read.
     """
+    own = data.find_or_make(config.data)
+    name = tokenizers.fingerprint(own.tokenizer)[:16]
+    tokenizer = cache_folder() / "tokenizers" / name  # one place for all runs, so that they share a text's store
+    if texts and not tokenizer.exists():
+        with appearing(tokenizer) as folder:
+            tokenizers.save(own.tokenizer, folder)
+    found = {OWN: own}
+    for text, source in texts.items():
+        theirs = config.data.copy_and_resolve_references()
+        theirs.update(source=source, store="", mixture="", tokenizer=str(tokenizer))
+        found[text] = data.find_or_make(theirs)
+    return found
+
+
+class Stretch:
+    """Some tokens of a validation split, the same ones in rows of any multiple of the context.
+
+    As many as training validates on, in stretches of the longest of the `contexts` (multiples), chosen at
+    random. Raises UserError if the split is shorter than one of them.
+    """
+
+    def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
+        self._corpus, self._separate = corpus, config.data.separate_documents
+        self.context_length = config.model.context_length
+        self.longest = math.lcm(*contexts)
+        in_all = self._rows(self.longest).num_rows
+        if not in_all:
+            raise UserError(f"the validation split of the text {name!r} is shorter than {self.longest} contexts, "
+                            f"{self.longest * self.context_length:,} + 1 tokens (config.compare.contexts): use more "
+                            "text, or shorter contexts")
+        wanted = config.train.eval_steps * config.train.batch_size // self.longest or in_all
+        self.bytes_per_token = corpus.bytes_per_token("validation")
+        self._chosen = np.random.default_rng(0).permutation(in_all)[:wanted]
+
+    def _rows(self, times: int) -> batches.Mixture:
+        return batches.Mixture(self._corpus.packed("validation", "concat", self._separate, times * self.context_length),
+                               self._corpus.weights)
+
+    def batches(self, times: int, batch_size: int) -> Iterator[Rows]:
+        """Batches of rows of `times` the context."""
+        parts = self.longest // times
+        order = (self._chosen[:, None] * parts + np.arange(parts)[None]).ravel()
+        return iter(batches.counted_batches(self._rows(times), order, batch_size))
+
+
+def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], say=print) -> None:
+    """Writes evaluations/texts.json of a run: its loss on the validation split of each text, its own included,
+    at each multiple of its context. What is there of the same checkpoint is not measured again."""
+    if not texts and set(contexts) == {1}:
+        return
+    path, config = folder / EVALUATIONS / TEXTS_FILE, workdir.read_config(folder)
+    is_learned = config.model.position == "learned"  # such a model has no positions beyond its context
+    found = corpora(config, texts)
+    if found[OWN].description != read_json(folder / workdir.STORE_FILE):
+        raise UserError(f"{folder}: the text that it was trained on has changed since; it cannot be measured on it")
+    common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
+    before, rows = read_json(path) or [], []
+    for name, corpus in found.items():
+        stretch = Stretch(corpus, config, contexts, name)
+        for times in (1,) if is_learned else contexts:
+            wanted = {**common, "text": name, "source": texts.get(name, config.data.source),
+                      "context_length": times * config.model.context_length}
+            row = next((row for row in before if wanted.items() <= row.items()), None)
+            if row is None:
+                row = {**wanted, **loss_on(folder, stretch, times)}
+                say(f"{folder.name}: {name}, context {row['context_length']:,}: {row['bits_per_byte']:.4f} bits "
+                    "per byte")
+            rows.append(row)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps(rows, indent=2) + "\n")
+
+
+def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
+    """The loss of a run's newest checkpoint on a stretch of text, read in rows of `times` its context: nats a
+    token, bits per byte, and of how many tokens."""
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
-    if source is not None:
-        config.data.update(source=source, store="", mixture="", tokenizer=str(folder / workdir.TOKENIZER_FOLDER))
     config.model.context_length *= times
-    config.train.batch_size = max(1, config.train.batch_size // times)
-    config.mesh.update(data=1, fsdp=1, tensor=1, path=1)
+    mesh = train.set_up(config).mesh
+    parts = sharding.batch_parts(mesh)
     config.train.microbatches = 1
-    setup = train.set_up(config, jax.devices()[:1])
-    corpus = data.find_or_make(config.data)
-    texts = batches.Mixture(corpus.packed("validation", config.data.packing, config.data.separate_documents,
-                                          config.model.context_length), corpus.weights)
-    rows = list(batches.validation_batches(texts, config.train.batch_size, config.train.eval_steps))
-    run_eval = train.compile_eval_step(setup, config)
-    place = sharding.batch_sharding(setup.mesh)
-    nats = train.mean_loss(run_eval, trained.params,
-                           (jax.tree.map(lambda x: jax.device_put(x, place), batch) for batch in rows))
-    return {"loss": nats, "bits_per_byte": nats / math.log(2) / corpus.bytes_per_token("validation"),
+    config.train.batch_size = max(1, config.train.batch_size // (times * parts)) * parts
+    setup = train.set_up(config)
+    run_eval = train.runnable(train.compile_eval_step(setup, config), mesh)
+    rows = list(stretch.batches(times, config.train.batch_size))
+    params = jax.device_put(trained.params, setup.shardings.params)
+    place = sharding.batch_sharding(mesh)
+    nats = train.mean_loss(run_eval, params, (jax.device_put(batch, place) for batch in rows))
+    return {"loss": nats, "bits_per_byte": nats / math.log(2) / stretch.bytes_per_token,
             "tokens": sum(int(batch.counts_BxT.sum()) for batch in rows)}
 
 

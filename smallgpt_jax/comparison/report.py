@@ -5,7 +5,6 @@ import dataclasses
 import html
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 
 from smallgpt_jax.comparison import figures, results
 from smallgpt_jax.comparison.results import Run, Spread
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.words import duration
 
 MISSING = "–"
@@ -57,18 +56,12 @@ def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict
     blocks = contents(runs, about, logged)
     for block in blocks:
         if isinstance(block, Plot):
-            write_bytes(output / f"{block.name}.png", figures.png(block.figure))
+            write_atomically(output / f"{block.name}.png", figures.png(block.figure))
     write_atomically(output / "results.json", json.dumps({**about, "runs": results.as_json(runs)}, indent=1) + "\n")
     write_atomically(output / "report.md", markdown(about["title"], blocks))
     write_atomically(output / "report.html", page(about["title"], blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
     return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned(blocks[first_table])])
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 # ------------------------------------------------------------------ What there is to say
@@ -90,7 +83,7 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
     for text in results.texts(runs):
         whose = "their own text" if text == "own" else text
         blocks += [Heading(f"Other contexts: {whose}" if text == "own" else f"Another text: {text}"),
-                   Plot(f"context-{text}", figures.loss_against_context(whose, runs),
+                   Plot(f"context-{safe_name(text)}", figures.loss_against_context(whose, runs),
                         f"Bits per byte of {whose}, read in longer contexts than in training. Learned positions end "
                         "at the training context."),
                    contexts_table(groups, text)]
@@ -104,16 +97,18 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
 
 def warnings(runs: Sequence[Run]) -> list[str]:
     """What one has to know before comparing."""
-    found = [f"Unfinished: {run.name}, seed {run.seed}, at step {run.steps_done:,} of "
-             f"{run.config['train.steps']:,}." for run in runs if not run.is_finished]
-    ends = {run.last.tokens for run in runs if run.is_finished}
-    flops = [run.last.flops for run in runs if run.is_finished]
-    if len(ends) > 1 and max(flops) > 1.01 * min(flops):
+    found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
+             f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
+    found += [f"{run.name}, seed {run.seed}, did not begin from scratch, but from an imported model."
+              for run in runs if run.is_imported]
+    tokens, flops = ([getattr(run.last, axis) for run in runs if run.is_finished] for axis in ("tokens", "flops"))
+    if tokens and max(tokens) > 1.01 * min(tokens) and max(flops) > 1.01 * min(flops):
         found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different machines: their seconds and tokens/s do not compare.")
-    for field in ("train.eval_steps", "model.context_length", "data.packing", "data.separate_documents"):
-        if len({repr(run.config[field]) for run in runs}) > 1:
+    for field in ("train.eval_steps", "train.batch_size", "model.context_length", "data.packing",
+                  "data.separate_documents"):
+        if len({repr(run.config.get(field)) for run in runs}) > 1:
             found.append(f"The runs differ in config.{field}: their losses are means over different rows of the "
                          "validation text.")
     return found
@@ -124,16 +119,18 @@ def outcome(groups: dict[str, list[Run]]) -> str:
     ends = {name: loss for name, group in groups.items()
             if all(run.is_finished for run in group) and (loss := results.last(group, "loss"))}
     if len(ends) < 2:
-        return "Fewer than two finished runs: nothing to rank."
+        return "Fewer than two runs have ended: nothing to rank."
     ranked = sorted(ends, key=lambda name: ends[name].mean)
     (first, best), (second, runner_up) = ((name, ends[name]) for name in ranked[:2])
-    text = f"Lowest validation loss: {first}, {best.mean:.4f}; then {second}, {runner_up.mean:.4f}. "
-    if min(best.count, runner_up.count) < 2:
-        return text + "With one seed each there is no telling what chance does."
-    if best.high < runner_up.low:
-        return text + (f"Every seed of {first} is below every one of {second}."
-                       + (" Two or three seeds show little of what chance can do." if best.count < 4 else ""))
-    return text + "Their seeds overlap: this comparison does not tell these two apart."
+    text = f"Lowest validation loss: {first}, {best.mean:.4f}; then {second}, {runner_up.mean:.4f}"
+    # Runs of one seed read the same batches: what differs from seed to seed is not compared.
+    its, others = ({run.seed: run.last.loss for run in groups[name]} for name in (first, second))
+    pairs = [others[seed] - its[seed] for seed in its.keys() & others.keys()]
+    if len(pairs) < 2:
+        return f"{text}. With fewer than two seeds of both there is no telling what chance does."
+    lower = sum(difference > 0 for difference in pairs)
+    return (f"{text}. Of {len(pairs)} seeds that both have, {first} is lower in {lower}, by {min(pairs):.4f} to "
+            f"{max(pairs):.4f}.")
 
 
 def summary(groups: dict[str, list[Run]]) -> Table:
@@ -144,13 +141,22 @@ def summary(groups: dict[str, list[Run]]) -> Table:
         seconds = results.last(group, "seconds")
         decoding = results.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
         rows.append((
-            name, f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
+            name + unfinished(group), f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
-            shown(results.last(group, "loss")), shown(results.last(group, "bits_per_byte")),
+            *(shown(None if unfinished(group) else results.last(group, field)) for field in ("loss", "bits_per_byte")),
             f"{decoding.mean:,.0f}" if decoding else MISSING))
     return Table(("run", "seeds", "parameters", "FLOPs a token", "tokens/s", "seconds", "memory MB", "validation loss",
                   "bits per byte", "writes tokens/s"), tuple(rows))
+
+
+def unfinished(group: list[Run]) -> str:
+    """What to add to the name of runs that have not all ended."""
+    if all(run.is_finished for run in group):
+        return ""
+    steps = sorted({run.steps_done for run in group if not run.is_finished})
+    how = "diverged" if any(run.diverged for run in group) else "unfinished"
+    return f" ({how}, step {', '.join(map(str, steps))})"
 
 
 def shown(numbers: Spread | None) -> str:
@@ -200,7 +206,7 @@ def made(runs: Sequence[Run], about: dict) -> list:
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
                              for s in sessions)
-    days = sorted({session["began"][:10] for session in sessions})
+    days = sorted({session["time"][:10] for session in sessions})
     seconds = sum(run.last.seconds or 0 for run in runs if run.last)
     lines = [f"Trained on {'; '.join(machines)}." if machines else "",
              f"Versions: {'; '.join(versions)}." if versions else "",

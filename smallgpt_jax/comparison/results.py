@@ -40,7 +40,9 @@ class Run:
     workdir: str
     seed: int
     config: dict[str, Any]  # {"group.field": value}
-    is_finished: bool
+    is_finished: bool  # trained and validated to config's last step
+    diverged: bool
+    is_imported: bool  # began with weights from elsewhere
     steps_done: int  # of config's train.steps, as far as they are logged
     parameters: int
     components: dict[str, int]
@@ -50,7 +52,7 @@ class Run:
     tokens_per_second: float | None  # of training, over the whole run
     memory_bytes: int | None  # of one device, as the compiled step needs them
     sessions: tuple[dict, ...]
-    texts: tuple[dict, ...]  # {"text", "context_length", "loss", "bits_per_byte", …}
+    texts: tuple[dict, ...]  # {"text", "source", "context_length", "loss", "bits_per_byte", …} of the last step
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric": score}
 
@@ -62,7 +64,7 @@ class Run:
 def read_run(name: str, folder: Path) -> Run:
     """Raises UserError if there is no run in `folder`."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; a run's workdir is wanted")
+        raise UserError(f"{folder}: not a folder; a run's workdir is wanted")
     config = workdir.read_config(folder)
     if "train" not in config:
         raise UserError(f"{folder}: an imported model, which has not been trained here: there is nothing to draw")
@@ -73,24 +75,36 @@ def read_run(name: str, folder: Path) -> Run:
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
-        step, tokens = line["step"], line["step"] * tokens_per_step
-        return Point(step, tokens, tokens * flops_per_token,
-                     float(np.interp(step, steps, seconds)) if len(steps) > 1 else None,
+        tokens = line["step"] * tokens_per_step
+        return Point(line["step"], tokens, tokens * flops_per_token, seconds_at(line["step"], steps, seconds),
                      line["loss"], line["bits_per_byte"])
 
-    sessions = read_lines_of(folder / workdir.SESSIONS_FILE)
+    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"first_step", "device"})
     evaluations = folder / EVALUATIONS
+    texts = read_json(evaluations / TEXTS_FILE) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flat(config),
-        is_finished=train.is_finished(folder, config.train.steps),
-        steps_done=max((line["step"] for line in lines), default=0),
+        is_finished=train.was_evaluated(folder, config.train.steps),
+        diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
+        steps_done=steps_done(folder),
         parameters=models.num_parameters(model), components=memory.components(model),
         flops_per_token=flops_per_token, tokens_per_step=tokens_per_step,
         curve=tuple(point(line) for line in lines if line["split"] == "eval"),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
-        sessions=tuple(sessions), texts=tuple(read_json(evaluations / TEXTS_FILE) or ()),
+        sessions=tuple(sessions), texts=tuple(row for row in texts if row["step"] == config.train.steps),
         decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations))
+
+
+def steps_done(folder: Path) -> int:
+    """As far as they are logged."""
+    return max((line["step"] for line in read_lines(folder / METRICS_FILE)), default=0)
+
+
+def has_diverged(folder: Path) -> bool:
+    """Whether the run ended so when it was trained last."""
+    told = read_lines(folder / workdir.SESSIONS_FILE, keys={"first_step"})
+    return bool(told) and "diverged" in told[-1]
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
@@ -101,6 +115,15 @@ def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[
             seconds.append(seconds[-1] + (line["step"] - steps[-1]) * tokens_per_step / line["tokens_per_second"])
             steps.append(line["step"])
     return steps, seconds
+
+
+def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
+    """Between two logged steps as if their speed were even, beyond the last at its speed."""
+    if len(steps) < 2:
+        return None
+    if step <= steps[-1]:
+        return float(np.interp(step, steps, seconds))
+    return seconds[-1] + (step - steps[-1]) * (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
 
 
 def benchmarks(evaluations: Path) -> dict[str, float]:
@@ -121,10 +144,6 @@ def read_json(path: Path):
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def read_lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def named(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
@@ -149,12 +168,21 @@ def check_comparable(runs: Sequence[Run]) -> None:
         other = seen.setdefault((run.name, run.seed), run)
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: the same run twice (config and seed are the same)")
-    texts = [(run, text_of(Path(run.workdir))) for run in runs]
-    for run, text in texts[1:]:
-        first, its = texts[0]
+    own = [(run, text_of(Path(run.workdir))) for run in runs]
+    for run, text in own[1:]:
+        first, its = own[0]
         if text != its:
             raise UserError(f"{first.workdir} and {run.workdir} cannot be drawn in one plot: their texts differ "
                             f"({workdir.what_changed(its[0], text[0])}), so their losses mean different things")
+
+
+    sources: dict[str, tuple[str, Run]] = {}
+    for run in runs:
+        for row in run.texts:
+            source, other = sources.setdefault(row["text"], (row["source"], run))
+            if source != row["source"]:
+                raise UserError(f"{other.workdir} and {run.workdir}: what they call {row['text']!r} are different "
+                                f"texts, {source!r} and {row['source']!r}; measure them with other names")
 
 
 def text_of(folder: Path) -> tuple[dict, str]:
@@ -212,12 +240,9 @@ def texts(runs: Sequence[Run]) -> list[str]:
 
 
 def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    """{context: bits per byte} of seeds on a text; their own text at their own context is what training
-    validated on last."""
+    """{context: bits per byte} of seeds on a text."""
     found: dict[int, list[float | None]] = {}
     for run in runs:
-        if text == "own" and run.is_finished:
-            found.setdefault(run.config["model.context_length"], []).append(run.last.bits_per_byte)
         for row in run.texts:
             if row["text"] == text:
                 found.setdefault(row["context_length"], []).append(row["bits_per_byte"])

@@ -63,7 +63,8 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         num_heads=num_heads, num_layers=num_layers)
     dense = r"transformer\.h\.\d+\.weight"
     if "transformer.wt" in theirs:
-        return own_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"))
+        return own_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"),
+                          path_weights="learned")
     if num_stages := count(dense):
         return own_fields("lgpt", fields, **stages(num_layers, num_stages, min(
             int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))

@@ -25,8 +25,6 @@ SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
     "activation", "position", "use_bias", "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage",
     "stage_heads", "conv_kernel")
-# What the models were whose folders do not say it yet.
-ADDED_FIELDS = {"position": "learned", "path_weights": "learned"}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # ours: theirs
 
@@ -98,7 +96,7 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
     if kind == "gpt2":
         fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | gpt2.from_config(described, str(path))
     elif kind == "smallgpt":
-        described = ADDED_FIELDS | described
+        described = models.completed(described)
         if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
             raise UserError(f"{path}: {', '.join(missing)} missing: not written by this project, or damaged")
         fields = {name: described[name] for name in SAME_FIELDS} | {

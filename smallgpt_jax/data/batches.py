@@ -97,8 +97,7 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
     """The first `limit` batches (0: all) in one fixed shuffled order, each row once; of several packings
     as many rows as their weights say.
 
-    An item is Rows in which `counts_BxT` is there: the last batch is filled up with rows that do not
-    count. Raises UserError if a split has not one row.
+    Items as `counted_batches` makes them. Raises UserError if a split has not one row.
     """
     for packing in mixture.packings:
         if not packing.num_rows:
@@ -113,7 +112,13 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
         for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)])
     if len(mixture.packings) > 1:
         order = np.random.default_rng(0).permutation(order)
+    return counted_batches(mixture, order, batch_size, rows)
 
+
+def counted_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),
+                    ) -> grain.MapDataset:
+    """The rows with the numbers in `order`, each once, as Rows in which `counts_BxT` is there: the last batch is
+    filled up with rows that do not count."""
     def read(first: int) -> Rows:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)

@@ -1,5 +1,6 @@
 """The architectures, and the language model around each of them."""
 
+import dataclasses
 import difflib
 
 import flax.linen as nn
@@ -134,6 +135,15 @@ def build(**fields) -> LanguageModel:
             f"{trunk.output_width(config)}, the embedding has {config.d_model}; they cannot share a "
             "matrix")
     return LanguageModel(config)
+
+
+def completed(fields: dict) -> dict:
+    """Fields of the `model` group as an older version wrote them, and what such models were in the others."""
+    then = {field.name: field.default for field in dataclasses.fields(ModelConfig)
+            if field.default is not dataclasses.MISSING}
+    if fields.get("architecture") == "pgpt":
+        then["path_weights"] = "learned"
+    return then | fields
 
 
 def abstract_params(model: LanguageModel):

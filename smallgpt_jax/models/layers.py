@@ -50,10 +50,10 @@ class ModelConfig:
     scan_layers: bool
     activation: str = "gelu"
     position: str = "learned"
-    path_weights: str = "learned"
     attention: str = "auto"
     remat: str = "none"
     num_paths: int | None = None
+    path_weights: str | None = None
     blocks_per_stage: int | None = None
     compress_last_stage: bool | None = None
     stage_heads: str | None = None
@@ -73,14 +73,11 @@ class ModelConfig:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (("dtype", ("float32", "bfloat16")), ("remat", ("none", *REMAT)),
                                ("activation", ACTIVATIONS), ("position", positions.KINDS),
-                               ("path_weights", ("learned", "equal")),
                                ("attention", attention.BACKENDS)):
             if getattr(self, field) not in allowed:
                 self.refuse(field, f"must be one of {', '.join(allowed)}")
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
-        if self.path_weights == "equal" and self.num_paths is None:
-            self.refuse("path_weights", "only pgpt has paths")
         self.check_rotation()
 
     def check_rotation(self) -> None:

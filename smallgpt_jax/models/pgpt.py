@@ -39,7 +39,7 @@ class PGPT(Trunk):
     on a leading `path` axis.
     """
 
-    own_fields = ("num_paths",)
+    own_fields = ("num_paths", "path_weights")
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -47,6 +47,8 @@ class PGPT(Trunk):
             config.refuse("num_paths", "must be at least 1")
         if config.num_layers % config.num_paths:
             config.refuse("num_paths", f"must divide config.model.num_layers={config.num_layers}")
+        if config.path_weights not in ("learned", "equal"):
+            config.refuse("path_weights", "must be 'learned' or 'equal'")
 
     @nn.compact
     def __call__(self, x_BxTxD, mode: Mode):

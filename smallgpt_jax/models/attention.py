@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from smallgpt_jax import sharding
 
-BACKENDS = ("auto", "xla", "splash", "cudnn")
+BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "whole" is for counting FLOPs
 QUERIES = 128  # positions that attend at one time, where no kernel does
 OUTPUT = "attention_output"  # what the splash kernel has found; rematerialisation may keep it
 

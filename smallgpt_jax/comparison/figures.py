@@ -18,7 +18,7 @@ from smallgpt_jax.errors import UserError
 # Okabe and Ito's colours, told apart by most who see colours differently. Dashes, so that of lines that lie on each
 # other both are seen.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", (0, (5, 2)), (0, (3, 3)))
+STYLES = ("-", (0, (4, 3)))
 MARKERS = "os^Dv"
 SIZE = (5.2, 3.7)  # inches
 AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"}

@@ -426,8 +426,9 @@ def test_runs_of_one_seed_are_compared_with_each_other():
 
 def test_names_that_plots_and_files_would_misread(tmp_path):
     runs = [a_run(0, name=r"a$\frac$"), a_run(0, name="_b <i>|")]
-    runs = [dataclasses.replace(run_, texts=({"text": "my/te xt", "context_length": 64, "bits_per_byte": 2.0,
-                                              "source": "s"},)) for run_ in runs]
+    runs = [dataclasses.replace(run_, texts=tuple(
+        {"text": "my/te xt", "context_length": length, "bits_per_byte": 2.0, "source": "s"} for length in (64, 128)))
+        for run_ in runs]
     report.write(tmp_path, runs, {"title": "<b>", "budget": "", "command": ""})
     assert (tmp_path / "context-my_te_xt.png").exists()
     assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()

@@ -58,9 +58,9 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
     return finish(figure, plot)
 
 
-def loss_against_context(text: str, runs: Sequence[Run]) -> Figure:
+def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
     """Bits per byte on a text against the context it is read in."""
-    figure, plot = begin("context, tokens", f"bits per byte, {text}")
+    figure, plot = begin("context, tokens", f"bits per byte, {label}")
     ticks = set()
     for look, (name, group) in zip(looks(), results.by_name(runs).items()):
         curve = results.contexts(group, text)

@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from smallgpt_jax import data, inference, sharding, train, workdir
-from smallgpt_jax.comparison.results import DECODING_FILE, EVALUATIONS, TEXTS_FILE, read_json
+from smallgpt_jax.comparison.results import DECODING_FILE, EVALUATIONS, OWN, TEXTS_FILE, read_json
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
@@ -19,7 +19,6 @@ from smallgpt_jax.files import appearing, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 
-OWN = "own"  # the name of the text that a run was trained on
 NEW_TOKENS = 64  # that are timed
 
 

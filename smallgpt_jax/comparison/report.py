@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from smallgpt_jax.comparison import figures, results
-from smallgpt_jax.comparison.results import Run, Spread
+from smallgpt_jax.comparison.results import OWN, Run, Spread
 from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.words import duration
 
@@ -81,12 +81,15 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
     blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
                        "Last validation loss against parameters, a dot for each finished run."))
     for text in results.texts(runs):
-        whose = "their own text" if text == "own" else text
-        blocks += [Heading(f"Other contexts: {whose}" if text == "own" else f"Another text: {text}"),
-                   Plot(f"context-{safe_name(text)}", figures.loss_against_context(whose, runs),
-                        f"Bits per byte of {whose}, read in longer contexts than in training. Learned positions end "
-                        "at the training context."),
-                   contexts_table(groups, text)]
+        whose = "their own text" if text == OWN else text
+        table = contexts_table(groups, text)
+        if len(table.head) > 2:
+            blocks += [Heading(f"Longer contexts: {whose}"), Plot(
+                f"context-{safe_name(text)}", figures.loss_against_context(text, whose, runs),
+                f"Bits per byte of {whose}, read in longer contexts than in training. Learned positions end at the "
+                "training context."), table]
+        elif text != OWN:  # of which that is the validation loss
+            blocks += [Heading(f"Another text: {text}, bits per byte"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
     blocks += [Heading("Parameters by part"), components_table(groups)]

@@ -16,6 +16,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
+OWN = "own"  # the name of the text that a run was trained on, among those that it was measured on
 EVALUATIONS = "evaluations"  # folder of a workdir
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in it: what measure.py has measured
 

@@ -92,8 +92,7 @@ def of_size(recipe: ConfigDict, size: str) -> ConfigDict:
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
     """The gpt of the same sizes, which is the model that the peer has."""
-    own_fields = {field for trunk in models.ARCHITECTURES.values() for field in trunk.own_fields}
-    return models.build(**{**config.model, **dict.fromkeys(own_fields), "architecture": "gpt"})
+    return models.build(**{**config.model, **dict.fromkeys(models.own_fields()), "architecture": "gpt"})
 
 
 class Ours:

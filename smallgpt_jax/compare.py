@@ -78,7 +78,8 @@ def make(output: Path) -> list[tuple[str, Path]]:
             measure.Stretch(corpus, config, compare.contexts, name)
     for number, run in enumerate(planned, start=1):
         if results.has_diverged(run.folder):
-            print(f"{run.folder}: has diverged before; it stays as it is", flush=True)
+            print(f"{run.folder}: has diverged before, and stays as it is (smallgpt_jax.main goes on with it)",
+                  flush=True)
             continue
         if not train.is_finished(run.folder, run.config.train.steps):
             print(f"\n[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}", flush=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from absl import flags
 
-from smallgpt_jax import cli, inference, models
+from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.checkpoint import bit_sums
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
@@ -29,7 +29,6 @@ from smallgpt_jax.files import write_atomically
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.words import duration
 
-FOLDER = "evaluations"
 SCORING = 1  # changes when scores do
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
@@ -70,7 +69,7 @@ def main() -> None:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
     model = models.LanguageModel(config)
 
-    folder = Path(_WORKDIR.value).expanduser() / FOLDER
+    folder = Path(_WORKDIR.value).expanduser() / workdir.EVALUATION_FOLDER
     folder.mkdir(exist_ok=True)
     which = file_name(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value)
     limit = _LIMIT.value

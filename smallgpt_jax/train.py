@@ -47,7 +47,7 @@ def train(config: ConfigDict, workdir: str) -> None:
             try:
                 run(config, folder, setup, text, stop)
             except Diverged as diverged:
-                run_folder.record(folder, {"first_step": 0, "diverged": str(diverged)})
+                run_folder.record(folder, {"diverged": str(diverged)})
                 raise
 
 

@@ -34,6 +34,7 @@ STORE_FILE = "store.json"
 SESSIONS_FILE = "sessions.jsonl"  # a line for each time the run was started or continued
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
+EVALUATION_FOLDER = "evaluations"  # what trained models were measured to do
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
 # What a continued run may have different: it changes how the steps are computed or watched, or how

@@ -5,7 +5,7 @@ share) with two groups more. `runs` holds a group for each run, by its name, wit
 different; any field can be. `compare` says what is equal. So this trains three widths and draws them:
 
     def get_config(size="quickstart"):
-        common = recipe("gpt", size)
+        common = base.recipe("gpt", size)
         return base.comparison(common, {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)})
 """
 
@@ -29,7 +29,7 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     group.texts = ""  # … and on other texts: "NAME=SOURCE,NAME=SOURCE", sources as data.source takes them
     group.decoding = True  # measure how fast finished runs write
     group.lock().update(compare)
-    config.runs = ConfigDict({name: fields for name, fields in runs.items()})
+    config.runs = ConfigDict(runs)
     return config.lock()
 
 

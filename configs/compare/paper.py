@@ -2,7 +2,7 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
-trains the four quickstart recipes with two seeds each on equal tokens (about half an hour on two CPU cores) and
+trains the four quickstart recipes with two seeds each on equal tokens (half an hour to an hour on two CPU cores) and
 writes runs/paper/report.html. Equal training FLOPs, equal parameters or equal seconds instead:
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops

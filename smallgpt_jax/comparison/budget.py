@@ -19,7 +19,6 @@ from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import locked, safe_name, write_atomically
 
-OWN_FIELDS = {field for trunk in models.ARCHITECTURES.values() for field in trunk.own_fields}
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 MOST_OFF = 0.01  # by how much a run may miss its budget of tokens, FLOPs or seconds
 MOST_OFF_PARAMETERS = 0.02
@@ -118,7 +117,7 @@ def resolve(config: ConfigDict, name: str) -> ConfigDict:
                 raise UserError(f"{where}: there is no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
             before = run[group][field]
             try:
-                if value is None and before is not None and field not in OWN_FIELDS:
+                if value is None and before is not None and field not in models.own_fields():
                     raise TypeError
                 run[group][field] = value
             except TypeError:

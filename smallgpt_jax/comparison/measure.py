@@ -11,11 +11,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from smallgpt_jax import data, inference, sharding, train, workdir
-from smallgpt_jax.comparison.results import DECODING_FILE, EVALUATIONS, OWN, TEXTS_FILE, read_json
+from smallgpt_jax.comparison.results import DECODING_FILE, OWN, TEXTS_FILE, read_json
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import appearing, write_atomically
+from smallgpt_jax.files import appearing, locked, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 
@@ -42,9 +42,12 @@ def corpora(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]
     own = data.find_or_make(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
     tokenizer = cache_folder() / "tokenizers" / name  # one place for all runs, so that they share a text's store
-    if texts and not tokenizer.exists():
-        with appearing(tokenizer) as folder:
-            tokenizers.save(own.tokenizer, folder)
+    if texts:
+        tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        with locked(tokenizer.with_suffix(".lock"), wait=True):
+            if not tokenizer.exists():
+                with appearing(tokenizer) as folder:
+                    tokenizers.save(own.tokenizer, folder)
     found = {OWN: own}
     for text, source in texts.items():
         theirs = config.data.copy_and_resolve_references()
@@ -89,7 +92,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     at each multiple of its context. What is there of the same checkpoint is not measured again."""
     if not texts and set(contexts) == {1}:
         return
-    path, config = folder / EVALUATIONS / TEXTS_FILE, workdir.read_config(folder)
+    path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
     is_learned = config.model.position == "learned"  # such a model has no positions beyond its context
     found = corpora(config, texts)
     if found[OWN].description != read_json(folder / workdir.STORE_FILE):
@@ -132,7 +135,7 @@ def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
 
 def measure_decoding(folder: Path, say=print) -> None:
     """Writes evaluations/decoding.json of a run, if it is not there: how fast it writes, one text at a time."""
-    path = folder / EVALUATIONS / DECODING_FILE
+    path = folder / workdir.EVALUATION_FOLDER / DECODING_FILE
     if path.exists():
         return
     text_model = inference.load(folder)

@@ -57,7 +57,8 @@ def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", figures.png(block.figure))
-    write_atomically(output / "results.json", json.dumps({**about, "runs": results.as_json(runs)}, indent=1) + "\n")
+    write_atomically(output / "results.json", json.dumps(
+        {**about, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
     write_atomically(output / "report.md", markdown(about["title"], blocks))
     write_atomically(output / "report.html", page(about["title"], blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))

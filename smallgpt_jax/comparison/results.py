@@ -17,8 +17,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 OWN = "own"  # the name of the text that a run was trained on, among those that it was measured on
-EVALUATIONS = "evaluations"  # folder of a workdir
-TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in it: what measure.py has measured
+TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # among the evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +79,8 @@ def read_run(name: str, folder: Path) -> Run:
         return Point(line["step"], tokens, tokens * flops_per_token, seconds_at(line["step"], steps, seconds),
                      line["loss"], line["bits_per_byte"])
 
-    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"first_step", "device"})
-    evaluations = folder / EVALUATIONS
+    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
+    evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json(evaluations / TEXTS_FILE) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flat(config),
@@ -104,7 +103,7 @@ def steps_done(folder: Path) -> int:
 
 def has_diverged(folder: Path) -> bool:
     """Whether the run ended so when it was trained last."""
-    told = read_lines(folder / workdir.SESSIONS_FILE, keys={"first_step"})
+    told = read_lines(folder / workdir.SESSIONS_FILE, keys={"time"})
     return bool(told) and "diverged" in told[-1]
 
 
@@ -175,8 +174,6 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if text != its:
             raise UserError(f"{first.workdir} and {run.workdir} cannot be drawn in one plot: their texts differ "
                             f"({workdir.what_changed(its[0], text[0])}), so their losses mean different things")
-
-
     sources: dict[str, tuple[str, Run]] = {}
     for run in runs:
         for row in run.texts:
@@ -257,7 +254,3 @@ def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {field: {name: group[0].config.get(field) for name, group in groups.items()} for field in fields}
     return {field: values for field, values in table.items()
             if field != "train.seed" and len(set(map(repr, values.values()))) > 1}
-
-
-def as_json(runs: Sequence[Run]) -> list[dict]:
-    return [dataclasses.asdict(run) for run in runs]

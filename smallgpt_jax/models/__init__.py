@@ -121,8 +121,7 @@ def build(**fields) -> LanguageModel:
         config.refuse("architecture", f"must be one of {', '.join(ARCHITECTURES)}"
                       + (f"; did you mean {near[0]!r}?" if near else ""))
     trunk = ARCHITECTURES[config.architecture]
-    every_own_field = {field for other in ARCHITECTURES.values() for field in other.own_fields}
-    for field in sorted(every_own_field):
+    for field in sorted(own_fields()):
         if field in trunk.own_fields and getattr(config, field) is None:
             config.refuse(field, f"{config.architecture} needs a value here")
         if field not in trunk.own_fields and getattr(config, field) is not None:
@@ -135,6 +134,11 @@ def build(**fields) -> LanguageModel:
             f"{trunk.output_width(config)}, the embedding has {config.d_model}; they cannot share a "
             "matrix")
     return LanguageModel(config)
+
+
+def own_fields() -> set[str]:
+    """The fields of the `model` group that only some architectures have."""
+    return {field for trunk in ARCHITECTURES.values() for field in trunk.own_fields}
 
 
 def completed(fields: dict) -> dict:

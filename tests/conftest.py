@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import atexit
+import functools
 import importlib
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 import jax
+import numpy as np
 import pytest
 
 from smallgpt_jax import models
@@ -71,11 +73,15 @@ def init(model, seed: int = 0):
 
     tokens = jax.numpy.zeros((1, model.config.context_length), int)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(seed), tokens))["params"]
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return jax.tree.unflatten(
-        tree, [x + 0.05 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
-    )
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jax.device_put(x + 0.05 * rng.standard_normal(x.shape, np.float32)),
+                        jax.device_get(params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model, params, tokens_BxT):
+    """The model's own forward pass, (B, T, V), compiled whole: operation by operation takes longer."""
+    return model.apply({"params": params}, tokens_BxT)
 
 
 @pytest.fixture(scope="session")

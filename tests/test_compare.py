@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, load_config, run
+from conftest import ROOT, forward, load_config, run
 from ml_collections import ConfigDict
 
 from configs.compare import base
@@ -363,7 +363,7 @@ def test_other_texts_are_measured_as_by_the_plain_formula(compared, tmp_path):
     found = measure.loss_on(folder, stretch, 1)
     rows = np.stack([tokens[start + i * 64:start + i * 64 + 65] for start in starts for i in range(4)])
     trained = inference.load_trained(folder)
-    logits = np.asarray(trained.model.apply({"params": trained.params}, rows[:, :-1]), np.float64)
+    logits = np.asarray(forward(trained.model, trained.params, rows[:, :-1]), np.float64)
     logits -= logits.max(axis=2, keepdims=True)
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
     losses = -np.take_along_axis(log_probabilities, rows[:, 1:, None], axis=2)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, ROOT, build, init, load_config, run
+from conftest import ARCHITECTURES, ROOT, build, forward, init, load_config, run
 
 from smallgpt_jax import inference, models, workdir
 from smallgpt_jax import train as train_module
@@ -77,7 +77,7 @@ def test_the_papers_files_give_the_papers_logits(architecture, shared_data, tmp_
              if entry["arch"] == architecture]
     assert models.num_parameters(read.model) == meta["parameters"]
     assert read.facts["step"] == 123 and 6 < read.facts["val_loss"] < 6.5
-    logits = read.model.apply({"params": read.params}, expected["tokens"][:, :-1])
+    logits = forward(read.model, read.params, expected["tokens"][:, :-1])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5, rtol=1e-5)
     with torch.no_grad():
         theirs = in_torch(exported(tmp_path / "out", read.model, read.params))(
@@ -90,7 +90,7 @@ def test_one_path_of_the_papers_pgpt(path, shared_data):
     read = gpt_variations.read(shared_data / "gpt_variations/pgpt.pt")
     expected = np.load(shared_data / "gpt_variations/pgpt.npz")
     config, params = with_paths(read.model.config, read.params, [path])
-    logits = models.LanguageModel(config).apply({"params": params}, expected["tokens"][:, :-1])
+    logits = forward(models.LanguageModel(config), params, expected["tokens"][:, :-1])
     np.testing.assert_allclose(logits, expected[f"path{path}_logits"], atol=1e-5, rtol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_an_exported_model_computes_the_same_and_comes_back_whole(variant, tmp_p
     theirs = in_torch(folder)
     assert type(theirs).__name__ == ("GPT2LMHeadModel" if fields == GPT2 else "SmallGPTForCausalLM")
     tokens = random_tokens(model)
-    ours = np.asarray(model.apply({"params": params}, jnp.asarray(tokens)))
+    ours = np.asarray(forward(model, params, jnp.asarray(tokens)))
     with torch.no_grad():
         whole = theirs(torch.tensor(tokens), use_cache=False).logits
         np.testing.assert_allclose(whole, ours, atol=1e-4)
@@ -270,7 +270,7 @@ def test_folders_that_do_not_name_positions_have_learned_ones(tmp_path):
     tokens = random_tokens(model)
     with torch.no_grad():
         np.testing.assert_allclose(in_torch(folder)(torch.tensor(tokens)).logits,
-                                   model.apply({"params": params}, jnp.asarray(tokens)), atol=1e-4)
+                                   forward(model, params, jnp.asarray(tokens)), atol=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
@@ -285,7 +285,7 @@ def test_any_gpt2_becomes_a_model_of_ours(tmp_path, more):
     tokens = random_tokens(model)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits
-    np.testing.assert_allclose(model.apply({"params": params}, jnp.asarray(tokens)), expected, atol=1e-4)
+    np.testing.assert_allclose(forward(model, params, jnp.asarray(tokens)), expected, atol=1e-4)
     # Old files: without the prefix, with the causal mask, as a pickle.
     old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
     old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}

@@ -1,5 +1,6 @@
 """Evaluation: log-likelihoods against plain arithmetic and against the harness's own `hf` backend."""
 
+import functools
 import json
 import math
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, init, load_config, run
+from conftest import build, forward, init, load_config, run
 from lm_eval.api.instance import Instance
 
 from smallgpt_jax import inference
@@ -105,7 +106,7 @@ def test_a_rolling_score_is_that_of_the_whole_text():
     for start in range(1, len(tokens), 64):
         end = min(start + 64, len(tokens))
         inputs = tokens[max(0, end - 65):end - 1]
-        log_p = np.asarray(jax.nn.log_softmax(model.apply({"params": params}, jnp.array([inputs]))[0]))
+        log_p = np.asarray(jax.nn.log_softmax(forward(model, params, jnp.array([inputs]))[0]))
         expected += log_p[np.arange(len(inputs)), tokens[end - len(inputs):end]][-(end - start):].sum()
     assert result == pytest.approx(expected, rel=1e-5)
 
@@ -117,7 +118,7 @@ def test_texts_are_written_to_the_first_stop_string(trained):
     settings = {"until": ["house", "q"], "max_gen_toks": 20}
     contexts = ["the cat", "a dog ran to its warm", "", "while some dog " * 40]
     written = lm.generate_until([request("generate_until", context, settings) for context in contexts])
-    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    apply = functools.partial(forward, model, params)
     for context, text in zip(contexts, written):
         tokens, expected = (list(context.encode()) or [256])[-236:], ""
         for _ in range(20):

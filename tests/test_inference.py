@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, build, init, load_config, run
+from conftest import ROOT, build, forward, init, load_config, run
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.tokenizers import Bytes
@@ -60,7 +60,7 @@ def assert_cache_gives_the_whole_pass(model, params):
     filled = np.zeros((3, CONTEXT), np.int32)
     for place, row in zip(filled, rows):
         place[:len(row)] = row
-    whole = model.apply({"params": params}, filled)
+    whole = forward(model, params, filled)
     texts = texts_of(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
         texts.reserve(CONTEXT)  # else the caches grow on the way
@@ -88,7 +88,7 @@ def test_a_long_prompt(position):
     model = build("gpt", context_length=192, num_layers=2, position=position)
     params = init(model)
     rows = random_rows(model, [150, 170])
-    whole = model.apply({"params": params}, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
+    whole = forward(model, params, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
     texts = texts_of(model, params, [row[:-1] for row in rows])
     for more in (0, 1):
         if more:
@@ -109,8 +109,8 @@ def test_chosen_paths(num_paths, chosen):
     tokens = np.array(random_rows(model, [CONTEXT]))
     config, kept = with_paths(model.config, params, chosen)
     part = models.LanguageModel(config)
-    np.testing.assert_allclose(part.apply({"params": kept}, tokens),
-                               model.apply({"params": silenced}, tokens), atol=2e-5, rtol=1e-4)
+    np.testing.assert_allclose(forward(part, kept, tokens),
+                               forward(model, silenced, tokens), atol=2e-5, rtol=1e-4)
     assert models.num_parameters(part) == sum(x.size for x in jax.tree.leaves(kept))
     assert_cache_gives_the_whole_pass(part, kept)
 
@@ -150,11 +150,11 @@ def test_bytes_of_the_cache(architecture, fields, numbers_a_position, extra):
 def test_bfloat16_weights_and_caches():
     model, params = small("gpt", dtype="bfloat16")
     weights = decoder.unstacked(model, params)
-    assert weights["trunk"]["blocks_3"]["mlp"]["up"]["kernel_transposed"].dtype == jnp.bfloat16
+    assert weights["trunk"]["blocks_3"]["mlp"]["up"]["matrix"].dtype == jnp.bfloat16
     texts = texts_of(model, params, random_rows(model, [5]))
     _, logits = texts.draw_with_logits(Sampling())
     assert logits.dtype == jnp.float32
-    whole = model.apply({"params": params}, np.array(texts.ids))[0, -1]
+    whole = forward(model, params, np.array(texts.ids))[0, -1]
     np.testing.assert_allclose(logits[0], whole, atol=0.05)
 
 
@@ -233,7 +233,7 @@ def test_greedy_text_is_the_likeliest_token_each_time(workdir, model):
     trained, params, _, _ = inference.load_trained(workdir)
     ids = [256, *b"the dog"]
     for _ in range(12):
-        logits = trained.apply({"params": params}, np.array([ids]))[0, -1]
+        logits = forward(trained, params, np.array([ids + (20 - len(ids)) * [0]]))[0, len(ids) - 1]
         ids.append(int(np.argmax(logits[:257])))
     assert model.generate("the dog", 12, temperature=0) == bytes(ids[8:]).decode(errors="replace")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, build, init, load_config
+from conftest import ARCHITECTURES, build, forward, init, load_config
 from flax import linen as nn
 from scipy.special import erf, softmax
 
@@ -109,8 +109,8 @@ def test_kernel_of_one_makes_cgpt_lgpt():
         for name, layer in params["trunk"].items()}
     tokens = random_tokens(cgpt)
     np.testing.assert_allclose(
-        lgpt.apply({"params": {**params, "trunk": trunk}}, tokens),
-        cgpt.apply({"params": params}, tokens), rtol=1e-5, atol=1e-5)
+        forward(lgpt, {**params, "trunk": trunk}, tokens),
+        forward(cgpt, params, tokens), rtol=1e-5, atol=1e-5)
 
 
 @each_variant
@@ -120,7 +120,7 @@ def test_logits_are_those_of_the_formulas(architecture, fields):
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
     tokens = random_tokens(model, 2, time=24)
     expected = np.stack([plain_logits(model.config, params, row) for row in np.asarray(tokens)])
-    logits = model.apply({"params": jax.tree.map(jnp.float32, params)}, tokens)
+    logits = forward(model, jax.tree.map(jnp.float32, params), tokens)
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -277,7 +277,7 @@ def test_scanned_and_unrolled_layers_agree(architecture):
     params = init(scanned)
     tokens = random_tokens(scanned)
     np.testing.assert_allclose(
-        scanned.apply({"params": params}, tokens), unrolled.apply({"params": params}, tokens),
+        forward(scanned, params, tokens), forward(unrolled, params, tokens),
         rtol=1e-4, atol=1e-4)
 
 
@@ -286,7 +286,7 @@ def test_bfloat16_stays_near_float32(architecture):
     exact, rounded = (build(architecture, dtype=dtype) for dtype in ("float32", "bfloat16"))
     params = init(exact)
     tokens = random_tokens(exact)
-    a, b = (np.asarray(m.apply({"params": params}, tokens)) for m in (exact, rounded))
+    a, b = (np.asarray(forward(m, params, tokens)) for m in (exact, rounded))
     assert b.dtype == np.float32
     assert 0 < np.sqrt(np.mean((a - b)**2)) < 0.03 * np.std(a)
 

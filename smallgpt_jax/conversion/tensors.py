@@ -18,6 +18,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 
 MOST_LISTED = 3  # names in a message
+TRANSPOSED = ("matrix", "kernel")  # of linear layers (inputs, outputs); of convolutions (taps, inputs, outputs)
 
 
 def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
@@ -74,24 +75,24 @@ def _decoding_shapes(model: models.LanguageModel):
 
 def _name(path: tuple[str, ...]) -> str:
     *modules, leaf = path
-    leaf = {"kernel_transposed": "weight", "kernel": "weight", "scale": "weight",
+    leaf = {"matrix": "weight", "kernel": "weight", "scale": "weight",
             "token_embedding": "token_embedding.weight", "head": "head.weight",
             "position_embedding": "position_embedding.weight"}.get(leaf, leaf)
     return ".".join([*(re.sub(r"_(?=\d)", ".", module) for module in modules), leaf])
 
 
 def _to_torch(leaf: str, x):
-    if leaf == "kernel":  # of a convolution, (taps, inputs, outputs)
-        return x.transpose(2, 1, 0)
-    return x.reshape(-1) if leaf == "bias" else x
+    if leaf == "bias":
+        return x.reshape(-1)
+    return x.T if leaf in TRANSPOSED else x
 
 
 def _from_torch(leaf: str, x):
-    return x.transpose(2, 1, 0) if leaf == "kernel" else x
+    return x.T if leaf in TRANSPOSED else x
 
 
 def _stacked(apart, wanted):
-    """The inverse of `decoder.unstacked`: what it lays apart and transposes, as `wanted` has it."""
+    """The inverse of `decoder.unstacked`: what it lays apart, as `wanted` has it."""
     if not isinstance(wanted, dict):
         return apart.reshape(wanted.shape)
     params = {}
@@ -99,7 +100,7 @@ def _stacked(apart, wanted):
         if name in apart:
             params[name] = _stacked(apart[name], shape)
         elif name == "kernel":
-            params[name] = apart["kernel_transposed"].T.reshape(shape.shape)
+            params[name] = apart["matrix"].reshape(shape.shape)
         else:
             length = jax.tree.leaves(shape)[0].shape[0]
             layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shape)

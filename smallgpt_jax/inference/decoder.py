@@ -67,7 +67,7 @@ def choose(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
 
 def unstacked(model: models.LanguageModel, params):
     """`params` as decoding wants them: the weights of layers and paths that training stacks lie
-    apart, as NAME_0, NAME_1, …, those of `Dense` are transposed, and matrices have the type that
+    apart, as NAME_0, NAME_1, …, those of `Dense` are matrices, and all but vectors have the type that
     products are computed in."""
     def apart(params, wanted):
         if not isinstance(wanted, dict):
@@ -76,8 +76,8 @@ def unstacked(model: models.LanguageModel, params):
         for name in wanted:
             if name in params:
                 part = params[name]
-            elif name == "kernel_transposed":
-                part = params["kernel"].reshape(wanted[name].shape[::-1]).T
+            elif name == "matrix":
+                part = params["kernel"].reshape(wanted[name].shape)
             else:
                 stack, number = name.rsplit("_", 1)
                 part = jax.tree.map(lambda x: x[int(number)], params[stack])

@@ -18,7 +18,6 @@ from smallgpt_jax.models.layers import (
     ModelConfig,
     layer_norm,
     normal,
-    transposed_product,
 )
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
@@ -101,9 +100,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BxTxW):
         batch, time, width = x_BxTxW.shape
-        logits_RxV = transposed_product(
-            x_BxTxW.reshape(-1, width), self.head_weight(),
-            preferred_element_type=jnp.float32)
+        logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
 
 

@@ -19,7 +19,6 @@ from smallgpt_jax import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import attention, positions
 
-FEW_ROWS = 64  # up to here a product's time is that of reading its weights
 REMAT = {  # what the forward pass of a block keeps for the backward pass, which computes the rest again
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -151,9 +150,8 @@ class Dense(nn.Module):
     """x·W (+ b) on (B, T, *inputs) → (B, T, *features); kernel (*inputs, *features).
 
     `axes` names the kernel's axes. The product is taken on two-dimensional arrays: on a CPU, XLA
-    fuses what surrounds a three-dimensional one into slower loops. Decoding keeps
-    the kernel as (outputs, inputs): there, for a few rows, W·xᵀ is up to twice as fast at width 768
-    (and somewhat slower at 256).
+    fuses what surrounds a three-dimensional one into slower loops. Decoding keeps the kernel as such
+    an array, (inputs, outputs).
     """
 
     features: tuple[int, ...]
@@ -174,9 +172,9 @@ class Dense(nn.Module):
 
     def decoding_product(self, x):
         batch_and_time, size_in = x.shape[:2], math.prod(x.shape[2:])
-        kernel_OxI = self.param("kernel_transposed", nn.initializers.zeros,
-                                (math.prod(self.features), size_in)).astype(self.dtype)
-        y_RxO = transposed_product(x.reshape(-1, size_in).astype(self.dtype), kernel_OxI)
+        matrix_IxO = self.param("matrix", nn.initializers.zeros,
+                                (size_in, math.prod(self.features))).astype(self.dtype)
+        y_RxO = jnp.dot(x.reshape(-1, size_in).astype(self.dtype), matrix_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
     def kernel(self, inputs: tuple[int, ...]):
@@ -236,16 +234,9 @@ def product(x_RxI, w_IxO):
     wide matrix: XLA has that one a fifth faster. The barrier keeps it from undoing this."""
     inputs, outputs = w_IxO.shape
     if sharding.platform() == "cpu" and inputs > outputs:
-        return transposed_product(x_RxI, jax.lax.optimization_barrier(w_IxO.T))
+        contract_last = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x_RxI, jax.lax.optimization_barrier(w_IxO.T), contract_last)
     return jnp.dot(x_RxI, w_IxO)
-
-
-def transposed_product(x_RxI, w_OxI, **options):
-    """x·wᵀ, (R, O); for a few rows as (w·xᵀ)ᵀ."""
-    contract_last = (((1,), (1,)), ((), ()))
-    if len(x_RxI) <= FEW_ROWS:
-        return jax.lax.dot_general(w_OxI, x_RxI, contract_last, **options).T
-    return jax.lax.dot_general(x_RxI, w_OxI, contract_last, **options)
 
 
 def normal(std: float, *axes: str):

@@ -1,0 +1,77 @@
+"""What does training cost beyond its steps: reading text, telling, logging, saving?
+
+    python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
+
+In turns, --rounds times: a run of --steps steps as `main` makes it, with its lines, metrics.jsonl, TensorBoard and
+checkpoints, in a workdir of its own; and as many steps of the same compiled program on one batch, nothing read in
+between. A run's time is that of the speeds it logs, from its first line on: compiling and evaluating are left out.
+Prints both times a step and their ratio, and as its last line a JSON object.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+from absl import flags
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
+
+from smallgpt_jax import cli, train
+from smallgpt_jax.metrics import METRICS_FILE, read_lines
+
+_CONFIG = cli.define_config()
+_STEPS = flags.DEFINE_integer("steps", 400, "Steps of each run.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each kind.", lower_bound=1)
+
+
+def run_seconds(config) -> float:
+    """Seconds a step of a run."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere):
+            train.train(config, folder)
+        speeds = [line["tokens_per_second"] for line in read_lines(Path(folder) / METRICS_FILE)
+                  if line["split"] == "train"]
+    tokens_per_step = config.train.batch_size * config.model.context_length
+    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # of equally long windows
+
+
+def step_seconds(config) -> float:
+    """Seconds a step of the bare program."""
+    setup = train.set_up(config)
+    text = train.open_text(setup, config)
+    batch = text.to_devices(text.train_batches[0])
+    state, run_step = train.initial_state(setup, config), train.runnable(train.compile_train_step(setup, config),
+                                                                          setup.mesh)
+    for step in range(config.train.log_every + _STEPS.value):
+        if step == config.train.log_every:
+            jax.block_until_ready(state)
+            started = time.perf_counter()
+        state, _ = run_step(state, batch)
+    jax.block_until_ready(state)
+    return (time.perf_counter() - started) / _STEPS.value
+
+
+def main() -> None:
+    config = _CONFIG.value
+    with config.unlocked():
+        config.train.steps, config.train.eval_every, config.train.eval_steps = _STEPS.value, _STEPS.value, 1
+    if _STEPS.value % config.train.log_every or _STEPS.value == config.train.log_every:
+        cli.fail(f"--steps={_STEPS.value}: must be a multiple of config.train.log_every={config.train.log_every}, "
+                 "and more")
+    pairs = [(run_seconds(config), step_seconds(config)) for _ in range(_ROUNDS.value)]
+    whole, bare = (statistics.median(times) for times in zip(*pairs))
+    cost = statistics.median(a / b for a, b in pairs) - 1
+    print(f"a step of a run: {1000 * whole:.2f} ms, the bare step: {1000 * bare:.2f} ms: {cost:+.1%}")
+    print(json.dumps({"steps": _STEPS.value, "run_seconds": whole, "step_seconds": bare, "cost": cost,
+                      "pairs": pairs}))
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    cli.run(main)

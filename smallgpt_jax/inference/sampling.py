@@ -41,9 +41,16 @@ class Sampling:
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
     """One token a row, (B,) int32. `seen_BxV`: the tokens a row has; read for the penalty only."""
     logits_BxV = filtered(logits_BxV, seen_BxV, sampling)
-    if sampling.temperature is None:
-        return jnp.argmax(logits_BxV, axis=1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BxV).astype(jnp.int32)
+    if sampling.temperature is not None:  # the Gumbel trick: the largest of these is a draw from the softmax
+        logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
+    return likeliest(logits_BxV)
+
+
+def likeliest(logits_BxV):
+    """argmax, (B,) int32; the last token where there is NaN. In two passes: XLA has a slow loop for one on CPUs."""
+    last = logits_BxV.shape[1] - 1
+    is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
+    return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(jnp.int32)
 
 
 def filtered(logits_BxV, seen_BxV, sampling: Sampling):

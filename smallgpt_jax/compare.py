@@ -110,7 +110,7 @@ def train_one(run: budget.Planned) -> str:
     try:
         train.train(run.config, str(run.folder))
     except InTraining as other:
-        return f"{other}.\nIt is left to that process"
+        return f"Left to {other.by}, which is training in it"
     except Diverged as diverged:
         return f"{diverged}\nIt stays as it is; the comparison goes on without it"
     except UserError as error:

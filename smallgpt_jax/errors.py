@@ -10,7 +10,11 @@ class UserError(Exception):
 
 
 class InTraining(UserError):
-    """Another process is training in the workdir."""
+    """Another process is training in the workdir; `by` says which."""
+
+    def __init__(self, message: str, by: str):
+        super().__init__(message)
+        self.by = by
 
 
 class Diverged(UserError):

@@ -92,7 +92,7 @@ def taken(workdir: Path) -> Iterator[None]:
             lock.enter_context(locked(workdir / LOCK_FILE))
         except InUse as other:
             raise InTraining(f"--workdir={workdir}: {other} is training in it; wait for it, or use another "
-                             "--workdir") from None
+                             "--workdir", by=str(other)) from None
         except OSError as error:
             raise UserError(f"--workdir={workdir}: cannot be made or written to: {error.strerror}") from None
 

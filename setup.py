@@ -5,6 +5,7 @@ setup(
     version="0.1.0",
     description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
+    package_dir={"": "."},  # an editable install then works in the folder above a clone of this name too
     python_requires=">=3.11",
     install_requires=[
         "absl-py",

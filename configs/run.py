@@ -3,9 +3,9 @@
     python -m smallgpt_jax.main --config=configs/run.py:runs/mine --workdir=runs/mine --config.train.steps=4000
     python -m smallgpt_jax.main --config=configs/run.py:runs/gpt2 --workdir=runs/gpt2 --config.data.source=my_texts/
 
-An imported model (smallgpt_jax.convert) has no settings but its own; the others are those of the paper's
-recipe, with the model's tokenizer and a store in the cache folder. For a few million tokens of your own,
-a learning rate of some 3e-5 and a few hundred steps of a small batch are a start.
+Into another --workdir it trains the same recipe from the beginning. An imported model (smallgpt_jax.convert)
+has no settings but its own; it gets its tokenizer, a store in the cache folder and, as a start for a few
+million tokens of your own, the few steps of a small batch that stand below.
 """
 
 from pathlib import Path
@@ -19,6 +19,8 @@ def get_config(folder: str):
     saved = workdir.read_config(Path(folder))
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(Path(folder) / workdir.TOKENIZER_FOLDER), ""
+        config.optimizer.update(learning_rate=3e-5, final_learning_rate=3e-6, warmup_steps=20, decay_steps=300)
+        config.train.update(steps=300, batch_size=8, microbatches=1, eval_every=100, checkpoint_every=100)
     for group, fields in saved.items():
         config[group].update(fields)
     return config

@@ -71,11 +71,11 @@ logs=$(mktemp -d)
 failed=0    # the status of the first that failed
 deadline='' # when those that are left will be told to end; '' while all is well
 signal=TERM # what they will be told then
-told=       # whether they have been told anything
+told=       # what they have been told last
 
 tell_all() {
   local i
-  told=yes
+  told=$1
   for ((i = 0; i < processes; i++)); do
     [[ -z ${pids[i]:-} ]] || kill "-$1" -- "-${pids[i]}" 2>/dev/null || true
   done
@@ -100,6 +100,7 @@ for ((i = 0; i < processes; i++)); do
   pids[i]=$!
 done
 set +m
+[[ ! $told ]] || tell_all "$told" # a signal may have come while one was started, before its number was known
 
 left=$processes
 exec 3>&2 2>/dev/null # from here on, bash has words of its own about those that are killed

@@ -14,11 +14,15 @@ from absl import flags
 from smallgpt_jax import cli, inference
 from smallgpt_jax.errors import UserError
 
+NEW_TOKENS = 200
+
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Text to continue; may be given several times. Without it: a new document.")
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Write in turns: you a line, the model its answer.")
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 200, "Tokens to write at most.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", None, f"Tokens to write at most. If unset: {NEW_TOKENS}; an answer of --interactive has no more "
+    "than a quarter of the context.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts to write for each prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "How freely to choose; 0: the likeliest token.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Choose among this many likeliest tokens; all if unset.")
@@ -34,9 +38,9 @@ flags.mark_flag_as_required("workdir")
 
 def main() -> None:
     settings = dict(
-        max_new_tokens=_MAX_NEW_TOKENS.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
-        top_p=_TOP_P.value, repetition_penalty=_REPETITION_PENALTY.value,
-        stop=_STOP.value)
+        max_new_tokens=NEW_TOKENS if _MAX_NEW_TOKENS.value is None else _MAX_NEW_TOKENS.value,
+        temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
+        repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
     prompts = _PROMPT.value
     if prompts is not None and "" in prompts:
         raise UserError("--prompt is empty; leave it out to begin a new document")
@@ -44,6 +48,8 @@ def main() -> None:
     if _INTERACTIVE.value:
         if prompts or _SAMPLES.value != 1:
             raise UserError("--interactive asks for its prompts one by one; leave out --prompt and --samples")
+        if _MAX_NEW_TOKENS.value is None:
+            settings["max_new_tokens"] = max(1, min(NEW_TOKENS, model.model.config.context_length // 4))
         converse(model.conversation(_SEED.value), settings)
     elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
         texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)

@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from smallgpt_jax import processes
 from smallgpt_jax.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST = 0.5  # seconds: `timeout` and others signal a process and then its group
 
 
 class Stop:
@@ -25,6 +27,7 @@ class Stop:
         self.asked: int | None = None  # the signal
         self.has_something_to_save = False
         self._answer = None
+        self._when = 0.0  # it was asked
 
     def is_agreed(self) -> bool:
         """Whether a process of this run has been asked; the same answer in all of them, each time.
@@ -45,7 +48,9 @@ class Stop:
     def _notice(self, number: int) -> None:
         """In a thread of its own: the main thread may be inside of a library for minutes."""
         if self.asked is None and self.has_something_to_save:
-            self.asked = number
+            self.asked, self._when = number, time.monotonic()
+            return
+        if self.asked == number and time.monotonic() < self._when + ONE_REQUEST:
             return
         again = "a second time: " if self.asked else ""
         print(f"{again}stopped at once; what is saved is whole, the same command goes on from there",

@@ -403,6 +403,9 @@ def describe(setup: Setup, config: ConfigDict, text: Text, first_step: int) -> s
     lines += [f"{packing.split.folder.name}, {config.data.packing}: {packing.padding:.2%} of the rows is "
               f"padding, {packing.cut_documents:.0%} of the documents are cut"
               for packing in text.texts.packings]
+    if (end := config.optimizer.decay_steps) != config.train.steps:
+        lines.append(f"the learning rate falls until step {end}, training ends at {config.train.steps} "
+                     "(config.optimizer.decay_steps, config.train.steps)")
     return "\n".join([*lines, *exceptions(setup, config.data.separate_documents)])
 
 

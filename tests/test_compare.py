@@ -247,6 +247,7 @@ def test_every_number_of_the_report_is_in_the_metrics(compared):
             shown = f"{sum(values) / 2:.4f} ({min(values):.4f} to {max(values):.4f})"
             assert f"| {shown} |" in markdown and f"<td>{shown}</td>" in page
     assert "Lowest validation loss: " in markdown
+    assert "| model.context_length | 64 |" in markdown and "| train.steps | 8 |" in markdown  # what the runs share
     assert (output / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
 

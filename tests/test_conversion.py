@@ -1,5 +1,6 @@
 """Models in and out: the paper's own files, Hugging Face folders, against PyTorch and `transformers`."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -213,6 +214,13 @@ def test_bad_torch_files(make, message, tmp_path, shared_data, monkeypatch):
 
 # ---------------------------------------------------------------------- Hugging Face
 
+def test_an_architecture_without_pytorch_code_is_not_exported(tmp_path):
+    config = dataclasses.replace(build("gpt").config, architecture="mine")
+    with pytest.raises(UserError, match="architecture='mine': has no PyTorch code"):
+        hugging_face.export(tmp_path, models.LanguageModel(config), {}, None, "")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_exported_model_computes_the_same_and_comes_back_whole(variant, tmp_path):
     """In PyTorch: logits, with cache and without, rows filled up on the left; saved again by transformers.
@@ -223,6 +231,7 @@ def test_an_exported_model_computes_the_same_and_comes_back_whole(variant, tmp_p
     folder = exported(tmp_path / "out", model, params)
     theirs = in_torch(folder)
     assert type(theirs).__name__ == ("GPT2LMHeadModel" if fields == GPT2 else "SmallGPTForCausalLM")
+    assert theirs.generation_config.max_length == model.config.context_length
     tokens = random_tokens(model)
     ours = np.asarray(forward(model, params, jnp.asarray(tokens)))
     with torch.no_grad():
@@ -445,8 +454,8 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, capsys, monke
     theirs = exported(tmp_path / "theirs", model, sharp(init(model)), tokenizers.Bytes())
     folder = tmp_path / "run"
     assert run("convert", "--from=hf", f"--input={theirs}", f"--workdir={folder}").returncode == 0
-    small = [f"--config.data.source={text_file}", "--config.train.batch_size=8", "--config.train.microbatches=1",
-             "--config.train.steps=12", "--config.train.log_every=1", "--config.train.eval_steps=2"]
+    small = [f"--config.data.source={text_file}", "--config.train.steps=12", "--config.train.log_every=1",
+             "--config.train.eval_steps=2"]
     recipe = f"--config=configs/run.py:{folder}"
     other = run("main", recipe, f"--workdir={folder}", *small, "--config.data.tokenizer=sentencepiece:400")
     assert other.returncode == 1 and f"set --config.data.tokenizer={folder}/tokenizer" in other.stderr

@@ -324,6 +324,11 @@ def test_gpt2_is_taken_from_tiktokens_cache(shared_data, tmp_path, monkeypatch):
     assert tokenizers.make("gpt2", []).encode(["Hello world"])[0].tolist() == [15496, 995]
 
 
+def test_sentencepiece_wants_a_text():
+    with pytest.raises(UserError, match=r"'sentencepiece:400': cannot be trained on this text \(there is none\)"):
+        tokenizers.make("sentencepiece:400", [])
+
+
 def test_sentencepiece_takes_what_a_small_text_has():
     assert 256 < tokenizers.make("sentencepiece:4000", ["a few words\n" * 3]).vocab_size < 400
 

@@ -83,7 +83,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(text_file, tmp_path):
 
     status, last = ask(" parameters, on ", signal.SIGTERM)
     assert status == 143 and "stopped at once; what is saved is whole" in last
-    status, last = ask("step  20/300", signal.SIGTERM)
+    status, last = ask("step  20/300", signal.SIGTERM, signal.SIGTERM)  # as `timeout` does: that is once
     stopped = r"stopped after step (\d+), which is saved; the same command goes on from there"
     saved = re.fullmatch(stopped, last)
     assert status == 143 and 20 <= int(saved[1]) < 150

@@ -17,6 +17,8 @@ from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.words import duration
 
 MISSING = "–"
+SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
+          "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # told where it is the same in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,8 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
     blocks += [Heading("Parameters by part"), components_table(groups)]
+    if shared := results.shared(runs, SHARED):
+        blocks += [Heading("What the configs share"), Table(("field", "value"), tuple(shared.items()))]
     if fields := results.different_fields(runs):
         blocks += [Heading("What the configs have different"), differences_table(groups, fields)]
     return [*blocks, Heading("How it was made"), runs_table(runs), *made(runs, about)]

@@ -247,6 +247,12 @@ def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
     return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
 
 
+def shared(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, str]:
+    """Of these fields those that are the same in all runs, and their values."""
+    values = {field: {str(run.config.get(field)) for run in runs} for field in fields}
+    return {field: found.pop() for field, found in values.items() if len(found) == 1}
+
+
 def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """{field: {name of run: value}} for the fields in which the runs differ, but the seed."""
     groups = by_name(runs)

@@ -21,6 +21,7 @@ from smallgpt_jax.files import current_umask
 from smallgpt_jax.words import reason
 
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
+ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # that this code computes
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
     "activation", "position", "use_bias", "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage",
@@ -38,9 +39,13 @@ class Imported(NamedTuple):
 def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
     """Writes a model into an empty folder; `card` is its README.md.
 
-    Raises UserError if libraries are missing, or the tokenizer cannot be written.
+    Raises UserError if libraries are missing, the exported code does not know the architecture, or the
+    tokenizer cannot be written.
     """
     config, is_gpt2 = model.config, gpt2.is_gpt2(model.config)
+    if config.architecture not in ARCHITECTURES:
+        raise UserError(f"config.model.architecture={config.architecture!r}: has no PyTorch code to bring along; "
+                        "smallgpt_jax/conversion/exported/ computes " + ", ".join(ARCHITECTURES))
     ours = tensors.from_params(model, params)
     theirs = gpt2.to_hugging_face(config, ours) if is_gpt2 else ours
     library("safetensors.numpy").save_file(
@@ -53,7 +58,8 @@ def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokeniz
     write_json(folder / "config.json", {**described, **marks, "dtype": "float32", "use_cache": True})
     # The embedding may have more rows than the tokenizer ids.
     beyond = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
-    write_json(folder / "generation_config.json", marks | ({"suppress_tokens": beyond} if beyond else {}))
+    write_json(folder / "generation_config.json", {
+        **marks, "max_length": config.context_length, **({"suppress_tokens": beyond} if beyond else {})})
     if not is_gpt2:
         for name in CODE:
             source = resources.files("smallgpt_jax.conversion.exported") / name

@@ -245,7 +245,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
     except RuntimeError as error:
         raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-                        f"({str(error).split(']')[-1].strip() or error}); is there enough of it?") from None
+                        f"({str(error).split(']')[-1].strip() or 'there is none'}); is there enough of it?") from None
     return SentencePiece(model.getvalue())
 
 

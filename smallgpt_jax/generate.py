@@ -37,19 +37,20 @@ flags.mark_flag_as_required("workdir")
 
 
 def main() -> None:
-    settings = dict(
-        max_new_tokens=NEW_TOKENS if _MAX_NEW_TOKENS.value is None else _MAX_NEW_TOKENS.value,
-        temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
-        repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
     prompts = _PROMPT.value
     if prompts is not None and "" in prompts:
         raise UserError("--prompt is empty; leave it out to begin a new document")
     model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value)
+    new_tokens = _MAX_NEW_TOKENS.value
+    if new_tokens is None:
+        quarter = max(1, model.model.config.context_length // 4)
+        new_tokens = min(NEW_TOKENS, quarter) if _INTERACTIVE.value else NEW_TOKENS
+    settings = dict(
+        max_new_tokens=new_tokens, temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
+        repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
     if _INTERACTIVE.value:
         if prompts or _SAMPLES.value != 1:
             raise UserError("--interactive asks for its prompts one by one; leave out --prompt and --samples")
-        if _MAX_NEW_TOKENS.value is None:
-            settings["max_new_tokens"] = max(1, min(NEW_TOKENS, model.model.config.context_length // 4))
         converse(model.conversation(_SEED.value), settings)
     elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
         texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -446,3 +447,15 @@ def test_spread_and_curves():
     assert results.last(runs[:2], "loss") == results.Spread(5.0, 4.0, 6.0, 2)
     assert results.last(runs, "loss") is None
     assert results.spread([1.0, None]) is None
+
+
+def test_runs_validated_on_different_rows_are_told():
+    def told(**other):
+        runs = [SimpleNamespace(name="a", seed=seed, is_finished=True, is_imported=False, sessions=(), config=config,
+                                last=SimpleNamespace(tokens=1, flops=1))
+                for seed, config in enumerate(({"train.eval_steps": 4, "data.packing": "concat"}, other))]
+        return report.warnings(runs)
+
+    assert told(**{"train.eval_steps": 4, "data.packing": "concat"}) == []
+    warning, = told(**{"train.eval_steps": 8, "data.packing": "concat"})
+    assert "differ in config.train.eval_steps" in warning and "different rows" in warning

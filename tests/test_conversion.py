@@ -463,6 +463,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, capsys, monke
     assert other.returncode == 1 and "model.num_layers was 4, now 2" in other.stderr
     result = run("main", recipe, f"--workdir={folder}", *small)
     assert result.returncode == 0, result.stderr
+    assert "the learning rate falls until step 300, training ends at 12 " in result.stdout
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
     assert len(losses) == 12
     # The first loss is that of the weights that came in: of a model that is sure of what it says.

@@ -459,14 +459,15 @@ def test_workdirs_without_a_model(workdir, tmp_path):
 @pytest.mark.slow
 def test_the_command(workdir):
     def generate(*flags, text=None):
-        return run("generate", f"--workdir={workdir}", "--max_new_tokens=10", *flags, input=text)
+        return run("generate", f"--workdir={workdir}", *flags, input=text)
 
-    several = generate("--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best")
+    several = generate("--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best", "--max_new_tokens=10")
     assert (several.returncode, several.stderr) == (0, "")
     assert re.findall("=== .*", several.stdout) == [
         f"=== {prompt!r}, sample {i}" for prompt in ("the", "a dog") for i in (0, 1)]
     turns = generate("--interactive", text="the cat\na dog\n")
     assert turns.returncode == 0 and len(turns.stdout.splitlines()) >= 2
+    assert turns.stderr == ""  # two lines and their answers fit into the context
     for flags, message in [
             (["--prompt="], "error: --prompt is empty; leave it out to begin a new document\n"),
             (["--temperature=-1"], "error: temperature=-1.0: must be a number, not negative\n")]:

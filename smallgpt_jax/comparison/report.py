@@ -19,6 +19,8 @@ from smallgpt_jax.words import duration
 MISSING = "–"
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # told where it is the same in all
+VALIDATION = ("train.eval_steps", "train.batch_size", "model.context_length", "data.packing",
+              "data.separate_documents")  # decide on which rows a run is validated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,8 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
     blocks += [Heading("Parameters by part"), components_table(groups)]
     if shared := results.shared(runs, SHARED):
-        blocks += [Heading("What the configs share"), Table(("field", "value"), tuple(shared.items()))]
+        blocks += [Heading("What the configs share"), Table(("field", "value"), tuple(
+            (field, MISSING if value is None else str(value)) for field, value in shared.items()))]
     if fields := results.different_fields(runs):
         blocks += [Heading("What the configs have different"), differences_table(groups, fields)]
     return [*blocks, Heading("How it was made"), runs_table(runs), *made(runs, about)]
@@ -114,12 +117,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different machines: their seconds and tokens/s do not compare.")
-    for field in ("train.eval_steps", "train.batch_size", "model.context_length", "data.packing",
-                  "data.separate_documents"):
-        if len({repr(run.config.get(field)) for run in runs}) > 1:
-            found.append(f"The runs differ in config.{field}: their losses are means over different rows of the "
-                         "validation text.")
-    return found
+    same = results.shared(runs, VALIDATION)
+    return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
+                    "validation text." for field in VALIDATION if field not in same]
 
 
 def outcome(groups: dict[str, list[Run]]) -> str:

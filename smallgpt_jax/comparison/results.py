@@ -247,10 +247,11 @@ def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
     return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
 
 
-def shared(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, str]:
+def shared(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
     """Of these fields those that are the same in all runs, and their values."""
-    values = {field: {str(run.config.get(field)) for run in runs} for field in fields}
-    return {field: found.pop() for field, found in values.items() if len(found) == 1}
+    first, *others = (run.config for run in runs)
+    return {field: first.get(field) for field in fields
+            if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}
 
 
 def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:

@@ -177,6 +177,30 @@ def test_nothing_is_compiled_twice():
     assert decoder.advance._cache_size() == before + 2
 
 
+@pytest.mark.parametrize("architecture, fields", [("gpt", {}), ("pgpt", {}), ("cgpt", {"conv_kernel": 3})])
+def test_tokens_drawn_ahead_are_those_drawn_one_by_one(architecture, fields):
+    """Also past the end of the context, where half of it is read again; in one program."""
+    model, params = small(architecture, **fields)
+    sampling = Sampling(top_k=20, repetition_penalty=1.3)
+
+    def written(draw):
+        texts = texts_of(model, params, random_rows(model, [1, 5]), seed=3)
+        texts.reserve(30)
+        tokens = [[], []]
+        while (left := 30 - len(tokens[0])) > 0:
+            for row, so_far, drawn in zip(texts.ids, tokens, draw(texts, left)):
+                so_far += drawn
+                row += drawn
+        assert texts.forgotten > 0
+        return tokens
+
+    before = decoder.advance_ahead._cache_size()
+    ahead = written(lambda texts, left: texts.draw_ahead(sampling, left).tolist())
+    assert decoder.advance_ahead._cache_size() == before + 1
+    assert ahead == written(lambda texts, left: np.asarray(texts.draw(sampling))[:, None].tolist())
+    assert list(map(len, ahead)) == [30, 30]
+
+
 def test_lengths_are_rounded_up():
     lengths = (1, 16, 17, 33, 64, 65, 96, 97, 128, 129, 700, 1000)
     assert [decoder.bucket(n, 1000) for n in lengths] == [

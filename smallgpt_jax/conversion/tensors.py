@@ -18,7 +18,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 
 MOST_LISTED = 3  # names in a message
-TRANSPOSED = ("matrix", "kernel")  # of linear layers (inputs, outputs); of convolutions (taps, inputs, outputs)
+# Of linear layers and the head (inputs, outputs); of convolutions (taps, inputs, outputs).
+TRANSPOSED = ("matrix", "head_matrix", "kernel")
 
 
 def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
@@ -76,7 +77,7 @@ def _decoding_shapes(model: models.LanguageModel):
 def _name(path: tuple[str, ...]) -> str:
     *modules, leaf = path
     leaf = {"matrix": "weight", "kernel": "weight", "scale": "weight",
-            "token_embedding": "token_embedding.weight", "head": "head.weight",
+            "token_embedding": "token_embedding.weight", "head_matrix": "head.weight",
             "position_embedding": "position_embedding.weight"}.get(leaf, leaf)
     return ".".join([*(re.sub(r"_(?=\d)", ".", module) for module in modules), leaf])
 
@@ -101,6 +102,8 @@ def _stacked(apart, wanted):
             params[name] = _stacked(apart[name], shape)
         elif name == "kernel":
             params[name] = apart["matrix"].reshape(shape.shape)
+        elif name == "head":
+            params[name] = apart["head_matrix"].T
         else:
             length = jax.tree.leaves(shape)[0].shape[0]
             layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shape)

@@ -69,15 +69,16 @@ class TextModel:
         """Continues the rows of `text`: what is written in each."""
         text.reserve(max_new_tokens)
         written = [Written(self.tokenizer, stop) for _ in text.ids]
-        for _ in range(max_new_tokens):
-            drawn_B = np.asarray(text.draw(sampling))
-            for row, writing, token in zip(text.ids, written, drawn_B):
-                if not writing.is_done:
-                    writing.add(int(token))
-                if not writing.is_done:
-                    row.append(int(token))
-            if all(writing.is_done for writing in written):
-                break
+        left = max_new_tokens
+        while left and not all(writing.is_done for writing in written):
+            drawn_BxN = text.draw_ahead(sampling, left)
+            left -= drawn_BxN.shape[1]
+            for row, writing, drawn in zip(text.ids, written, drawn_BxN.tolist()):
+                for token in drawn:
+                    if not writing.is_done:
+                        writing.add(token)
+                    if not writing.is_done:
+                        row.append(token)
         return [writing.text for writing in written]
 
     def conversation(self, seed: int = 0) -> "Conversation":

@@ -52,10 +52,6 @@ class LanguageModel(nn.Module):
                 (c.context_length, c.d_model))
         self.trunk = trunk(c)
         self.final_norm = layer_norm(c, name=None)
-        if not c.tie_embeddings:
-            width = trunk.output_width(c)
-            std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
-            self.head = self.param("head", normal(std, *TABLE_AXES), (c.vocab_size, width))
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, mode: Mode = EVALUATION):
@@ -83,10 +79,22 @@ class LanguageModel(nn.Module):
         # What fills up short rows may lie beyond the last position.
         return jnp.take(self.position_embedding, mode.positions(time), axis=0, mode="clip")
 
-    def head_weight(self):
-        """The output matrix, (V, W), in the type of products: the head's own, or the embedding."""
-        weight = self.token_embedding if self.config.tie_embeddings else self.head
-        return sharding.gathered(weight.astype(self.config.dtype), TABLE_AXES)
+    @nn.compact
+    def head_weight(self, mode: Mode = EVALUATION):
+        """The output matrix, (V, W), in the type of products: the head's own, or the embedding.
+
+        Decoding keeps a head of its own as (W, V), whose products with few rows are faster on a CPU.
+        """
+        c = self.config
+        if c.tie_embeddings:
+            weight = self.token_embedding
+        else:
+            width = ARCHITECTURES[c.architecture].output_width(c)
+            if mode.decode:
+                return self.param("head_matrix", nn.initializers.zeros, (width, c.vocab_size)).astype(c.dtype).T
+            std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
+            weight = self.param("head", normal(std, *TABLE_AXES), (c.vocab_size, width))
+        return sharding.gathered(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, mode: Mode = EVALUATION):
         """Logits of each position's next token, (B, T, V) float32."""
@@ -96,11 +104,11 @@ class LanguageModel(nn.Module):
         """Logits of the token after each row's `mode.length_B` tokens, (B, V) float32."""
         x_BxTxW = self.hidden(tokens_BxT, mode)
         last = jnp.take_along_axis(x_BxTxW, jnp.maximum(mode.length_B, 1)[:, None, None] - 1, axis=1)
-        return self.logits(last)[:, 0]
+        return self.logits(last, mode)[:, 0]
 
-    def logits(self, x_BxTxW):
+    def logits(self, x_BxTxW, mode: Mode = EVALUATION):
         batch, time, width = x_BxTxW.shape
-        logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
+        logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight(mode).T, preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
 
 

@@ -19,6 +19,8 @@ from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import Stopped, UserError
 
+WANTED = {"int()": "a whole number", "to float": "a number", "boolean": "true or false"}  # by what Python says
+
 flags.disclaim_key_flags()  # --config belongs, in --help, to the command that asks for it
 
 
@@ -26,7 +28,8 @@ def define_config():
     """The --config flag; its value is a ConfigDict with the --config.group.field overrides in it."""
     return config_flags.DEFINE_config_file(
         "config", None, "A recipe, configs/NAME.py or configs/NAME.py:SIZE. Any field of it can be "
-        "set with --config.group.field=value; configs/base.py explains them all.")
+        "set with --config.group.field=value; configs/base.py explains them all. "
+        "configs/run.py:WORKDIR is the recipe of a run that is there.")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -80,6 +83,8 @@ def explain(error: Exception) -> str:
         return f"{' and '.join(unset)} must be given; --help explains"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
         return f"{where(error)}the config has no field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
+    if mistyped := re.match(r"flag (--[\w.]+=.*?): .*(int\(\)|to float|boolean)", text):
+        return f"{mistyped[1]}: must be {WANTED[mistyped[2]]}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -3,10 +3,12 @@
     python -m smallgpt_jax.convert --to=hf --workdir=runs/pgpt --output=exported/pgpt
     python -m smallgpt_jax.convert --from=hf --input=gpt2 --workdir=runs/gpt2
     python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
+    python -m smallgpt_jax.convert --from=run --input=runs/pgpt --workdir=runs/pgpt-tuned
 
 `hf` is a folder as Hugging Face's libraries know it (or, read, a model's name on the hub): of one's own
-models, or of a GPT-2. `gpt_variations` is a .pt file of the paper's released code. What is read becomes
-a workdir, which generate, evaluate and, with --config=configs/run.py:WORKDIR, main take up.
+models, or of a GPT-2. `gpt_variations` is a .pt file of the paper's released code. `run` is another
+workdir, whose model is to be trained further on other text. What is read becomes a workdir, which
+generate, evaluate and, with --config=configs/run.py:WORKDIR, main take up.
 """
 
 import datetime
@@ -22,25 +24,34 @@ from smallgpt_jax.files import appearing
 from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Write this format, from --workdir to --output.")
-_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations"], "Read this format, from --input to --workdir.")
+_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Read this format, from --input to --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run: an existing one with --to, else a new one.")
 _OUTPUT = flags.DEFINE_string("output", None, "With --to: the new folder.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or name on the hub.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "With --from: the model's tokenizer, as config.data.tokenizer has it; unset: the one in "
     "the folder, or GPT-2's. With --to: 'skip' leaves the tokenizer out.")
-_STEP = flags.DEFINE_integer("step", None, "With --to: which checkpoint; the newest if unset.")
+_STEP = flags.DEFINE_integer("step", None, "Of a run: which checkpoint; the newest if unset.")
 _PATHS = flags.DEFINE_string("paths", "all", "With --to, of a pgpt: all, best (the heaviest), or numbers: 0,1.")
 flags.mark_flag_as_required("workdir")
+
+READ_WITH = {  # besides --workdir
+    "--to=hf": ("output", "tokenizer", "step", "paths"),
+    "--from=hf": ("input", "tokenizer"),
+    "--from=gpt_variations": ("input", "tokenizer"),
+    "--from=run": ("input", "step"),
+}
 
 
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
-        raise UserError("either --to=hf or --from=hf or --from=gpt_variations; --help explains")
-    ignored = {"--input": _INPUT.value, "--tokenizer": _TOKENIZER.value != "skip" and _TOKENIZER.value} if _TO.value \
-        else {"--output": _OUTPUT.value, "--step": _STEP.value, "--paths": _PATHS.value != "all"}
-    if given := [flag for flag, value in ignored.items() if value]:
-        raise UserError(f"{given[0]} means nothing with {'--to' if _TO.value else '--from'}; --help explains")
+        raise UserError("either --to=hf or --from=hf, gpt_variations or run; --help explains")
+    way = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
+    for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS):
+        if flag.present and flag.name not in READ_WITH[way]:
+            raise UserError(f"--{flag.name} means nothing with {way}; --help explains")
+    if _TO.value and _TOKENIZER.value not in (None, "skip"):
+        raise UserError(f"--tokenizer={_TOKENIZER.value}: a run has its own; --tokenizer=skip leaves it out")
     if _TO.value:
         export(Path(_WORKDIR.value).expanduser(), new_folder("--output", _OUTPUT.value))
     else:
@@ -78,6 +89,8 @@ def read(source: str, folder: Path) -> None:
     origin = {"format": _FROM.value, "read from": Path(source).name, "on": datetime.date.today().isoformat()}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read(source, finds_tokenizer=not _TOKENIZER.value)
+    elif _FROM.value == "run":
+        model, params, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
     else:
         model, params, facts = gpt_variations.read(Path(source).expanduser())
         origin, tokenizer = origin | facts, None

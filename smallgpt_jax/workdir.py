@@ -78,6 +78,11 @@ def check(workdir: Path, config: ConfigDict) -> None:
             f"{field} was {before.get(field)!r}, now {now.get(field)!r}" for field in different)
         raise UserError(f"--workdir={workdir}: belongs to a run with another config: {listed}.\n"
                         "Use the same settings to continue it, or another --workdir")
+    reached = max((int(path.name) for path in (workdir / CHECKPOINT_FOLDER).glob("*") if path.name.isdecimal()),
+                  default=0)
+    if reached > config.train.steps:
+        raise UserError(f"--workdir={workdir}: has been trained for {reached:,} steps, more than "
+                        f"config.train.steps={config.train.steps}; ask for as many, or use another --workdir")
 
 
 @contextlib.contextmanager

@@ -185,6 +185,10 @@ CASES = {
         another_run(lambda f: None), dict(GOOD, model__d_model=128, train__seed=7),
         "--workdir=HERE/run: belongs to a run with another config: model.d_model was 64, now 128; train.seed "
         "was 1337, now 7.\nUse the same settings to continue it, or another --workdir"),
+    "Fewer steps than the run has had": (
+        another_run(lambda f: None), dict(GOOD, train__steps=1),
+        "--workdir=HERE/run: has been trained for 2 steps, more than config.train.steps=1; ask for as many, or "
+        "use another --workdir"),
     "Text that has changed since the run began": (
         another_run(lambda f: (shutil.rmtree(f / "store"), (f / "good.jsonl").write_bytes(LINES * 2))), GOOD,
         "--workdir=HERE/run: its text has changed since the run began (splits.train.documents was 1796, now "

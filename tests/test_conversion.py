@@ -439,6 +439,13 @@ def test_the_command_carries_a_run_out_and_in_again(text_file, tmp_path):
     best = tmp_path / "best"
     assert run("convert", "--to=hf", f"--workdir={back}", f"--output={best}", "--paths=best").returncode == 0
     assert hugging_face.read(str(best)).model.config.num_paths == 1
+    tuned = tmp_path / "tuned"
+    result = run("convert", "--from=run", f"--input={trained}", f"--workdir={tuned}")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    begun = inference.load_trained(tuned)
+    assert_same(begun.params, one.params)
+    assert begun.step == 0 and begun.model.config == one.model.config
+    assert json.loads((tuned / "origin.json").read_text())["step"] == 20
     again = run("convert", "--to=hf", f"--workdir={back}", f"--output={best}")
     assert again.returncode == 1 and "there is something in it; name a new folder" in again.stderr
 
@@ -485,7 +492,10 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, capsys, monke
     (["--from=hf", "--input=HERE/none"], ["HERE/none", "neither a folder here"]),
     (["--to=hf", "--output=HERE/out"], ["HERE/run", "no such folder"]),
     (["--to=hf", "--output=."], ["--output=.: is the folder that you are in"]),
-    (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths means nothing with --from"]),
+    (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths means nothing with --from=hf"]),
+    (["--from=run", "--input=HERE/none"], ["HERE/none", "no such folder"]),
+    (["--from=run", "--input=HERE/none", "--tokenizer=gpt2"], ["--tokenizer means nothing with --from=run"]),
+    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"], ["--tokenizer=gpt2: a run has its own"]),
     (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
      ["the tokenizer has 50,257 entries, the model only 512"]),
 ])

@@ -95,14 +95,14 @@ def make(output: Path) -> list[tuple[str, Path]]:
 
 def check(run: budget.Planned, output: Path) -> None:
     """Raises UserError if there is another run in the folder of this one."""
-    try:
-        workdir.check(run.folder, run.config)
-    except UserError as error:
-        raise UserError(f"--output={output}: holds the runs of another comparison; use another one. {error}") from None
     done, steps = results.steps_done(run.folder), run.config.train.steps
     if done > steps:
         raise UserError(f"--output={output}: {run.name} was trained for {done} steps there, now {steps} are asked for; "
                         "use another --output")
+    try:
+        workdir.check(run.folder, run.config)
+    except UserError as error:
+        raise UserError(f"--output={output}: holds the runs of another comparison; use another one. {error}") from None
 
 
 def train_one(run: budget.Planned) -> str:

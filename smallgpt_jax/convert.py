@@ -86,7 +86,7 @@ def export(source: Path, output: Path) -> None:
 
 
 def read(source: str, folder: Path) -> None:
-    origin = {"format": _FROM.value, "read from": Path(source).name, "on": datetime.date.today().isoformat()}
+    origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":

@@ -421,9 +421,24 @@ def test_runs_of_one_seed_are_compared_with_each_other():
     """Seeds differ by more than the two models: that is no reason not to tell them apart."""
     groups = {"a": [a_run(seed) for seed in range(3)], "b": [a_run(seed, name="b", worse=0.5) for seed in range(3)]}
     assert report.outcome(groups) == (
-        "Lowest validation loss: a, 5.0000; then b, 5.5000. Of 3 seeds that both have, a is lower in 3, by 0.5000 to "
-        "0.5000.")
+        "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 seeds that all have, a is lower in 3, by 0.5000 "
+        "to 0.5000.")
     assert "no telling what chance does" in report.outcome({name: group[:1] for name, group in groups.items()})
+    # The seed that only a has is its worst: a mean over all three would put it behind b.
+    fewer = [a_run(seed, name="b", worse=0.2) for seed in range(2)]
+    assert "a, 4.5000; then b, 4.7000. Of the 2 seeds that all have" in report.outcome({**groups, "b": fewer})
+    assert "equal with each of the 3 seeds" in report.outcome({**groups, "b": groups["a"]})
+
+
+def test_benchmarks_are_those_of_the_last_step_and_the_whole_model(tmp_path):
+    def write(name: str, score: float) -> None:
+        (tmp_path / name).write_text(json.dumps({"results": {"copa": {"acc,none": score}}}))
+
+    for name, score in (("step20-copa.json", 0.7), ("step10-copa.json", 0.1), ("step200-copa.json", 0.2),
+                        ("step20-paths0-copa.json", 0.3), ("step20-bfloat16-copa.json", 0.4)):
+        write(name, score)
+    assert results.benchmarks(tmp_path, 20) == {"copa acc": 0.7}
+    assert report.shown(results.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
 
 
 def test_names_that_plots_and_files_would_misread(tmp_path):

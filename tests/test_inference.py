@@ -182,13 +182,16 @@ def test_tokens_drawn_ahead_are_those_drawn_one_by_one(architecture, fields):
     """Also past the end of the context, where half of it is read again; in one program."""
     model, params = small(architecture, **fields)
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
+    numbers = []
 
     def written(draw):
         texts = texts_of(model, params, random_rows(model, [1, 5]), seed=3)
         texts.reserve(30)
         tokens = [[], []]
         while (left := 30 - len(tokens[0])) > 0:
-            for row, so_far, drawn in zip(texts.ids, tokens, draw(texts, left)):
+            drawn_BxN = draw(texts, left)
+            numbers.append(len(drawn_BxN[0]))
+            for row, so_far, drawn in zip(texts.ids, tokens, drawn_BxN):
                 so_far += drawn
                 row += drawn
         assert texts.forgotten > 0
@@ -197,8 +200,29 @@ def test_tokens_drawn_ahead_are_those_drawn_one_by_one(architecture, fields):
     before = decoder.advance_ahead._cache_size()
     ahead = written(lambda texts, left: texts.draw_ahead(sampling, left).tolist())
     assert decoder.advance_ahead._cache_size() == before + 1
+    # Of 24 positions the longer prompt has 5: 20 tokens later nothing more can be read, and then of the other row.
+    assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == written(lambda texts, left: np.asarray(texts.draw(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]
+
+
+def test_rows_that_end_leave_the_others_alone():
+    """Three rows, of which one ends in the middle of what is drawn ahead and one with the context full."""
+    model, params = small("cgpt", conv_kernel=3)
+    rows, greedy = random_rows(model, [3, 6, CONTEXT - 4]), Sampling(temperature=None)
+    alone = texts_of(model, params, rows[:1])
+    together = texts_of(model, params, rows)
+    numbers = []
+    while len(together.ids[0]) < 16:
+        drawn_BxN = together.draw_ahead(greedy, 16 - len(together.ids[0])).tolist()
+        numbers.append(len(drawn_BxN[0]))
+        ends = {1: 8, 2: CONTEXT}  # where rows end, by their lengths
+        for i, (row, drawn) in enumerate(zip(together.ids, drawn_BxN)):
+            row += drawn[:max(0, ends.get(i, CONTEXT) - len(row))]
+    while len(alone.ids[0]) < 16:
+        alone.ids[0].append(int(alone.draw(greedy)[0]))
+    assert together.ids[0] == alone.ids[0]
+    assert numbers == [1, 4, 4, 4] and list(map(len, together.ids)) == [16, 8, CONTEXT]
 
 
 def test_lengths_are_rounded_up():

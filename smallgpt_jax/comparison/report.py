@@ -5,6 +5,7 @@ import dataclasses
 import html
 import itertools
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,21 +125,23 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 def outcome(groups: dict[str, list[Run]]) -> str:
     """Which run is best, and whether the seeds can tell it from the next."""
-    ends = {name: loss for name, group in groups.items()
-            if all(run.is_finished for run in group) and (loss := results.last(group, "loss"))}
+    ends = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
+            if all(run.is_finished for run in group) and results.last(group, "loss")}
     if len(ends) < 2:
         return "Fewer than two runs have ended: nothing to rank."
-    ranked = sorted(ends, key=lambda name: ends[name].mean)
-    (first, best), (second, runner_up) = ((name, ends[name]) for name in ranked[:2])
-    text = f"Lowest validation loss: {first}, {best.mean:.4f}; then {second}, {runner_up.mean:.4f}"
     # Runs of one seed read the same batches: what differs from seed to seed is not compared.
-    its, others = ({run.seed: run.last.loss for run in groups[name]} for name in (first, second))
-    pairs = [others[seed] - its[seed] for seed in its.keys() & others.keys()]
-    if len(pairs) < 2:
-        return f"{text}. With fewer than two seeds of both there is no telling what chance does."
-    lower = sum(difference > 0 for difference in pairs)
-    return (f"{text}. Of {len(pairs)} seeds that both have, {first} is lower in {lower}, by {min(pairs):.4f} to "
-            f"{max(pairs):.4f}.")
+    seeds = set.intersection(*map(set, ends.values()))
+    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in ends.items()}
+    first, second, *_ = sorted(means, key=means.get)
+    text = f"Lowest validation loss: {first}, {means[first]:.4f}; then {second}, {means[second]:.4f}"
+    if len(seeds) < 2:
+        return f"{text}. With fewer than two seeds that all have there is no telling what chance does."
+    differences = [ends[second][seed] - ends[first][seed] for seed in seeds]
+    if not any(differences):
+        return f"{text}. They are equal with each of the {len(seeds)} seeds that all have."
+    lower = sum(difference > 0 for difference in differences)
+    return (f"{text}. Of the {len(seeds)} seeds that all have, {first} is lower in {lower}, by {min(differences):.4f} "
+            f"to {max(differences):.4f}.")
 
 
 def summary(groups: dict[str, list[Run]]) -> Table:
@@ -167,23 +170,25 @@ def unfinished(group: list[Run]) -> str:
     return f" ({how}, step {', '.join(map(str, steps))})"
 
 
-def shown(numbers: Spread | None) -> str:
+def shown(numbers: Spread | None, seeds: int = 1) -> str:
+    """Mean and range; `seeds`: how many there are, said where fewer have the number."""
     if numbers is None:
         return MISSING
-    return f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
+    return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
+            + (f", {numbers.count} of {seeds} seeds" if numbers.count < seeds else ""))
 
 
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
     found = {name: results.contexts(group, text) for name, group in groups.items()}
     lengths = sorted({length for row in found.values() for length in row})
     return Table(("run", *(f"context {length:,}" for length in lengths)), tuple(
-        (name, *(shown(row.get(length)) for length in lengths)) for name, row in found.items()))
+        (name, *(shown(row.get(length), len(groups[name])) for length in lengths)) for name, row in found.items()))
 
 
 def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
     tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
     return Table(("run", *tasks), tuple(
-        (name, *(shown(results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]))
+        (name, *(shown(results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]), len(group))
                  for task in tasks)) for name, group in groups.items()))
 
 

@@ -93,7 +93,7 @@ def read_run(name: str, folder: Path) -> Run:
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
         sessions=tuple(sessions), texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations))
+        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps))
 
 
 def steps_done(folder: Path) -> int:
@@ -126,10 +126,13 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
     return seconds[-1] + (step - steps[-1]) * (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
 
 
-def benchmarks(evaluations: Path) -> dict[str, float]:
-    """The scores in the newest of lm-evaluation-harness's results of each task; acc_norm where there is one."""
+def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
+    """The scores of the checkpoint of `step` in the newest of lm-evaluation-harness's results of each task, of the
+    whole model as it was trained; acc_norm where there is one."""
     scores = {}
-    for path in sorted(evaluations.glob("step*.json"), key=lambda path: path.stat().st_mtime):
+    paths = [path for path in evaluations.glob(f"step{step}-*.json")
+             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # see evaluate.py
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         for task, values in (read_json(path) or {}).get("results", {}).items():
             metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
             for metric in ("acc_norm", "acc"):

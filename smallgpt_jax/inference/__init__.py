@@ -32,9 +32,11 @@ class TextModel:
     params: Any  # as `decoder.unstacked` gives them
     tokenizer: tokenizers.Tokenizer
 
-    def generate(self, prompt: str = "", max_new_tokens: int = 200, **settings) -> str:
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, *, stop: Sequence[str] = (), seed: int = 0,
+                 **settings) -> str:
         """What the model continues `prompt` with; settings as for `stream`."""
-        return "".join(self.stream(prompt, max_new_tokens, **settings))
+        sampling = check(stop, max_new_tokens, settings)
+        return self.finish(self._begin([prompt], seed), max_new_tokens, stop, sampling)[0]
 
     def stream(self, prompt: str = "", max_new_tokens: int = 200, *, stop: Sequence[str] = (), seed: int = 0,
                **settings) -> Iterator[str]:

@@ -210,7 +210,7 @@ class Texts:
         way, after a token.
         """
         new, counts, streams = self._new()
-        longest = max(map(len, self.ids))
+        longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
         steps = min(most, AHEAD, self.model.config.context_length + 1 - longest)
         if not self._cache or max(counts) != 1 or steps < 1:
             return np.asarray(self.draw(sampling))[:, None]

@@ -64,7 +64,7 @@ def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_
 def advance_ahead(params, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                   sampling: Sampling, **settings):
     """`advance` with one token of each row, then with the one drawn, and so on: `steps` times, at
-    most AHEAD, without asking the host, which costs a small model more time than a tenth of a step.
+    most AHEAD, without asking the host, which costs a small model a tenth of a step or more.
 
     Rows whose `count_B` is 0 stay where they are. Returns the cache, what has been seen, and the drawn
     tokens, (B, AHEAD) int32, of which the first `steps` mean something.

@@ -91,6 +91,8 @@ def read(source: str, folder: Path) -> None:
         model, params, tokenizer = hugging_face.read(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
+        # How it came about goes with the weights, and so does where it was begun itself.
+        origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
     else:
         model, params, facts = gpt_variations.read(Path(source).expanduser())
         origin, tokenizer = origin | facts, None

@@ -445,7 +445,11 @@ def test_the_command_carries_a_run_out_and_in_again(text_file, tmp_path):
     begun = inference.load_trained(tuned)
     assert_same(begun.params, one.params)
     assert begun.step == 0 and begun.model.config == one.model.config
-    assert json.loads((tuned / "origin.json").read_text())["step"] == 20
+    origin = json.loads((tuned / "origin.json").read_text())
+    assert origin["step"] == 20 and origin["steps"].startswith("20 of 8 × 64 tokens")
+    assert run("convert", "--from=run", f"--input={tuned}", f"--workdir={tmp_path / 'again'}").returncode == 0
+    chained = json.loads((tmp_path / "again" / "origin.json").read_text())
+    assert chained["weights from: steps"] == origin["steps"]
     again = run("convert", "--to=hf", f"--workdir={back}", f"--output={best}")
     assert again.returncode == 1 and "there is something in it; name a new folder" in again.stderr
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import jax
 from absl import flags
+from ml_collections import config_flags
 
-from smallgpt_jax import cli, train, workdir
+from smallgpt_jax import cli, data, train, workdir
 from smallgpt_jax.comparison import budget, measure, results
 from smallgpt_jax.errors import Diverged, InTraining, UserError
 from smallgpt_jax.files import locked
@@ -48,34 +49,47 @@ def main() -> None:
         cli.fail("give either --config, a comparison to make, or --workdirs, runs that are there", status=2)
     logged = figures.read_logged(Path(_LOGGED.value)) if _LOGGED.value else None
     output = Path(_OUTPUT.value).expanduser()
-    found = make(output) if _WORKDIRS.value is None else find()
+    found = make(output) if _WORKDIRS.value is None else find(output)
+    read(found)  # before the folder is made
     output.mkdir(parents=True, exist_ok=True)
     with locked(output / workdir.LOCK_FILE, wait=True):  # who writes last has seen all that is finished
-        runs = [results.read_run(name, folder) for name, folder in found]
-        results.check_comparable(runs)
-        told = report.write(output, runs, about(), logged)
+        told = report.write(output, read(found), about(), logged)
     print(f"\n{told}\n\n{output / 'report.html'}")
 
 
-def find() -> list[tuple[str, Path]]:
+def read(found: list[tuple[str, Path]]) -> list[results.Run]:
+    """What came of these runs. Raises UserError for folders without one, and for runs that do not compare."""
+    runs = [results.read_run(name, folder) for name, folder in found]
+    results.check_comparable(runs)
+    return runs
+
+
+def find(output: Path) -> list[tuple[str, Path]]:
     """The runs of --workdirs, with names."""
     patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
     folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern)) or [pattern]]
     if not folders:
         raise UserError("--workdirs: names no run")
+    made = output / budget.RUNS_FOLDER
+    if made.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
+            folder.resolve().parent == made.resolve() for folder in folders):
+        raise UserError(f"--output={output}: has the report of runs of its own, {made}; use another --output")
     return results.named(folders)
 
 
 def make(output: Path) -> list[tuple[str, Path]]:
     """Trains what is not trained yet of --config, and measures of each finished run what the comparison asks
     for. Returns the runs that have begun, with their names."""
-    planned, compare = budget.plan(_CONFIG.value, output), _CONFIG.value.compare
+    configs, compare = budget.resolved(_CONFIG.value), _CONFIG.value.compare
+    tell_own_fields()
     texts = measure.named_sources(compare.texts)
-    for run in planned:
-        check(run, output)
-    for name, corpus in measure.corpora(planned[0].config, texts).items():  # now, not when the first run has ended
-        for config in {run.name: run.config for run in planned}.values():
+    corpora = measure.corpora(next(iter(configs.values())), texts)  # all of them now, not when the first run has ended
+    for name, corpus in corpora.items():
+        for config in configs.values():
             measure.Stretch(corpus, config, compare.contexts, name)
+    planned = budget.plan(_CONFIG.value, output)
+    for run in planned:
+        check(run, output, corpora[results.OWN])
     for number, run in enumerate(planned, start=1):
         if results.has_diverged(run.folder):
             print(f"{run.folder}: has diverged before, and stays as it is (smallgpt_jax.main goes on with it)",
@@ -93,16 +107,25 @@ def make(output: Path) -> list[tuple[str, Path]]:
     return [(run.name, run.folder) for run in planned if (run.folder / workdir.STORE_FILE).exists()]
 
 
-def check(run: budget.Planned, output: Path) -> None:
-    """Raises UserError if there is another run in the folder of this one."""
-    done, steps = results.steps_done(run.folder), run.config.train.steps
-    if done > steps:
-        raise UserError(f"--output={output}: {run.name} was trained for {done} steps there, now {steps} are asked for; "
-                        "use another --output")
+def tell_own_fields() -> None:
+    """Says which fields that were set for all are not those of a run, since it has its own."""
+    for path, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
+        group, _, field = path.partition(".")
+        for name in budget.names(_CONFIG.value):
+            own = _CONFIG.value.runs[name].get(group, {})
+            if field in own:
+                print(f"--config.{path}={value}: not for {name}, which has its own, {own[field]!r}: "
+                      f"--config.runs.{name}.{path}")
+
+
+def check(run: budget.Planned, output: Path, text: data.Corpus) -> None:
+    """Raises UserError if there is another run in the folder of this one, or one of another text."""
     try:
         workdir.check(run.folder, run.config)
+        workdir.check_text(run.folder, text)
     except UserError as error:
-        raise UserError(f"--output={output}: holds the runs of another comparison; use another one. {error}") from None
+        told = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
+        raise UserError(f"--output={output}: {told}") from None
 
 
 def train_one(run: budget.Planned) -> str:
@@ -127,7 +150,8 @@ def about() -> dict[str, str]:
         return {"title": "Comparison", "budget": "Runs that were trained one by one, each as its config says.",
                 "command": command}
     compare, count = _CONFIG.value.compare, len(budget.names(_CONFIG.value))
-    return {"title": f"{count} models at equal {compare.budget}", "budget": EQUAL[compare.budget].format(**compare),
+    return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
+            "budget": EQUAL[compare.budget].format(**compare),
             "command": command}
 
 

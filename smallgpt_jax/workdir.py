@@ -109,8 +109,18 @@ def taken(workdir: Path) -> Iterator[None]:
 def begin(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
     """Writes down what the run is, or takes up the one that is there.
 
-    Raises UserError if the text it was trained on so far is not that of `corpus`.
+    Raises UserError if that was trained on another text; see `check_text`.
     """
+    check_text(workdir, corpus)
+    write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
+    if not (workdir / STORE_FILE).exists():  # which is written last: all of it is there then
+        tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
+        write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
+
+
+def check_text(workdir: Path, corpus: Corpus) -> None:
+    """Raises UserError if what was trained in `workdir` so far, or imported, was with another text or tokenizer
+    than `corpus` has."""
     now = corpus.description
     if (workdir / STORE_FILE).exists():
         try:
@@ -128,10 +138,6 @@ def begin(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(f"--workdir={workdir}: its model was imported with another tokenizer than that of the "
                             f"text; set --config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
-    write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
-    if not (workdir / STORE_FILE).exists():  # which is written last: all of it is there then
-        tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
-        write_atomically(workdir / STORE_FILE, json.dumps(now, indent=2) + "\n")
 
 
 def plant(workdir: Path, model: models.LanguageModel, params, tokenizer: Tokenizer, origin: dict) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from conftest import ROOT, forward, load_config, run
 from ml_collections import ConfigDict
 
 from configs.compare import base
-from smallgpt_jax import inference, models, train, workdir
+from smallgpt_jax import data, inference, models, train, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, figures, measure, report, results
+from smallgpt_jax.data import store
 from smallgpt_jax.errors import UserError
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
@@ -95,6 +97,10 @@ def test_equal_seconds_by_a_measured_speed_that_is_kept(tmp_path, monkeypatch):
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 of the 0.1 seconds; the nearest, 1 steps, are \+100.0% off"):
         budget.plan(config, tmp_path)
+    config.compare.seconds, config.model.d_model = 60.0, 256
+    budget.folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
+    with pytest.raises(UserError, match="pgpt was begun there with another budget or config"):
+        budget.plan(config, tmp_path)
 
 
 def test_speed_is_that_of_training_steps(monkeypatch):
@@ -116,7 +122,7 @@ def test_speed_is_that_of_training_steps(monkeypatch):
     (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
     (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
     (dict(compare__contexts=(0,)), "must be whole numbers, 1 and above"),
-    (dict(model__num_heads=3), "config.runs.gpt: config.model.num_heads=3: must divide")])
+    (dict(model__num_heads=3), "gpt: config.model.num_heads=3: must divide")])
 def test_comparisons_that_cannot_be_made_are_refused(fields, words, tmp_path):
     with pytest.raises(UserError, match=words):
         budget.plan(comparison(**fields), tmp_path)
@@ -128,11 +134,11 @@ def test_comparisons_that_cannot_be_made_are_refused(fields, words, tmp_path):
     ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': not of the type"),
     ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: not of the type"),
     ({"a": {"model": {"num_paths": "two"}}}, "config.runs.a.model.num_paths='two': not of the type"),
-    ({"a": {"train": {"microbatches": 3}}}, "config.runs.a: config.train.batch_size=8: must be a multiple of"),
-    ({"a": {"optimizer": {"name": "sgd"}}}, "config.runs.a: config.optimizer.name='sgd'"),
+    ({"a": {"train": {"microbatches": 3}}}, "a: config.train.batch_size=8: must be a multiple of"),
+    ({"a": {"optimizer": {"name": "sgd"}}}, "a: config.optimizer.name='sgd'"),
     ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: follows from the budget"),
     ({"a, b": {}}, "names have no commas"),
-    ({"a": {"model": {"num_paths": 2}}}, "config.runs.a: config.model.num_paths=2: gpt has no such part"),
+    ({"a": {"model": {"num_paths": 2}}}, "a: config.model.num_paths=2: gpt has no such part"),
     ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
     ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' would have the same workdir"),
     ({}, "the comparison has no runs")])
@@ -156,12 +162,14 @@ def test_a_misspelt_field_of_a_comparison_is_refused():
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("size", ["tiny", "quickstart"])
+@pytest.mark.parametrize("size", ["tiny", "quickstart", "paper"])
 def test_shipped_comparisons_can_be_made(name, size, tmp_path):
     config = importlib.import_module(f"configs.compare.{name}").get_config(size)
     planned = budget.plan(config, tmp_path)
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
+    if name == "stages":  # what the others are told apart from is lgpt as it is
+        assert planned[0].config.model == load_config("lgpt", size).model
     measure.named_sources(config.compare.texts)
 
 
@@ -295,10 +303,42 @@ def test_what_is_there_is_not_taken_for_another_comparison(compared):
     common = (*ARGUMENTS, f"--config.data.source={source}", f"--output={output}", "--config.compare.names=gpt")
     for changed, words in (
             (["--config.train.steps=6", "--config.optimizer.decay_steps=8", "--config.compare.reference=gpt"],
-             "was trained for 8 steps there, now 6 are asked for"),
-            (["--config.model.d_model=128"], "holds the runs of another comparison; use another one.")):
+             "has been trained for 8 steps, more than config.train.steps=6; ask for as many, or use another --output"),
+            (["--config.model.d_model=128"], "gpt-seed1337: belongs to a run with another config: model.d_model")):
         done = run(*common, *changed)
-        assert done.returncode == 1 and words in done.stderr, done.stderr
+        assert done.returncode == 1 and words in done.stderr and "--workdir" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_text_that_has_changed_is_refused_before_anything_is_trained(compared, tmp_path):
+    output, _, _ = compared
+    shutil.copytree(output / "runs" / "gpt-seed1337", tmp_path / "runs" / "gpt-seed1337")
+    store = tmp_path / "runs" / "gpt-seed1337" / "store.json"
+    described = json.loads(store.read_text())
+    described["splits"]["train"]["tokens"] += 1
+    store.write_text(json.dumps(described))
+    source = workdir.read_config(store.parent).data.source
+    done = run(*ARGUMENTS, f"--config.data.source={source}", f"--output={tmp_path}", "--config.compare.names=pgpt,gpt")
+    assert done.returncode == 1 and "its text has changed since the run began" in done.stderr
+    assert "or the text of then" in done.stderr and "another --output" in done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["gpt-seed1337"]
+
+
+@pytest.mark.slow
+def test_the_report_of_a_comparison_is_not_replaced_by_one_of_other_runs(compared, tmp_path):
+    output, _, _ = compared
+    before = (output / "report.md").read_bytes()
+    done = run("compare", f"--workdirs={begun(output / 'runs' / 'gpt-seed1337', tmp_path / 'x')}", f"--output={output}")
+    assert done.returncode == 1 and "has the report of runs of its own" in done.stderr
+    assert (output / "report.md").read_bytes() == before
+
+
+def test_a_field_set_for_all_is_told_of_runs_with_their_own(tmp_path):
+    done = run("compare", "--config=configs/compare/paper.py:quickstart", "--config.compare.names=gpt,lgpt",
+               "--config.model.d_model=64", "--config.compare.texts=wrong", f"--output={tmp_path / 'out'}")
+    assert done.stdout == ("--config.model.d_model=64: not for lgpt, which has its own, 192: "
+                           "--config.runs.lgpt.model.d_model\n")
+    assert done.returncode == 1 and "is not NAME=SOURCE" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -323,7 +363,7 @@ def test_runs_of_different_texts_are_refused(compared, tmp_path):
     done = run("compare", f"--workdirs={output / 'runs' / 'gpt-seed1337'},{other}", f"--output={tmp_path / 'report'}")
     assert done.returncode == 1
     assert "cannot be drawn in one plot: their texts differ" in done.stderr and done.stderr.count("\n") <= 2
-    assert not list((tmp_path / "report").iterdir())
+    assert not (tmp_path / "report").exists()
 
 
 def test_what_cannot_be_compared_is_told(tmp_path):
@@ -392,6 +432,23 @@ def test_longer_contexts_are_measured_once_and_of_the_last_step(text_file, tmp_p
     assert len(told) == 3
 
 
+def test_a_mixture_is_measured_by_weight_and_on_the_same_tokens_in_each_context(token_store, tmp_path):
+    (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
+    numbers = store.prepare(
+        tmp_path / "numbers", source=str(tmp_path / "numbers.txt"), tokenizer="bytes", validation_fraction=0.2,
+        text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
+    corpus = data.Corpus([token_store, numbers], [0.25, 0.75])
+    config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens: 2 and 6 stretches of 256
+    stretch = measure.Stretch(corpus, config, (1, 2, 4), "own")
+    of_one, of_four = (corpus.packed("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
+    assert of_one > 4 * of_four  # so that the second store's rows begin elsewhere in each
+    seen = [np.sort(np.concatenate([row[1:] for batch in stretch.batches(times, 5)
+                                    for row in batch.tokens_BxT1[batch.counts_BxT.any(1)]])) for times in (1, 2, 4)]
+    assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
+    digits = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
+    assert 0.7 < digits <= 0.75  # and line breaks
+
+
 def test_texts_need_names():
     assert measure.named_sources("a=x.txt, b=y/*.txt") == {"a": "x.txt", "b": "y/*.txt"}
     for texts in ("x.txt", "=x", "a=", "a=x,a=y", "own=x"):
@@ -427,6 +484,9 @@ def test_runs_of_one_seed_are_compared_with_each_other():
     # The seed that only a has is its worst: a mean over all three would put it behind b.
     fewer = [a_run(seed, name="b", worse=0.2) for seed in range(2)]
     assert "a, 4.5000; then b, 4.7000. Of the 2 seeds that all have" in report.outcome({**groups, "b": fewer})
+    groups["c"] = [a_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
+    assert report.outcome({"a": groups["a"], "c": groups["c"]}).endswith(
+        "Of the 3 seeds that all have, a is lower in 2; c less a is -0.1000 to +0.2000.")
     assert "equal with each of the 3 seeds" in report.outcome({**groups, "b": groups["a"]})
 
 
@@ -452,6 +512,16 @@ def test_names_that_plots_and_files_would_misread(tmp_path):
     assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
     legend, = figures.loss_against("tokens", runs).legends
     assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
+
+
+def test_logged_curves_are_read_or_refused(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("model,step,val_loss\ngpt,10,4.5\n")
+    assert figures.read_logged(table) == {"gpt": [(5_242_880, 4.5)]}
+    for text in ("", "model,step,val_loss\n", "a,b\n1,2\n", "model,step,val_loss\ngpt,ten,4.5\n", "x" * 200_000):
+        table.write_text(text)
+        with pytest.raises(UserError, match=r"--logged=.*table.*model,step,val_loss"):
+            figures.read_logged(table)
 
 
 def test_spread_and_curves():

@@ -3,7 +3,8 @@
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
 "halved n times" spreads the blocks over n stages; in all but "last stage kept" the width is halved after the last
-stage too. "scaled heads" are as wide in every stage, and fewer. Dense layers halve, but where it says conv.
+stage too. The first one, and what the others are told apart from, is the recipe's own. "scaled heads" are as wide in
+every stage, and fewer (left out where they cannot be halved as often). Dense layers halve, but where it says conv.
 """
 
 from configs.compare import base
@@ -12,10 +13,13 @@ from configs.compare import base
 def get_config(size: str = "quickstart"):
     common = base.recipe("lgpt", size)
     layers = common.model.num_layers
-    runs = {f"halved {n}×": {"model": {"blocks_per_stage": layers // n}} for n in (2, 1, 4) if layers % n == 0}
+    recipe = layers // common.model.blocks_per_stage
+    runs = {f"halved {n}×": {"model": {"blocks_per_stage": layers // n}}
+            for n in dict.fromkeys((recipe, 1, 2, 4)) if layers % n == 0}
+    runs["last stage kept"] = {"model": {"compress_last_stage": False}}
+    if common.model.num_heads % 2**(recipe - 1) == 0:
+        runs["scaled heads"] = {"model": {"stage_heads": "scaled"}}
     runs |= {
-        "last stage kept": {"model": {"compress_last_stage": False}},
-        "scaled heads": {"model": {"stage_heads": "scaled"}},
         **{f"conv {kernel}": {"model": {"architecture": "cgpt", "conv_kernel": kernel}} for kernel in (1, 3, 5)},
         "gpt": base.differences(base.recipe("gpt", size), common)}
     return base.comparison(common, runs)

@@ -23,7 +23,7 @@ BUDGETS = ("tokens", "flops", "parameters", "seconds")
 MOST_OFF = 0.01  # by how much a run may miss its budget of tokens, FLOPs or seconds
 MOST_OFF_PARAMETERS = 0.02
 MOST_MOVED = 0.1  # by how much equal parameters may be others than the reference's
-SPEEDS_FILE = "speeds.json"
+RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in the folder of a comparison
 SPEED_SECONDS = 5.0  # for how long a run's speed is measured
 
 
@@ -41,11 +41,8 @@ def plan(config: ConfigDict, output: Path) -> list[Planned]:
 
     Raises UserError for a comparison that cannot be made, and for a budget that a run cannot meet.
     """
-    check(config)
-    compare = config.compare
+    runs, compare = resolved(config), config.compare
     reference = resolve(config, compare.reference)
-    runs = {name: resolve(config, name) for name in names(config)}
-    check_same_text(runs)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
     speeds = measured_speeds(runs, output) if compare.budget == "seconds" else {}
@@ -60,9 +57,17 @@ def plan(config: ConfigDict, output: Path) -> list[Planned]:
     return planned
 
 
+def resolved(config: ConfigDict) -> dict[str, ConfigDict]:
+    """The runs of a comparison before its budget, {name: config}, all of one text."""
+    check(config)
+    runs = {name: resolve(config, name) for name in names(config)}
+    check_same_text(runs)
+    return runs
+
+
 def folder(output: Path, name: str, seed: int) -> Path:
     """The workdir of a run: its name and seed, as a name for a folder."""
-    return output / "runs" / f"{safe_name(name)}-seed{seed}"
+    return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}"
 
 
 def check(config: ConfigDict) -> None:
@@ -126,7 +131,7 @@ def resolve(config: ConfigDict, name: str) -> ConfigDict:
     try:
         train.set_up(run)
     except UserError as error:
-        raise UserError(f"config.runs.{name}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
     return run
 
 
@@ -248,13 +253,19 @@ def cost(config: ConfigDict, budget: str) -> float:
 
 
 def measured_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
-    """The steps a second of each run, as it was measured when the comparison first asked: kept in speeds.json."""
+    """The steps a second of each run, as it was measured when the comparison first asked: kept in speeds.json.
+
+    Raises UserError if a run was begun there without that.
+    """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
     with locked(output / workdir.LOCK_FILE, wait=True):  # of several processes, one measures
         speeds = json.loads(path.read_text()) if path.exists() else {}
-        for run in runs.values():
+        for name, run in runs.items():
             if digest(run) not in speeds:
+                if folder(output, name, run.train.seed).exists():
+                    raise UserError(f"--output={output}: {name} was begun there with another budget or config; use the "
+                                    "same to continue it, or another --output")
                 speeds[digest(run)] = steps_per_second(run)
                 write_atomically(path, json.dumps(speeds, indent=2) + "\n")
     return {name: speeds[digest(run)] for name, run in runs.items()}

@@ -84,8 +84,10 @@ def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
             for row in csv.DictReader(file):
                 curves.setdefault(row["model"], []).append(
                     (int(row["step"]) * PAPER_TOKENS_PER_STEP, float(row["val_loss"])))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(f"--logged={path}: not a table of model,step,val_loss ({error})") from None
+    if not curves:
+        raise UserError(f"--logged={path}: a table without rows; model,step,val_loss are wanted")
     return curves
 
 

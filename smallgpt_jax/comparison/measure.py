@@ -60,21 +60,21 @@ class Stretch:
     """Some tokens of a validation split, the same ones in rows of any multiple of the context.
 
     As many as training validates on, in stretches of the longest of the `contexts` (multiples), chosen at
-    random. Raises UserError if the split is shorter than one of them.
+    random; of a mixture by weight. Raises UserError if a split is shorter than one of them.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.longest = math.lcm(*contexts)
-        in_all = self._rows(self.longest).num_rows
-        if not in_all:
+        self._stretches = self._rows(self.longest)
+        if not all(packing.num_rows for packing in self._stretches.packings):
             raise UserError(f"the validation split of the text {name!r} is shorter than {self.longest} contexts, "
                             f"{self.longest * self.context_length:,} + 1 tokens (config.compare.contexts): use more "
                             "text, or shorter contexts")
-        wanted = config.train.eval_steps * config.train.batch_size // self.longest or in_all
         self.bytes_per_token = corpus.bytes_per_token("validation")
-        self._chosen = np.random.default_rng(0).permutation(in_all)[:wanted]
+        wanted = config.train.eval_steps * config.train.batch_size
+        self._chosen = batches.some_rows(self._stretches, -(-wanted // self.longest))
 
     def _rows(self, times: int) -> batches.Mixture:
         return batches.Mixture(self._corpus.packed("validation", "concat", self._separate, times * self.context_length),
@@ -82,9 +82,11 @@ class Stretch:
 
     def batches(self, times: int, batch_size: int) -> Iterator[Rows]:
         """Batches of rows of `times` the context."""
-        parts = self.longest // times
-        order = (self._chosen[:, None] * parts + np.arange(parts)[None]).ravel()
-        return iter(batches.counted_batches(self._rows(times), order, batch_size))
+        parts, rows = self.longest // times, self._rows(times)
+        packing_of = self._stretches.packing_of(self._chosen)
+        first_parts = rows.first_rows[packing_of] + parts * (self._chosen - self._stretches.first_rows[packing_of])
+        order = (first_parts[:, None] + np.arange(parts)[None]).ravel()
+        return iter(batches.counted_batches(rows, order, batch_size))
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], say=print) -> None:

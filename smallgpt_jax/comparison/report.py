@@ -62,7 +62,7 @@ def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", figures.png(block.figure))
-    write_atomically(output / "results.json", json.dumps(
+    write_atomically(output / results.RESULTS_FILE, json.dumps(
         {**about, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
     write_atomically(output / "report.md", markdown(about["title"], blocks))
     write_atomically(output / "report.html", page(about["title"], blocks))
@@ -92,8 +92,8 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
         if len(table.head) > 2:
             blocks += [Heading(f"Longer contexts: {whose}"), Plot(
                 f"context-{safe_name(text)}", figures.loss_against_context(text, whose, runs),
-                f"Bits per byte of {whose}, read in longer contexts than in training. Learned positions end at the "
-                "training context."), table]
+                f"Bits per byte of {whose}, read in longer contexts than in training; not the stretches that the "
+                "validation loss is of. Learned positions end at the training context."), table]
         elif text != OWN:  # of which that is the validation loss
             blocks += [Heading(f"Another text: {text}, bits per byte"), table]
     if any(run.benchmarks for run in runs):
@@ -139,9 +139,11 @@ def outcome(groups: dict[str, list[Run]]) -> str:
     differences = [ends[second][seed] - ends[first][seed] for seed in seeds]
     if not any(differences):
         return f"{text}. They are equal with each of the {len(seeds)} seeds that all have."
-    lower = sum(difference > 0 for difference in differences)
-    return (f"{text}. Of the {len(seeds)} seeds that all have, {first} is lower in {lower}, by {min(differences):.4f} "
-            f"to {max(differences):.4f}.")
+    lower, low, high = sum(difference > 0 for difference in differences), min(differences), max(differences)
+    text = f"{text}. Of the {len(seeds)} seeds that all have, {first} is lower in {lower}"
+    if lower == len(seeds):
+        return f"{text}, by {low:.4f} to {high:.4f}."
+    return f"{text}; {second} less {first} is {low:+.4f} to {high:+.4f}."
 
 
 def summary(groups: dict[str, list[Run]]) -> Table:

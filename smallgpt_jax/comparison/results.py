@@ -18,6 +18,7 @@ from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 OWN = "own"  # the name of the text that a run was trained on, among those that it was measured on
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # among the evaluations
+RESULTS_FILE = "results.json"  # of a comparison
 
 
 @dataclasses.dataclass(frozen=True)

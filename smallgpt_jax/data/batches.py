@@ -34,10 +34,14 @@ class Mixture:
         """The number of each packing's first row."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
+    def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
+        """Which packing each row is of."""
+        return np.searchsorted(self.first_rows, rows_B, side="right") - 1
+
     def read(self, rows_B: np.ndarray) -> Rows:
         if len(self.packings) == 1:
             return self.packings[0].read(rows_B)
-        packing_of = np.searchsorted(self.first_rows, rows_B, side="right") - 1
+        packing_of = self.packing_of(rows_B)
         parts = [packing.read(rows_B[packing_of == i] - self.first_rows[i])
                  for i, packing in enumerate(self.packings)]
         order = np.argsort(np.argsort(packing_of, kind="stable"))  # back to the order of rows_B
@@ -94,8 +98,7 @@ def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iter
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
                        ) -> grain.MapDataset:
-    """The first `limit` batches (0: all) in one fixed shuffled order, each row once; of several packings
-    as many rows as their weights say.
+    """`some_rows` in batches, at most `limit` (0: all).
 
     Items as `counted_batches` makes them. Raises UserError if a split has not one row.
     """
@@ -104,15 +107,19 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
             raise UserError(
                 f"the validation text has {packing.split.tokens:,} tokens, fewer than one row of "
                 f"{packing.context_length} + 1: use more text or a larger config.data.validation_fraction")
+    return counted_batches(mixture, some_rows(mixture, limit * batch_size), batch_size, rows)
+
+
+def some_rows(mixture: Mixture, limit: int) -> np.ndarray:
+    """The numbers of the first `limit` rows (0: all) in one fixed shuffled order, each once; of several packings
+    as many as their weights say."""
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
-    total = min(limit * batch_size, most) if limit else most
+    total = min(limit, most) if limit else most
     counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))  # their sum is `total`
     order = np.concatenate([
         first + np.random.default_rng(0).permutation(packing.num_rows)[:count]
         for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)])
-    if len(mixture.packings) > 1:
-        order = np.random.default_rng(0).permutation(order)
-    return counted_batches(mixture, order, batch_size, rows)
+    return np.random.default_rng(0).permutation(order) if len(mixture.packings) > 1 else order
 
 
 def counted_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),

@@ -68,9 +68,11 @@ def test_equal_flops_within_one_percent(tmp_path):
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2)) == 1939
 
 
-@pytest.mark.parametrize("size", ["quickstart", "paper"])
-def test_equal_parameters_within_two_percent(size, tmp_path):
-    planned = budget.plan(comparison(size, compare__budget="parameters", compare__seeds=1), tmp_path)
+@pytest.mark.parametrize("size, names", [("quickstart", "gpt,pgpt,lgpt,cgpt"), ("paper", "gpt,lgpt")])
+def test_equal_parameters_within_two_percent(size, names, tmp_path):
+    config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
+    planned = budget.plan(config, tmp_path)
+    assert ",".join(run.name for run in planned) == names
     gpt = models.num_parameters(models.build(**load_config("gpt", size).model))
     # Six halvings: the widths that lgpt can have lie 5% apart at full size; then the others follow it.
     target = {"quickstart": gpt, "paper": 157_112_256}[size]

@@ -1,5 +1,6 @@
 """From a comparison's config to its runs: each one's own config, with as much of everything as the others."""
 
+import bisect
 import copy
 import difflib
 import functools
@@ -7,6 +8,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,29 +188,34 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     # Parameters grow with the width's square, and no slower than with the width.
     widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
     found, fields = [], config.model.to_dict()
+    counts: dict[int, int] = {}  # by width: into how many heads it is cut changes no parameters
+
+    def count(width: int) -> int:
+        if width not in counts:
+            counts[width] = num_parameters(changed(config, width, num_heads))
+        return counts[width]
+
     for num_heads in [heads, *sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))]:
         widths = [width for width in range(num_heads, widest, num_heads)
                   if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
                   and is_model({**fields, "d_model": width, "num_heads": num_heads})]
         if widths:
-            found.append(nearest_width(config, widths, num_heads, target))
-            if abs(found[-1][0] / target - 1) <= MOST_OFF_PARAMETERS:
+            width = nearest_width(widths, config.model.d_model, target, count)
+            found.append((width, num_heads))
+            if abs(count(width) / target - 1) <= MOST_OFF_PARAMETERS:
                 break
-    _, width, num_heads = min(found, key=lambda one: abs(one[0] - target))
-    return changed(config, width, num_heads)
+    return changed(config, *min(found, key=lambda one: abs(counts[one[0]] - target)))
 
 
-def nearest_width(config: ConfigDict, widths: list[int], num_heads: int, target: int) -> tuple[int, int, int]:
-    """(parameters, width, heads) of the one among these widths whose parameters are nearest to `target`."""
-    def count(i: int) -> int:
-        return num_parameters(changed(config, widths[i], num_heads))
-
-    low, high = 0, len(widths) - 1
+def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
+    """The one among these widths whose parameters, `count(width)`, are nearest to `target`."""
+    low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:  # the first width with at least as many
-        middle = (low + high) // 2
-        low, high = (low, middle) if count(middle) >= target else (middle + 1, high)
-    return min(((count(i), widths[i], num_heads) for i in {max(0, low - 1), low}),
-               key=lambda found: abs(found[0] - target))
+        i = min(max(guess, low), high - 1)
+        low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
+        # To count takes long, and parameters grow almost with the width's square: so few counts are needed.
+        guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
+    return min(widths[max(0, low - 1):low + 1], key=lambda width: abs(count(width) - target))
 
 
 def changed(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:

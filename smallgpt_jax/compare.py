@@ -151,8 +151,7 @@ def about() -> dict[str, str]:
                 "command": command}
     compare, count = _CONFIG.value.compare, len(budget.names(_CONFIG.value))
     return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
-            "budget": EQUAL[compare.budget].format(**compare),
-            "command": command}
+            "budget": EQUAL[compare.budget].format(**compare), "command": command}
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from configs.compare import base
 def get_config(size: str = "quickstart"):
     common = base.recipe("lgpt", size)
     layers = common.model.num_layers
-    recipe = layers // common.model.blocks_per_stage
+    recipe_stages = layers // common.model.blocks_per_stage
     runs = {f"halved {n}×": {"model": {"blocks_per_stage": layers // n}}
-            for n in dict.fromkeys((recipe, 1, 2, 4)) if layers % n == 0}
+            for n in dict.fromkeys((recipe_stages, 1, 2, 4)) if layers % n == 0}
     runs["last stage kept"] = {"model": {"compress_last_stage": False}}
-    if common.model.num_heads % 2**(recipe - 1) == 0:
+    if common.model.num_heads % 2**(recipe_stages - 1) == 0:
         runs["scaled heads"] = {"model": {"stage_heads": "scaled"}}
     runs |= {
         **{f"conv {kernel}": {"model": {"architecture": "cgpt", "conv_kernel": kernel}} for kernel in (1, 3, 5)},

@@ -133,7 +133,7 @@ def resolve(config: ConfigDict, name: str) -> ConfigDict:
     try:
         train.set_up(run)
     except UserError as error:
-        raise UserError(f"{name}: {error}") from None
+        raise UserError(f"run {name!r}: {error}") from None
     return run
 
 

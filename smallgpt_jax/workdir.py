@@ -152,19 +152,40 @@ def plant(workdir: Path, model: models.LanguageModel, params, tokenizer: Tokeniz
 
 
 def what_changed(before: dict, now: dict) -> str:
-    """The entries that differ between two descriptions of a text."""
-    def leaves(value, name=""):
+    """Returns, in words, the first entries that differ between two descriptions of a text."""
+    def leaves(value, path=()):
         if isinstance(value, dict | list):
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from leaves(part, f"{name}.{key}" if name else str(key))
+                yield from leaves(part, (*path, str(key)))
         else:
-            yield name, value
+            yield path, value
+
+    def shown(path, value):
+        if value is None:  # there is no such entry
+            return "0" if "skipped" in path else "none"
+        return f"{value:,}" if type(value) is int else repr(value)
 
     then, later = dict(leaves(before)), dict(leaves(now))
-    different = [name for name in sorted(then.keys() | later.keys()) if then.get(name) != later.get(name)]
-    listed = [f"{name} was {then.get(name)!r}, now {later.get(name)!r}" for name in different[:3]]
+    different = [path for path in sorted(then.keys() | later.keys()) if then.get(path) != later.get(path)]
+    listed = [f"{entry_name(path)}: from {shown(path, then.get(path))} to {shown(path, later.get(path))}"
+              for path in different[:3]]
     return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
         "its tokenizer")
+
+
+def entry_name(path: tuple[str, ...]) -> str:
+    """Returns how messages name an entry of a text's description."""
+    match path:
+        case ("mixture", number, *rest):
+            return f"store {int(number) + 1}: {entry_name(tuple(rest))}"
+        case ("made_from", field):
+            return f"config.data.{field}"
+        case ("skipped", reason):
+            return f"items left out ({reason})"
+        case ("splits", split, count):
+            what = {"text_bytes": "bytes of text"}.get(count, count)
+            return f"{what} for {'training' if split == 'train' else split}"
+    return " ".join(path).replace("_", " ")
 
 
 def record(workdir: Path, facts: dict) -> None:

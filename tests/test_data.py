@@ -6,12 +6,15 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -76,6 +79,39 @@ def test_json_lines(tmp_path):
     path.write_text('{"text": "one", "n": 1}\n\n{"text": "zwei ü"}\n{"text": ""}\n')
     assert read(path) == ["one", "zwei ü"]
     assert read(str(tmp_path / "*.jsonl")) == ["one", "zwei ü"]
+
+
+def test_line_ends_of_text_files_are_newlines(tmp_path):
+    """However the file ends its lines, and also where a line end lies between two blocks."""
+    (tmp_path / "dos.txt").write_bytes(b"x" * 999_999 + b"\r\nline\r\n\r\nold\rmac\r")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "kept\r\n"}))
+    texts = read(tmp_path)
+    assert texts[0] == "kept\r\n"
+    assert "".join(texts[1:]) == "x" * 999_999 + "\nline\n\nold\nmac\n"
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    source, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for folder, text in ((source / "sub", "inside"), (elsewhere / "deep", "outside")):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(text)
+    (source / "again").symlink_to(source / "sub")
+    (source / "link").symlink_to(elsewhere)
+    (elsewhere / "deep" / "back").symlink_to(elsewhere)
+    (source / "circle").symlink_to(source)
+    assert sorted(read(source)) == sorted(read(f"{source}/**/*.txt")) == ["inside", "outside"]
+    with pytest.raises(UserError, match="lies inside of"):
+        prepare(elsewhere / "deep" / "store", source)
+
+
+def test_the_glob_that_a_message_advises_works(tmp_path):
+    for name in ("a[1]/one.md", "a[1]/b/two.md", "a[1]/.git/three.md", "a[1]/four.zip", "a[1]/five.rst"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name[-6:-3])
+    with pytest.raises(UserError, match=r"to read its 2 \.md files") as error:
+        read(tmp_path / "a[1]")
+    advised = shlex.split(str(error.value).split("--config.data.source=")[1])[0]
+    assert sorted(read(advised)) == ["one", "two"]
 
 
 def test_web_text(shared_data):
@@ -512,6 +548,50 @@ def test_a_store_does_not_become_its_own_source(corpus, tmp_path):
         prepare(tmp_path / "stores" / "store", tmp_path)
 
 
+def test_a_store_is_made_where_a_link_leads(corpus, tmp_path, monkeypatch):
+    """The unfinished one too; the link stays."""
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 2000)
+    path, _ = corpus
+    good = path.read_text()
+    whole = files_of(prepare(tmp_path / "whole", path).folder)
+    for target in ("big/empty", "big/new"):
+        (tmp_path / "big" / "empty").mkdir(parents=True, exist_ok=True)
+        link = tmp_path / f"link_to_{Path(target).name}"
+        link.symlink_to(tmp_path / target)
+        path.write_text(good + "nonsense")
+        with pytest.raises(UserError, match="not JSON"):
+            prepare(link, path)
+        assert (tmp_path / f"{target}.partial").is_dir() and not link.with_name(f"{link.name}.partial").exists()
+        path.write_text(good)
+        assert prepare(link, path).folder == link and link.is_symlink()
+        assert files_of(tmp_path / target) == whole
+
+
+def test_a_store_that_another_process_made_meanwhile_is_compared(corpus, tmp_path, monkeypatch):
+    """While this one waited for the lock."""
+    locked = store.locked
+
+    def locked_after_another(*args, **kwargs):
+        monkeypatch.setattr(store, "locked", locked)
+        prepare(tmp_path / "store", corpus[0], tokenizer="sentencepiece:300")
+        return locked(*args, **kwargs)
+
+    monkeypatch.setattr(store, "locked", locked_after_another)
+    with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300'; this config has"):
+        prepare(tmp_path / "store", corpus[0])
+
+
+def test_a_saved_tokenizer_outlives_a_loss_of_power(made, tmp_path, monkeypatch):
+    """Every file's content is on the disk before its name is, and its name before the function returns."""
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
+    tokenizers.save(made["sentencepiece"], tmp_path)
+    files = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert set(files) == {"tokenizer.model", "tokenizer_kind.json"}
+    assert set(synced) >= {*files.values(), tmp_path.stat().st_ino}
+    assert synced[-1] == tmp_path.stat().st_ino
+
+
 def test_a_cached_store_changes_with_the_tokenizer_at_a_path(corpus, tmp_path):
     config = load_config("gpt", data__source=str(corpus[0]), data__tokenizer=str(tmp_path / "my.model")).data
     (tmp_path / "my.model").write_bytes(b"one")
@@ -590,7 +670,8 @@ def test_a_failed_preparation_leaves_nothing(corpus, tmp_path, changes, words):
 def test_a_store_takes_no_ones_place(corpus, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("text")
-    for taken in (tmp_path / "mine", corpus[0]):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for taken in (tmp_path / "mine", corpus[0], tmp_path / "circle", Path("/dev/null")):
         with pytest.raises(UserError, match="something else there"):
             prepare(taken, corpus[0])
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"

@@ -9,7 +9,7 @@ import numpy as np
 
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.packing import PACKINGS, Packing
-from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_store, prepare
+from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_made_from, open_store, prepare
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 
@@ -58,15 +58,7 @@ def find(data) -> Corpus | None:
     folder = store_folder(data)
     if not (folder / METADATA_FILE).is_file():
         return None
-    store = open_store(folder)
-    wanted, made_from = {field: data[field] for field in STORE_FIELDS}, store.metadata["made_from"]
-    if different := [field for field in STORE_FIELDS if wanted[field] != made_from[field]]:
-        raise UserError(
-            f"config.data.store={data.store!r} was made with "
-            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
-            + "; this config has " + ", ".join(f"{field}={wanted[field]!r}" for field in different)
-            + ". Name another folder, or use the same settings")
-    return Corpus((store,), (1.0,))
+    return Corpus((open_made_from(folder, {field: data[field] for field in STORE_FIELDS}),), (1.0,))
 
 
 def mixture(text: str) -> Corpus:

@@ -20,6 +20,8 @@ import importlib
 import io
 import itertools
 import json
+import os
+import shlex
 import sys
 import sysconfig
 import zlib
@@ -178,19 +180,58 @@ def local_files(name: str) -> list[Path]:
                       if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts))
     path = Path(name).expanduser()
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("*") if kind(p) in KINDS and p.is_file())
+        found = [Path(folder, file) for folder, files in walk(path) for file in files]
+        paths = sorted(p for p in found if kind(p) in KINDS and p.is_file())
         if not paths:
-            raise UserError(f"config.data.source={name!r}: no {', '.join(KINDS)} file in this folder")
+            raise UserError(f"config.data.source={name!r}: no {', '.join(KINDS)} file in this folder"
+                            + glob_for(path, found))
     elif path.is_file():
         paths = [path]
     else:
-        paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        paths = each_folder_once(sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()))
         if not paths:
             raise UserError(f"config.data.source={name!r}: no such file")
     if refused := [p for p in paths if p.suffix.lower() in ARCHIVES]:
         raise UserError(f"{refused[0]}: archives of the kind {refused[0].suffix} cannot be read; unpack it, "
                         f"or compress single files as {', '.join(COMPRESSED)}")
     return paths
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields each folder below `root` with the names of its files; links to folders are followed.
+
+    A folder that several links lead to is yielded once, so links in a circle come to an end.
+    """
+    seen, waiting = set(), [str(root)]
+    for start in waiting:  # which grows by the links that are found
+        for folder, names, files in os.walk(start):
+            real = os.path.realpath(folder)
+            if real in seen:
+                names.clear()  # those below have been seen too
+                continue
+            seen.add(real)
+            names.sort()
+            waiting += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
+            yield folder, files
+
+
+def each_folder_once(paths: list[Path]) -> list[Path]:
+    """Returns the paths without those that lead, through links, to a folder that a shorter path leads to."""
+    folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
+    real = {folder: os.path.realpath(folder) for folder in folders}
+    shortest = {real[folder]: folder for folder in reversed(folders)}
+    return [path for path in paths if shortest[real[path.parent]] == path.parent]
+
+
+def glob_for(folder: Path, paths: list[Path]) -> str:
+    """Returns the advice to name the files of a folder by a glob, with the ending that most of them have."""
+    shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    endings = Counter(path.suffix for path in shown if path.suffix and path.suffix.lower() not in ARCHIVES)
+    if not endings:
+        return ""
+    ending, count = endings.most_common(1)[0]
+    pattern = shlex.quote(f"{glob.escape(str(folder))}/**/*{ending}")
+    return f"; to read its {count:,} {ending} files as text, set --config.data.source={pattern}"
 
 
 def kind(path: Path) -> str:
@@ -201,8 +242,9 @@ def kind(path: Path) -> str:
 
 def folder_around(source: str, path: Path) -> Path | None:
     """The folder of a source that `path` lies in, if there is one: what is made there would become text."""
-    folders = [Path(name).expanduser().resolve() for name in names(source) if is_local(name)]
-    return next((folder for folder in folders if folder.is_dir() and folder in path.resolve().parents), None)
+    around = set(path.resolve().parents)
+    return next((folder for name in names(source) if is_local(name)
+                 for found, _ in walk(Path(name).expanduser()) if (folder := Path(found).resolve()) in around), None)
 
 
 def size(source: str) -> int:
@@ -289,7 +331,11 @@ def lines(path: Path, raw) -> Iterator[bytes]:
 
 
 def decoded(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
-    """UTF-8 → text, block by block. Raises UserError naming byte and line of what is not UTF-8."""
+    """UTF-8 → text, block by block; lines end with a newline, whichever line ends the file has.
+
+    Raises UserError naming byte and line of what is not UTF-8.
+    """
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
     errors = "strict" if invalid_utf8 == "refuse" else "replace"
     offset, line, rest = 0, 1, b""
     for block in itertools.chain(blocks, [b""]):
@@ -302,7 +348,7 @@ def decoded(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[
             line += data.count(b"\n", 0, error.start)
             raise not_utf8(path, offset + error.start, line) from None
         offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
-        yield text
+        yield newlines.decode(text, final=not block)
 
 
 def not_utf8(path: Path, byte: int, line: int) -> UserError:

@@ -116,6 +116,20 @@ def open_store(folder: Path) -> TokenStore:
     return TokenStore(folder, metadata, **splits)
 
 
+def open_made_from(folder: Path, wanted: dict) -> TokenStore:
+    """Opens the store in `folder`. Raises UserError, besides what `open_store` does, if it was made from another
+    source or with other settings than `wanted`."""
+    store = open_store(folder)
+    made_from = store.metadata["made_from"]
+    if different := [field for field in wanted if wanted[field] != made_from[field]]:
+        raise UserError(
+            f"config.data.store={str(folder)!r} was made with "
+            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
+            + "; this config has " + ", ".join(f"{field}={wanted[field]!r}" for field in different)
+            + ". Name another folder, or use the same settings")
+    return store
+
+
 # ---------------------------------------------------------------------- making one
 
 def prepare(
@@ -125,9 +139,10 @@ def prepare(
     """Tokenizes a source into a new store at `folder`; it appears whole or not at all.
 
     Arguments are those of the config's `data` group; `workers` threads (all cores by default)
-    tokenize, and the result does not depend on their number. What is done so far lies in
-    `folder`.partial; interrupted, the same call goes on from there. Memory: some 10 MB a worker, and
-    a few times the longest document. Raises UserError for all that a source can have wrong.
+    tokenize, and the result does not depend on their number. What is done so far is stored in
+    `folder`.partial; interrupted, the same call goes on from there. If `folder` is a symbolic link, both
+    are made where that leads. Memory: some 10 MB a worker, and a few times the longest document. Raises
+    UserError for all that a source can have wrong, and if there is a store made from something else.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction={validation_fraction}: must be above 0 and "
@@ -139,6 +154,7 @@ def prepare(
         "source": source, "tokenizer": tokenizer, "text_field": text_field, "invalid_utf8": invalid_utf8,
         "invalid_items": invalid_items, "validation_fraction": validation_fraction}
     parts = sources.open_source(source)
+    wanted, folder = folder, Path(os.path.realpath(folder))
     refuse_if_taken(folder)
     if around := sources.folder_around(source, folder):
         raise UserError(f"config.data.store={str(folder)!r}: lies inside of {around}, whose files are the "
@@ -159,12 +175,17 @@ def prepare(
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}. What is done is kept; the same command goes on from there"
                         ) from None
-    return open_store(folder)
+    return open_made_from(wanted, made_from)
 
 
 def refuse_if_taken(folder: Path) -> None:
-    is_taken = folder.is_dir() and any(folder.iterdir()) and not (folder / METADATA_FILE).is_file()
-    if is_taken or folder.is_file():
+    """Raises UserError if `folder` is neither a store nor a place that a finished one can be moved to."""
+    if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
+        return
+    if os.path.ismount(folder):
+        raise UserError(f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot replace; "
+                        f"name a folder in it: --config.data.store={folder / 'store'}")
+    if not folder.is_dir() or any(folder.iterdir()):
         raise UserError(f"config.data.store={str(folder)!r}: there is something else there already; name "
                         "a new folder")
 

@@ -18,6 +18,7 @@ import numpy as np
 import sentencepiece
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import write_atomically
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -202,10 +203,11 @@ def content(spec: str) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the files that `load` reads; a loss of power afterwards does not undo them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
-        (folder / name).write_bytes(content)
-    (folder / KIND_FILE).write_text(json.dumps({"kind": tokenizer.kind}) + "\n")
+        write_atomically(folder / name, content)
+    write_atomically(folder / KIND_FILE, json.dumps({"kind": tokenizer.kind}) + "\n")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -21,7 +22,6 @@ from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.packing import Rows
-from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.errors import Diverged, UserError
 from smallgpt_jax.metrics import METRICS_FILE, MetricsWriter, Progress, Stopwatch, read_lines
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
@@ -43,15 +43,17 @@ def train(config: ConfigDict, workdir: str) -> None:
         text = open_text(setup, config)
         with run_folder.taken(folder):
             processes.first(lambda: run_folder.check(folder, config))  # another run may have begun meanwhile
+            evaluated = evaluated_steps(folder, config, text.corpus)  # before the config there is replaced
             processes.first(lambda: run_folder.begin(folder, config, text.corpus))
             try:
-                run(config, folder, setup, text, stop)
+                run(config, folder, setup, text, evaluated, stop)
             except Diverged as diverged:
                 run_folder.record(folder, {"diverged": str(diverged)})
                 raise
 
 
-def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: stopping.Stop) -> None:
+def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluated: set[int], stop: stopping.Stop,
+        ) -> None:
     """The run itself, in its workdir: all that `train` does between checking and the last words."""
     model, mesh = setup.model, setup.mesh
     progress = Progress(config.train.steps)
@@ -65,7 +67,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     if state.opt_state is None:
         state = state._replace(opt_state=initial_optimizer_state(setup, state.params))
     first_step = int(state.step)
-    is_evaluated, = processes.from_first((was_evaluated(folder, first_step),))
+    is_evaluated, = processes.from_first((first_step in evaluated,))
     print(describe(setup, config, text, first_step), flush=True)
     if first_step >= config.train.steps and is_evaluated:
         return
@@ -116,11 +118,12 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
     def evaluate(step: int, params) -> bool:
         """False, with nothing written, if the run is to stop meanwhile."""
         with watch.paused():
-            nats = mean_loss(run_eval, params, map(text.to_devices, text.validation_batches), stop.is_agreed)
-        if nats is None:
+            found = mean_loss(run_eval, params, map(text.to_devices, text.validation_batches), stop.is_agreed)
+        if found is None:
             return False
+        nats, targets = found
         bits_per_byte = nats / math.log(2) / text.corpus.bytes_per_token("validation")
-        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte})
+        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets})
         progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
         return True
 
@@ -130,7 +133,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
 
     step, last_step, stops = first_step, config.train.steps, False
     if first_step and is_due(first_step, config.train.eval_every) and not is_evaluated:
-        # The run was stopped after saving, before evaluating.
+        # The run was stopped after saving, before evaluating, or is now to be evaluated on other rows.
         stops = not evaluate(first_step, state.params)
         last_step = first_step if stops else last_step
     unread = None  # the metrics of a step are read only when the next one is under way
@@ -167,15 +170,17 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", stop: st
         stop.end(step)
 
 
-def mean_loss(run_eval, params, batches, is_stopped: Callable[[], bool] = lambda: False) -> float | None:
-    """The loss in nats, over all targets of the batches that count; None if stopped before the last."""
+def mean_loss(run_eval, params, batches, is_stopped: Callable[[], bool] = lambda: False,
+              ) -> tuple[float, int] | None:
+    """The mean loss in nats over all targets of the batches that count, and their number; None if stopped before
+    the last batch."""
     sums = []
     for batch in batches:
         if is_stopped():
             return None
         sums.append(run_eval(params, batch))
     loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-    return float(loss / targets)
+    return float(loss / targets), int(targets)
 
 
 class Skips:
@@ -226,16 +231,25 @@ def open_text(setup: "Setup", config: ConfigDict) -> Text:
     processes.check_same("a text", json.dumps(corpus.description))
     batch_size, seed = config.train.batch_size, config.train.seed
     rows = sharding.local_rows(setup.mesh, batch_size)
-    texts, validation_texts = (
-        batches.Mixture(corpus.packed(split, config.data.packing, config.data.separate_documents,
-                                      config.model.context_length), corpus.weights)
-        for split in SPLITS)
+    texts = mixture(corpus, "train", config)
     to_devices = functools.partial(sharding.global_batch, setup.mesh, rows, batch_size)
     return Text(
         corpus, texts, batches.row_numbers(texts, batch_size, seed),
         batches.train_batches(texts, batch_size, seed, rows),
-        batches.validation_batches(validation_texts, batch_size, config.train.eval_steps, rows),
+        validation_batches(corpus, config, rows),
         functools.partial(jax.tree.map, to_devices))
+
+
+def mixture(corpus: data.Corpus, split: str, config: ConfigDict) -> batches.Mixture:
+    """The rows of a split as `config` packs them."""
+    return batches.Mixture(corpus.packed(split, config.data.packing, config.data.separate_documents,
+                                         config.model.context_length), corpus.weights)
+
+
+def validation_batches(corpus: data.Corpus, config: ConfigDict, rows: slice | np.ndarray = slice(None)):
+    """The batches of one evaluation; of each the `rows` that a process needs."""
+    return batches.validation_batches(
+        mixture(corpus, "validation", config), config.train.batch_size, config.train.eval_steps, rows)
 
 
 def find_or_make(config: ConfigDict) -> data.Corpus:
@@ -245,14 +259,25 @@ def find_or_make(config: ConfigDict) -> data.Corpus:
     return data.find_or_make(config.data)
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the workdir holds a run that has been trained for so many steps, saved and evaluated then."""
-    return was_evaluated(folder, steps) and (folder / run_folder.CHECKPOINT_FOLDER / str(steps)).is_dir()
+def is_finished(folder: Path, config: ConfigDict, corpus: data.Corpus) -> bool:
+    """Whether the workdir holds a run that has been trained for all steps of `config`, saved, and evaluated on the
+    rows that `config` asks for."""
+    steps = config.train.steps
+    return ((folder / run_folder.CHECKPOINT_FOLDER / str(steps)).is_dir()
+            and steps in evaluated_steps(folder, config, corpus))
 
 
-def was_evaluated(folder: Path, step: int) -> bool:
-    return any(line["split"] == "eval" and line["step"] == step
-               for line in read_lines(folder / METRICS_FILE))
+def evaluated_steps(folder: Path, config: ConfigDict, corpus: data.Corpus) -> set[int]:
+    """The steps whose last evaluation was on the rows that `config` asks for, told by the number of targets.
+
+    Older versions did not record that number: their rows are those of the workdir's own config.
+    """
+    lines = {line["step"]: line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"}
+    if not lines:
+        return set()
+    wanted = sum(int(batch.counts_BxT.sum()) for batch in validation_batches(corpus, config))
+    unrecorded = wanted if run_folder.read_config(folder).train.eval_steps == config.train.eval_steps else None
+    return {step for step, line in lines.items() if line.get("targets", unrecorded) == wanted}
 
 
 def conclude(workdir: str) -> None:

@@ -459,7 +459,7 @@ def test_texts_need_names():
 
 
 def a_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
-    points = tuple(results.Point(step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0)
+    points = tuple(results.Point(step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0, 512)
                    for step in steps)
     return results.Run(
         name=name, workdir="x", seed=seed, config={"train.steps": 2}, is_finished=2 in steps, diverged=False,

@@ -107,6 +107,24 @@ def test_continuing_is_as_if_never_stopped(architecture, text_file, tmp_path):
     assert losses_in(parts, "eval") == losses_in(whole, "eval")
 
 
+def test_a_finished_run_is_evaluated_again_on_other_rows(text_file, tmp_path):
+    """And only then; lines of older versions, without `targets`, are taken for those of the config beside them."""
+    path = tmp_path / "metrics.jsonl"
+
+    def targets_after(eval_steps: int) -> list:
+        train(config_for(text_file, train__steps=2, train__eval_steps=eval_steps), str(tmp_path))
+        assert json.loads((tmp_path / "config.json").read_text())["train"]["eval_steps"] == eval_steps
+        return [line.get("targets") for line in metrics.read_lines(path) if line["split"] == "eval"]
+
+    one = 8 * 64  # a batch
+    assert targets_after(1) == targets_after(1) == [one]
+    assert targets_after(3) == targets_after(3) == [one, 3 * one]
+    lines = metrics.read_lines(path)
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "targets"}) + "\n" for line in lines))
+    assert targets_after(3) == [None, None]
+    assert targets_after(1) == [None, None, one]
+
+
 def test_a_run_of_before_a_field_existed_goes_on(text_file, tmp_path):
     train(config_for(text_file, train__steps=10), str(tmp_path))
     path = tmp_path / "config.json"

@@ -127,12 +127,12 @@ def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
     config.train.batch_size = max(1, config.train.batch_size // (times * parts)) * parts
     setup = train.set_up(config)
     run_eval = train.runnable(train.compile_eval_step(setup, config), mesh)
-    rows = list(stretch.batches(times, config.train.batch_size))
     params = jax.device_put(trained.params, setup.shardings.params)
     place = sharding.batch_sharding(mesh)
-    nats = train.mean_loss(run_eval, params, (jax.device_put(batch, place) for batch in rows))
+    nats, targets = train.mean_loss(run_eval, params, (
+        jax.device_put(batch, place) for batch in stretch.batches(times, config.train.batch_size)))
     return {"loss": nats, "bits_per_byte": nats / math.log(2) / stretch.bytes_per_token,
-            "tokens": sum(int(batch.counts_BxT.sum()) for batch in rows)}
+            "tokens": targets}
 
 
 def measure_decoding(folder: Path, say=print) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax import models, train, workdir
+from smallgpt_jax import models, workdir
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data import tokenizers
@@ -31,6 +31,7 @@ class Point:
     seconds: float | None  # None if no speed was logged yet
     loss: float | None  # nats a token; None where it was not finite
     bits_per_byte: float | None
+    targets: int | None  # tokens that the loss is the mean over; older versions did not record it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +74,25 @@ def read_run(name: str, folder: Path) -> Run:
     tokens_per_step = config.train.batch_size * config.model.context_length
     flops_per_token = train_flops_per_token(model)
     lines = read_lines(folder / METRICS_FILE)
+    evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # each step's newest line
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
         tokens = line["step"] * tokens_per_step
         return Point(line["step"], tokens, tokens * flops_per_token, seconds_at(line["step"], steps, seconds),
-                     line["loss"], line["bits_per_byte"])
+                     line["loss"], line["bits_per_byte"], line.get("targets"))
 
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json(evaluations / TEXTS_FILE) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flat(config),
-        is_finished=train.was_evaluated(folder, config.train.steps),
+        is_finished=config.train.steps in evaluated,
         diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
         parameters=models.num_parameters(model), components=memory.components(model),
         flops_per_token=flops_per_token, tokens_per_step=tokens_per_step,
-        curve=tuple(point(line) for line in lines if line["split"] == "eval"),
+        curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
         sessions=tuple(sessions), texts=tuple(row for row in texts if row["step"] == config.train.steps),

@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import shutil
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -148,6 +149,48 @@ def test_no_tensor_reads_what_is_not_its_own(tmp_path):
                        (REBUILD, "(?I0\n(I2000000\nt(I1\ntt"))
     with pytest.raises(UserError, match="no known form"):
         torch_file.read(nested)
+
+
+def tensors_in_one_storage(path: Path, count: int = 1, numbers: int = 4, **zip_settings) -> Path:
+    """`count` tensors, each the whole of the same storage of `numbers` zeros."""
+    storage = STORAGE.replace("I4", f"I{numbers}")
+    items = (f"S'{i}'\nctorch._utils\n_rebuild_tensor_v2\n({storage}I0\n(I{numbers}\nt(I1\nttR" for i in range(count))
+    with zipfile.ZipFile(path, "w", **zip_settings) as archive:
+        archive.writestr("a/data.pkl", b"}(" + "".join(items).encode() + b"u.")
+        archive.writestr("a/data/0", bytes(4 * numbers))
+    return path
+
+
+def claiming_a_large_member(path: Path) -> Path:
+    """A storage of 2²⁶ numbers, says the pickle and the zip directory; there are four."""
+    with zipfile.ZipFile(tensors_in_one_storage(path)) as archive:
+        program = archive.read("a/data.pkl").replace(b"I4\n", b"I%d\n" % 2**26)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", program)
+        archive.writestr("a/data/0", bytes(16))
+        member = archive.getinfo("a/data/0")
+        member.file_size = member.compress_size = 2**28
+    return path
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda p: tensors_in_one_storage(p, numbers=2**24, compression=zipfile.ZIP_DEFLATED), "is compressed"),
+    (lambda p: tensors_in_one_storage(p, count=1000, numbers=2**14), "more than 8 times as large as the file"),
+    (lambda p: torch_archive(p, b"Nr\xff\xff\xff\x00."), "stores value 16,777,215 of 1"),
+    (lambda p: torch_archive(p, b"\x8e" + (2**28).to_bytes(8, "little") + b"."), "expected 268435456 bytes"),
+    (lambda p: torch_archive(p, b"]" * 2**22 + b"."), "larger than 4,194,304 bytes"),
+    (claiming_a_large_member, "data/0 is larger than the file"),
+])
+def test_a_small_torch_file_cannot_take_much_memory(make, message, tmp_path):
+    path = make(tmp_path / "a.pt")
+    assert path.stat().st_size < 5_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=message):
+            torch_file.read(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * path.stat().st_size + 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def torch_archive(path: Path, content: bytes) -> Path:
@@ -339,7 +382,13 @@ def set_config(folder: Path, **fields) -> None:
     (lambda f: (f / "config.json").write_text("{"), "config.json: not the config of a model"),
     (lambda f: set_config(f, model_type="llama"), "type 'llama'; gpt2 and smallgpt can be read"),
     (lambda f: set_config(f, model_type="gpt2"), "n_embd is None"),
-    (lambda f: set_config(f, d_model="64"), "config.json: damaged"),
+    (lambda f: set_config(f, d_model="64"), r"config\.json: config\.model\.d_model='64': must be an integer"),
+    (lambda f: set_config(f, num_layers=2.5), r"num_layers=2\.5: must be an integer"),
+    (lambda f: set_config(f, num_heads=True), "num_heads=True: must be an integer"),
+    (lambda f: set_config(f, activation=["gelu"]), r"activation=\['gelu'\]: must be a string"),
+    (lambda f: set_config(f, use_bias="no"), "use_bias='no': must be true or false"),
+    (lambda f: set_config(f, training_dropout=None), "dropout=None: must be a number"),
+    (lambda f: set_config(f, architecture=["gpt"]), r"architecture=\['gpt'\]: must be one of"),
     (lambda f: ((f / "model.safetensors").unlink(), torch.save([1], f / "pytorch_model.bin")),
      "pytorch_model.bin: not a checkpoint"),
     (lambda f: (f / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read here .* --tokenizer"),
@@ -360,6 +409,13 @@ def test_bad_folders(damage, message, tmp_path, monkeypatch):
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True is not supported"),
     (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06 is not supported"),
     (dict(n_inner=50), "n_inner=50 is not a multiple"),
+    (dict(n_inner="x"), "n_inner is 'x'; must be an integer"),
+    (dict(n_inner=0), "n_inner is 0; must be an integer, at least 1"),
+    (dict(n_head=[12]), r"n_head is \[12\]; must be an integer"),
+    (dict(n_layer=True), "n_layer is True; must be an integer"),
+    (dict(activation_function=["gelu_new"]), r"activation_function=\['gelu_new'\] is not supported"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'; must be true or false"),
+    (dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5' is not supported"),
 ])
 def test_a_gpt2_that_ours_does_not_compute_is_refused(fields, message, tmp_path):
     transformers.GPT2LMHeadModel(transformers.GPT2Config(

@@ -94,27 +94,30 @@ def to_config(config: ModelConfig) -> dict:
 def from_config(theirs: Mapping, where: str) -> dict:
     """The fields of our `model` group for the config.json of a GPT-2.
 
-    Raises UserError for what our model does not compute, or if a size is missing.
+    Raises UserError for what our model does not compute, for values of another type, or if a size is missing.
     """
-    def size(*names: str) -> int:
-        found = next((theirs[name] for name in names if theirs.get(name) is not None), None)
-        if not isinstance(found, int) or found < 1:
-            raise UserError(f"{where}: {names[0]} is {found!r}; a size is wanted there")
+    def size(*names: str, default: int | None = None) -> int:
+        found = next((theirs[name] for name in names if theirs.get(name) is not None), default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise UserError(f"{where}: {names[0]} is {found!r}; must be an integer, at least 1")
         return found
 
     for name, wanted in FIXED.items():
         if theirs.get(name, wanted) != wanted:
             raise UserError(f"{where}: {name}={theirs[name]!r} is not supported, only {wanted!r}")
     activation = theirs.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise UserError(f"{where}: activation_function={activation!r} is not supported, only "
                         f"{', '.join(ACTIVATIONS)}")
     width = size("n_embd", "hidden_size")
-    inner = theirs.get("n_inner") or 4 * width
+    inner = size("n_inner", default=4 * width)
     if inner % width:
         raise UserError(f"{where}: n_inner={inner} is not a multiple of n_embd={width}, which is not supported")
+    is_tied = theirs.get("tie_word_embeddings", True)
+    if not isinstance(is_tied, bool):
+        raise UserError(f"{where}: tie_word_embeddings is {is_tied!r}; must be true or false")
     return dict(
         architecture="gpt", vocab_size=size("vocab_size"), context_length=size("n_positions", "n_ctx"),
         num_layers=size("n_layer", "num_hidden_layers"), num_heads=size("n_head", "num_attention_heads"),
         d_model=width, mlp_ratio=inner // width, activation=ACTIVATIONS[activation], position="learned",
-        use_bias=True, tie_embeddings=theirs.get("tie_word_embeddings", True))
+        use_bias=True, tie_embeddings=is_tied)

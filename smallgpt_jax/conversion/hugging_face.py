@@ -111,8 +111,8 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
         raise UserError(f"{path}: a model of the type {kind!r}; gpt2 and smallgpt can be read")
     try:
         model = models.build(**fields)
-    except (TypeError, ValueError, ZeroDivisionError) as error:  # a text where a number belongs
-        raise UserError(f"{path}: damaged ({error})") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     weights, where = read_weights(folder)
     if kind == "gpt2":
         names = tensors.shapes(model)

@@ -121,10 +121,11 @@ def build(**fields) -> LanguageModel:
         config = ModelConfig(**fields)
     except TypeError as error:  # a config.json of another version
         raise UserError(f"config.model: {str(error).removeprefix('ModelConfig.__init__() ')}") from None
-    if config.architecture not in ARCHITECTURES:
+    if str(config.architecture) not in ARCHITECTURES:
         near = difflib.get_close_matches(str(config.architecture), ARCHITECTURES, n=1)
         config.refuse("architecture", f"must be one of {', '.join(ARCHITECTURES)}"
                       + (f"; did you mean {near[0]!r}?" if near else ""))
+    config.check_types()
     trunk = ARCHITECTURES[config.architecture]
     for field in sorted(own_fields()):
         if field in trunk.own_fields and getattr(config, field) is None:

@@ -8,6 +8,7 @@ names onto the mesh. Weights are float32; products are computed in `config.dtype
 import dataclasses
 import functools
 import math
+import typing
 
 import flax
 import flax.linen as nn
@@ -25,6 +26,7 @@ REMAT = {  # what the forward pass of a block keeps for the backward pass, which
         jax.checkpoint_policies.save_only_these_names(attention.OUTPUT)),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections scaled down
 
 
@@ -61,6 +63,14 @@ class ModelConfig:
     def refuse(self, field: str, rule: str):
         """Raises UserError naming a field of the model group, its value and the rule it breaks."""
         raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
+
+    def check_types(self) -> None:
+        """Raises UserError for a value of another type than its field's: a config.json can hold anything."""
+        for field in dataclasses.fields(self):
+            value, kinds = getattr(self, field.name), typing.get_args(field.type) or (field.type,)
+            kinds += (int,) * (float in kinds)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                self.refuse(field.name, f"must be {TYPE_NAMES[kinds[0]]}")
 
     def check(self) -> None:
         """Raises UserError if no model of any architecture can have these sizes."""

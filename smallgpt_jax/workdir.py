@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models, processes
 from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.data import Corpus, tokenizers
+from smallgpt_jax.data import Corpus, same_text, tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import InTraining, UserError
 from smallgpt_jax.files import InUse, locked, write_atomically
@@ -129,7 +129,7 @@ def check_text(workdir: Path, corpus: Corpus) -> None:
             raise UserError(f"{workdir / STORE_FILE}: damaged ({error}); copy the metadata.json of the run's "
                             "token store there") from None
         kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
-        if before != now or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
+        if not same_text(before, now) or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
                 f"--workdir={workdir}: its text has changed since the run began "
                 f"({what_changed(before, now)}); use another --workdir, or the text of then")
@@ -166,11 +166,12 @@ def what_changed(before: dict, now: dict) -> str:
         return f"{value:,}" if type(value) is int else repr(value)
 
     then, later = dict(leaves(before)), dict(leaves(now))
-    different = [path for path in sorted(then.keys() | later.keys()) if then.get(path) != later.get(path)]
+    different = [path for path in sorted(then.keys() | later.keys())
+                 if then.get(path) != later.get(path) and "fingerprints" not in path]
     listed = [f"{entry_name(path)}: from {shown(path, then.get(path))} to {shown(path, later.get(path))}"
               for path in different[:3]]
     return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
-        "its tokenizer")
+        "its tokenizer" if same_text(before, now) else "other content of the same size")
 
 
 def entry_name(path: tuple[str, ...]) -> str:

@@ -434,6 +434,68 @@ def test_longer_contexts_are_measured_once_and_of_the_last_step(text_file, tmp_p
     assert len(told) == 3
 
 
+def begun_run(folder, source, **fields):
+    """A run of a text that has not been trained: what `measure_texts` looks at."""
+    config = load_config("gpt", data__source=str(source), **fields)
+    workdir.begin(folder, config, data.find_or_make(config.data))
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({"step": config.train.steps, "split": "eval", "loss": 4.0, "bits_per_byte": 2.0}))
+    return folder
+
+
+def numbers(first: int) -> str:
+    return "\n\n".join(str(n) * 40 for n in range(first, first + 1000))
+
+
+def test_a_text_that_has_changed_is_measured_again_and_not_compared(text_file, tmp_path, monkeypatch):
+    """Its content counts: not its name, its size or its time."""
+    losses = iter(range(1, 9))
+    monkeypatch.setattr(measure, "loss_on", lambda *_: {"loss": 1.0, "bits_per_byte": next(losses)})
+    one, other = ((tmp_path / name) for name in ("one", "other"))
+    for folder in (one, other):
+        folder.mkdir()
+        begun_run(folder, text_file)
+    text = tmp_path / "text.txt"
+
+    def measured(folder, source=text) -> int:
+        measure.measure_texts(folder, {"text": str(source)}, (1,), say=lambda _: None)
+        return next(row["bits_per_byte"] for row in results.read_run("run", folder).texts if row["text"] == "text")
+
+    def check() -> None:
+        results.check_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
+
+    text.write_text(numbers(1000))
+    assert measured(one) == measured(one) == 2  # 1 is its own text's
+    again = tmp_path / "again.txt"
+    again.write_text(text.read_text())
+    assert measured(one, again) == 2
+    text.write_text(numbers(2000))
+    assert measured(other) == 4
+    with pytest.raises(UserError, match=r"the texts measured as 'text' differ \(of '.*/again.txt' and '.*/text.txt'\)"):
+        check()
+    assert measured(one) == 5
+    check()
+
+    path = one / "evaluations" / "texts.json"  # as an older version wrote it
+    rows = [{key: value for key, value in row.items() if key != "fingerprint"} for row in json.loads(path.read_text())]
+    path.write_text(json.dumps(rows))
+    check()
+    old, = (warning for warning in report.warnings([results.read_run("one", one)]) if "older version" in warning)
+    assert "measured own, text and did not record the content" in old
+    assert measured(one) == 7
+
+
+def test_runs_of_one_text_under_two_names_compare(tmp_path):
+    runs = []
+    for name, first in (("a", 1000), ("b", 1000), ("c", 2000)):
+        (tmp_path / f"{name}.txt").write_text(numbers(first))
+        (tmp_path / name).mkdir()
+        runs.append(results.read_run(name, begun_run(tmp_path / name, tmp_path / f"{name}.txt")))
+    results.check_comparable(runs[:2])
+    with pytest.raises(UserError, match="cannot be drawn in one plot: their texts differ"):
+        results.check_comparable(runs)
+
+
 def test_a_mixture_is_measured_by_weight_and_on_the_same_tokens_in_each_context(token_store, tmp_path):
     (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
     numbers = store.prepare(

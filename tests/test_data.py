@@ -592,6 +592,29 @@ def test_a_saved_tokenizer_outlives_a_loss_of_power(made, tmp_path, monkeypatch)
     assert synced[-1] == tmp_path.stat().st_ino
 
 
+def test_stores_are_told_by_their_content(tmp_path):
+    """By fingerprints: of one text under two names they are the same, of another text of the same size not."""
+    texts = [f"document {n:05d}" for n in range(1000)]
+    other = next(f"document {n:05d}" for n in range(1000, 2000) if not store.is_validation(f"document {n:05d}", 0.2))
+    changed = next(i for i, text in enumerate(texts) if not store.is_validation(text, 0.2))
+    made = {}
+    for name, documents in (("a", texts), ("b", texts), ("c", [*texts[:changed], other, *texts[changed + 1:]])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        made[name] = prepare(tmp_path / name, tmp_path / f"{name}.jsonl")
+    a, b, c = (made[name].metadata for name in "abc")
+    assert a["splits"] == b["splits"] == c["splits"] and a["fingerprints"] == b["fingerprints"]
+    assert data.same_text(a, b) and not data.same_text(a, c)
+    assert a["fingerprints"]["validation"] == c["fingerprints"]["validation"]
+    mixtures = [data.Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
+    assert data.same_text(mixtures[0], mixtures[1]) and not data.same_text(mixtures[0], mixtures[2])
+    # A store that an older version made: its description has no fingerprints.
+    old = {field: value for field, value in a.items() if field != "fingerprints"}
+    (tmp_path / "a" / "metadata.json").write_text(json.dumps(old))
+    for split in store.SPLITS:
+        assert store.open_store(tmp_path / "a").fingerprint(split) == a["fingerprints"][split]
+    assert data.same_text(old, a) and data.same_text(old, old) and not data.same_text(old, b)
+
+
 def test_a_cached_store_changes_with_the_tokenizer_at_a_path(corpus, tmp_path):
     config = load_config("gpt", data__source=str(corpus[0]), data__tokenizer=str(tmp_path / "my.model")).data
     (tmp_path / "my.model").write_bytes(b"one")

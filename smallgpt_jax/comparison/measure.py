@@ -91,27 +91,28 @@ class Stretch:
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], say=print) -> None:
     """Writes evaluations/texts.json of a run: its loss on the validation split of each text, its own included,
-    at each multiple of its context. What is there of the same checkpoint is not measured again."""
+    at each multiple of its context. What is there of the same checkpoint and the same content is not measured
+    again."""
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
     is_learned = config.model.position == "learned"  # such a model has no positions beyond its context
     found = corpora(config, texts)
-    if found[OWN].description != read_json(folder / workdir.STORE_FILE):
+    if not data.same_text(found[OWN].description, read_json(folder / workdir.STORE_FILE) or {}):
         raise UserError(f"{folder}: the text that it was trained on has changed since; it cannot be measured on it")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
     before, rows = read_json(path) or [], []
     for name, corpus in found.items():
         stretch = Stretch(corpus, config, contexts, name)
         for times in (1,) if is_learned else contexts:
-            wanted = {**common, "text": name, "source": texts.get(name, config.data.source),
+            wanted = {**common, "text": name, "fingerprint": corpus.fingerprint("validation"),
                       "context_length": times * config.model.context_length}
             row = next((row for row in before if wanted.items() <= row.items()), None)
             if row is None:
                 row = {**wanted, **loss_on(folder, stretch, times)}
                 say(f"{folder.name}: {name}, context {row['context_length']:,}: {row['bits_per_byte']:.4f} bits "
                     "per byte")
-            rows.append(row)
+            rows.append({**row, "source": texts.get(name, config.data.source)})
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
 

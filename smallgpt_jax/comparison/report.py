@@ -118,6 +118,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different machines: their seconds and tokens/s do not compare.")
+    if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
+        found.append(f"An older version measured {', '.join(unrecorded)} and did not record the content: whether the "
+                     "runs were measured on the same text is told only by its source.")
     same = results.shared(runs, VALIDATION)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
                     "validation text." for field in VALIDATION if field not in same]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax import models, workdir
+from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data import tokenizers
@@ -54,7 +54,7 @@ class Run:
     tokens_per_second: float | None  # of training, over the whole run
     memory_bytes: int | None  # of one device, as the compiled step needs them
     sessions: tuple[dict, ...]
-    texts: tuple[dict, ...]  # {"text", "source", "context_length", "loss", "bits_per_byte", …} of the last step
+    texts: tuple[dict, ...]  # {"text", "fingerprint", "context_length", "bits_per_byte", …} of the last step
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric": score}
 
@@ -177,16 +177,25 @@ def check_comparable(runs: Sequence[Run]) -> None:
     own = [(run, text_of(Path(run.workdir))) for run in runs]
     for run, text in own[1:]:
         first, its = own[0]
-        if text != its:
+        if not data.same_text(text[0], its[0]) or text[1] != its[1]:
             raise UserError(f"{first.workdir} and {run.workdir} cannot be drawn in one plot: their texts differ "
                             f"({workdir.what_changed(its[0], text[0])}), so their losses mean different things")
-    sources: dict[str, tuple[str, Run]] = {}
-    for run in runs:
-        for row in run.texts:
-            source, other = sources.setdefault(row["text"], (row["source"], run))
-            if source != row["source"]:
-                raise UserError(f"{other.workdir} and {run.workdir}: what they call {row['text']!r} are different "
-                                f"texts, {source!r} and {row['source']!r}; measure them with other names")
+    for text in texts(runs):
+        measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
+        recorded = [(row, run) for row, run in measured if "fingerprint" in row]
+        check_same_content(recorded, "fingerprint")
+        if len(recorded) < len(measured):  # by an older version: there is only its source to tell it by
+            check_same_content(measured, "source")
+
+
+def check_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
+    """Raises UserError if measurements under one name differ in what identifies their text."""
+    for row, run in measured[1:]:
+        first, other = measured[0]
+        if row[field] != first[field]:
+            raise UserError(f"{other.workdir} and {run.workdir}: the texts measured as {row['text']!r} differ (of "
+                            f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or name "
+                            "the texts differently in config.compare.texts")
 
 
 def text_of(folder: Path) -> tuple[dict, str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -37,6 +38,13 @@ class Corpus:
         return {"mixture": [{"weight": weight, **store.metadata}
                             for store, weight in zip(self.stores, self.weights)]}
 
+    def fingerprint(self, split: str) -> str:
+        """A hash of the content and the weights of the stores' splits."""
+        if len(self.stores) == 1:
+            return self.stores[0].fingerprint(split)
+        parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
     def bytes_per_token(self, split: str) -> float:
         """Of text, on average over what batches are made of."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
@@ -44,6 +52,21 @@ class Corpus:
     def packed(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
         """The rows of each store's split."""
         return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
+
+
+def same_text(one: dict, other: dict) -> bool:
+    """Whether two descriptions (see `Corpus`) are of the same tokens, from whatever sources.
+
+    Where a store older than fingerprints is among them, all else that they say has to be the same.
+    """
+    both = [description.get("mixture", [description]) for description in (one, other)]
+    if all("fingerprints" in store for stores in both for store in stores):
+        content, other_content = ([[store.get(field) for field in ("weight", "splits", "fingerprints")]
+                                   for store in stores] for stores in both)
+    else:
+        content, other_content = ([{field: value for field, value in store.items() if field != "fingerprints"}
+                                   for store in stores] for stores in both)
+    return content == other_content
 
 
 def find(data) -> Corpus | None:

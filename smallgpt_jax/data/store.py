@@ -85,6 +85,21 @@ class TokenStore:
         """Raises UserError if it is missing or damaged."""
         return tokenizers.load(self.folder / "tokenizer")
 
+    def fingerprint(self, split: str) -> str:
+        """The `fingerprint` of a split; read from its files if the store is older than fingerprints."""
+        if known := self.metadata.get("fingerprints"):
+            return known[split]
+        return fingerprint(self.folder, split, getattr(self, split).text_bytes)
+
+
+def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
+    """A hash of all that a split holds: its tokens, where documents begin, and the length of their text."""
+    digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
+    for path in (tokens_file(folder, split), documents_file(folder, split)):
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
 
 def open_store(folder: Path) -> TokenStore:
     """Opens the store in `folder`. Raises UserError if it is not one, is of another format, or if a
@@ -261,7 +276,8 @@ def make(partial: Path, parts: list[sources.Part], rules: sources.Rules, made_fr
     metadata = {
         "format": FORMAT, "made_from": made_from, "vocab_size": made.vocab_size,
         "end_of_text": made.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
-        "splits": {name: writer.counts() for name, writer in writers.items()}}
+        "splits": {name: writer.counts() for name, writer in writers.items()},
+        "fingerprints": {name: fingerprint(partial, name, writer.text_bytes) for name, writer in writers.items()}}
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     say(summary(made_from["source"], partial, metadata, progress.seconds()))
 

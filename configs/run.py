@@ -9,17 +9,17 @@ its own; it gets its tokenizer, a store in the cache folder and, as a start for 
 the few steps of a small batch that stand below.
 """
 
-from pathlib import Path
-
 from configs import base
 from smallgpt_jax import workdir
+from smallgpt_jax.files import local_path
 
 
 def get_config(folder: str):
     config = base.get_config("paper")
-    saved = workdir.read_config(Path(folder))
+    path = local_path("--config=configs/run.py", folder)
+    saved = workdir.read_config(path)
     if "data" not in saved:
-        config.data.tokenizer, config.data.store = str(Path(folder) / workdir.TOKENIZER_FOLDER), ""
+        config.data.tokenizer, config.data.store = str(path / workdir.TOKENIZER_FOLDER), ""
         config.optimizer.update(learning_rate=3e-5, final_learning_rate=3e-6, warmup_steps=20, decay_steps=300)
         config.train.update(steps=300, batch_size=8, microbatches=1, eval_every=100, checkpoint_every=100)
     for group, fields in saved.items():

@@ -22,7 +22,7 @@ from ml_collections import config_flags
 from smallgpt_jax import cli, data, train, workdir
 from smallgpt_jax.comparison import budget, measure, results
 from smallgpt_jax.errors import Diverged, InTraining, UserError
-from smallgpt_jax.files import locked
+from smallgpt_jax.files import local_path, locked
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Instead of --config: the workdirs of runs that are there; patterns "
@@ -47,8 +47,8 @@ def main() -> None:
         raise UserError("comparing needs matplotlib: pip install -e '.[compare]'") from None
     if (_CONFIG.value is None) == (_WORKDIRS.value is None):
         cli.fail("give either --config, a comparison to make, or --workdirs, runs that are there", status=2)
-    logged = figures.read_logged(Path(_LOGGED.value)) if _LOGGED.value else None
-    output = Path(_OUTPUT.value).expanduser()
+    logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
+    output = local_path("--output", _OUTPUT.value)
     found = make(output) if _WORKDIRS.value is None else find(output)
     read(found)  # before the folder is made
     output.mkdir(parents=True, exist_ok=True)
@@ -66,6 +66,8 @@ def read(found: list[tuple[str, Path]]) -> list[results.Run]:
 
 def find(output: Path) -> list[tuple[str, Path]]:
     """The runs of --workdirs, with names."""
+    for pattern in _WORKDIRS.value:
+        local_path("--workdirs", pattern)
     patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
     folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern)) or [pattern]]
     if not folders:

@@ -20,7 +20,7 @@ from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import appearing
+from smallgpt_jax.files import appearing, local_path
 from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Write this format, from --workdir to --output.")
@@ -53,10 +53,11 @@ def main() -> None:
     if _TO.value and _TOKENIZER.value not in (None, "skip"):
         raise UserError(f"--tokenizer={_TOKENIZER.value}: a run has its own; --tokenizer=skip leaves it out")
     if _TO.value:
-        export(Path(_WORKDIR.value).expanduser(), new_folder("--output", _OUTPUT.value))
+        export(local_path("--workdir", _WORKDIR.value), new_folder("--output", _OUTPUT.value))
     else:
         if not _INPUT.value:
             raise UserError("--input must be given: what to read")
+        local_path("--input", _INPUT.value)  # or a name on the hub, which has no scheme
         read(_INPUT.value, new_folder("--workdir", _WORKDIR.value))
 
 
@@ -64,7 +65,7 @@ def new_folder(flag: str, name: str | None) -> Path:
     """A folder that is not there yet, or empty."""
     if not name:
         raise UserError(f"{flag} must be given: a new folder")
-    folder = Path(name).expanduser().resolve()
+    folder = local_path(flag, name).resolve()
     if folder == Path.cwd():
         raise UserError(f"{flag}={name}: is the folder that you are in; name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -25,7 +25,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.files import local_path, write_atomically
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.words import duration
 
@@ -56,7 +56,7 @@ def main() -> None:
         from smallgpt_jax.evaluation.harness import SmallGPT
     except ImportError:
         raise UserError("evaluating needs lm-evaluation-harness: pip install -e '.[eval]'") from None
-    data_dir = Path(_DATA_DIR.value).expanduser() if _DATA_DIR.value else None
+    data_dir = local_path("--data_dir", _DATA_DIR.value) if _DATA_DIR.value else None
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: there is no such folder")
     trained = inference.load_trained(_WORKDIR.value, _STEP.value)

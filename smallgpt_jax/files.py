@@ -1,13 +1,27 @@
-"""Files that more than one program may reach for: replaced whole, and locked."""
+"""Paths that users name, and files that more than one program may reach for: replaced whole, and locked."""
 
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from smallgpt_jax.errors import UserError
+
+
+def local_path(field: str, name: str | Path) -> Path:
+    """Returns the path that a user gave in `field`, a flag or config field, with `~` expanded.
+
+    Raises UserError for a URL, which would else become a local folder of that name.
+    """
+    if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
+        raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported yet; mount the bucket "
+                        "or copy the files, and give a local path")
+    return Path(name).expanduser()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

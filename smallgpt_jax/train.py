@@ -23,6 +23,7 @@ from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import Diverged, UserError
+from smallgpt_jax.files import local_path
 from smallgpt_jax.metrics import METRICS_FILE, MetricsWriter, Progress, Stopwatch, read_lines
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
@@ -36,7 +37,7 @@ def train(config: ConfigDict, workdir: str) -> None:
     run was asked to stop (see stopping.py).
     """
     processes.check_same("a config", config.to_json_best_effort(sort_keys=True))
-    folder = Path(workdir).expanduser()
+    folder = local_path("--workdir", workdir)
     processes.first(lambda: run_folder.check(folder, config))
     setup = set_up(config)
     with stopping.listening() as stop:

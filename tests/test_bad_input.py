@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, load_config
+from conftest import ROOT, load_config, run
 from test_data import parquet, zstd
 
+from smallgpt_jax import inference
 from smallgpt_jax import workdir as run_folder
+from smallgpt_jax.comparison import measure
 from smallgpt_jax.data import store
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import locked
@@ -68,6 +70,10 @@ def on_good_text(folder: Path, **fields):
 GOOD = dict(data__source="HERE/good.jsonl", data__store="HERE/store")
 
 CASES = {
+    "A folder in a bucket": (
+        files(), dict(data__source="gs://bucket/texts"),
+        "config.data.source: 'gs://bucket/texts' is a URL, and object storage is not supported yet; mount the bucket "
+        "or copy the files, and give a local path"),
     "No such file": (
         files(), dict(data__source="HERE/none.txt"),
         "config.data.source='HERE/none.txt': no such file"),
@@ -244,6 +250,39 @@ def test_a_user_sees_what_is_wrong(case, tmp_path):
     assert not [name for name in new if not name.startswith(("store/", "store.partial/"))], new
     assert "store/metadata.json" in new or not [name for name in new if name.startswith("store/")]
     assert [path for path, content in before.items() if after.get(path) != content] == []
+
+
+URL = "gs://bucket/run"
+REFUSED_URL = (f"{URL!r} is a URL, and object storage is not supported yet; mount the bucket or copy the files, and "
+               "give a local path")
+
+
+@pytest.mark.parametrize("field, use", [
+    ("--workdir", lambda: train(load_config("gpt"), URL)),
+    ("--workdir", lambda: inference.load(URL)),
+    ("--config=configs/run.py", lambda: load_config("run", URL)),
+    ("config.compare.texts", lambda: measure.named_sources(f"here=a.txt,there={URL}")),
+    *((f"config.data.{field}", lambda settings={f"data__{field}": value}: train(load_config("gpt", **settings), "run"))
+      for field, value in {"store": URL, "source": f"a.txt,{URL}", "mixture": f"{URL}=1", "tokenizer": URL}.items()),
+])
+def test_a_url_is_refused_and_nothing_is_made(field, use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words\n" * 1000)
+    with pytest.raises(UserError) as error:
+        use()
+    assert str(error.value) == f"{field}: {REFUSED_URL}"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("field, command", [
+    ("--output", ("convert", "--to=hf", "--workdir=run", f"--output={URL}")),
+    ("--workdirs", ("compare", f"--workdirs=run,{URL}", "--output=report")),
+    ("--data_dir", ("evaluate", "--workdir=run", "--tasks=paper", f"--data_dir={URL}")),
+])
+def test_commands_refuse_a_url_and_make_nothing(field, command, tmp_path):
+    result = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (result.returncode, result.stderr) == (1, f"error: {field}: {REFUSED_URL}\n")
+    assert not any(tmp_path.iterdir())
 
 
 def test_two_runs_in_one_workdir(tmp_path):

@@ -15,7 +15,7 @@ from smallgpt_jax.comparison.results import DECODING_FILE, OWN, TEXTS_FILE, read
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import appearing, locked, write_atomically
+from smallgpt_jax.files import appearing, local_path, locked, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 
@@ -30,6 +30,7 @@ def named_sources(texts: str) -> dict[str, str]:
         if not is_there or not name or not source or name in {OWN, *found}:
             raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE with a name of its "
                             f"own (and not {OWN!r})")
+        local_path("config.compare.texts", source)  # or hf:NAME, tfds:NAME
         found[name] = source
     return found
 

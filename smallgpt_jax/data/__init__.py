@@ -13,6 +13,7 @@ from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_made_from, open_store, prepare
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import local_path
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text that a training run prepares by itself
 # The fields of the `data` group that decide what is in a store.
@@ -96,7 +97,7 @@ def mixture(text: str) -> Corpus:
         if not folder or not 0 < weights[-1] < float("inf"):
             raise UserError(f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
                             "weight above 0")
-        stores.append(open_store(Path(folder).expanduser()))
+        stores.append(open_store(local_path("config.data.mixture", folder)))
         fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
         if fingerprints[-1] != fingerprints[0]:
             raise UserError(
@@ -131,7 +132,7 @@ def store_folder(data) -> Path:
     """Where the store of a config's `data` group lies: `data.store`, or a folder in the cache whose
     name changes with the source and with all that decides what it is turned into."""
     if data.store:
-        return Path(data.store).expanduser()
+        return local_path("config.data.store", data.store)
     identity = [sources.fingerprint(data.source), tokenizers.content(data.tokenizer),
                 *(data[field] for field in STORE_FIELDS)]
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import local_path
 from smallgpt_jax.words import reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -178,7 +179,7 @@ def local_files(name: str) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
         return sorted(path for path in root.rglob("*.py")
                       if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts))
-    path = Path(name).expanduser()
+    path = local_path("config.data.source", name)
     if path.is_dir():
         found = [Path(folder, file) for folder, files in walk(path) for file in files]
         paths = sorted(p for p in found if kind(p) in KINDS and p.is_file())

@@ -18,7 +18,7 @@ import numpy as np
 import sentencepiece
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.files import local_path, write_atomically
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -158,7 +158,7 @@ def make(spec: str, texts: Iterable[str]) -> Tokenizer:
         return train_sentencepiece(texts, int(size))
     if kind == "gpt2":
         return GPT2(*(download(name) for name in GPT2_FILES.values()))
-    path = Path(spec).expanduser()
+    path = local_path("config.data.tokenizer", spec)
     if path.is_dir():
         return load(path)
     if path.is_file():

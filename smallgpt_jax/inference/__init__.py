@@ -17,6 +17,7 @@ from smallgpt_jax import models, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import local_path
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights, with_paths
@@ -227,7 +228,7 @@ class Trained(NamedTuple):
 
 def load_trained(folder: str | Path, step: int | None = None) -> Trained:
     """The model of a workdir as it was trained; see `load`."""
-    folder = Path(folder).expanduser()
+    folder = local_path("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; a run's --workdir is wanted")
     config = workdir.read_config(folder)

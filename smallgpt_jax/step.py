@@ -135,7 +135,8 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def weighted_loss(params, model: LanguageModel, batch, weights_BxT, loss_chunks: int, dropout_key=None):
     """Σ weight · loss, in nats, over the targets of a batch (`data.packing.Rows` of arrays); with
     dropout if there is a key for it."""
-    inputs_BxT, targets_BxT = batch.tokens_BxT1[:, :-1], batch.tokens_BxT1[:, 1:]
+    inputs_BxT = batch.tokens_BxT1[:, :-1]
+    targets_BxT = batch.tokens_BxT1[:, 1:] if batch.targets_BxT is None else batch.targets_BxT
     mode = Mode(train=dropout_key is not None, segments_BxT=batch.segments_BxT)
 
     def loss(model):

@@ -80,7 +80,8 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
     needs = step_program.memory_analysis()
     run_folder.record(folder, {
         "first_step": first_step, "device": chips.name(mesh.devices.flat[0]), "devices": mesh.size,
-        "argument_bytes": needs.argument_size_in_bytes, "temp_bytes": needs.temp_size_in_bytes})
+        "argument_bytes": needs.argument_size_in_bytes, "temp_bytes": needs.temp_size_in_bytes,
+        "padding": text.texts.padding})
     print(f"compiled in {time.monotonic() - started:.0f} s; memory a device: "
           f"{memory.in_words(needs.argument_size_in_bytes)} for the state and a batch, "
           f"{memory.in_words(needs.temp_size_in_bytes)} more while a step runs", flush=True)
@@ -89,7 +90,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
     # ------------------------------------------------------------------ What it tells
     writer, watch = MetricsWriter(folder, first_step, say=progress.note), Stopwatch()
     skips = Skips(config.train.on_nonfinite, config.train.max_nonfinite)
-    tokens_per_step = config.train.batch_size * config.model.context_length
+    tokens_per_step = config.train.batch_size * config.model.context_length * (1 - text.texts.padding)
     chip = chips.chip(mesh.devices.flat[0].device_kind)
     flops_per_token = train_flops_per_token(model)
     told_step, told_seconds = first_step, 0.0
@@ -401,10 +402,10 @@ def batch_shape(setup: Setup, config: ConfigDict, evaluates: bool = False) -> Ro
         return jax.ShapeDtypeStruct((config.train.batch_size, length), dtype,
                                     sharding=sharding.batch_sharding(setup.mesh))
 
-    time = config.model.context_length
+    time, is_best_fit = config.model.context_length, config.data.packing == "best_fit"
     return Rows(
         shape(time + 1, "int32"), shape(time, "int32") if config.data.separate_documents else None,
-        shape(time, "bool") if evaluates or config.data.packing == "best_fit" else None)
+        shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
 
 
 def runnable(program: jax.stages.Compiled, mesh):

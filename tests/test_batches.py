@@ -1,21 +1,24 @@
 """Which batch a step gets: packing, shuffling, mixtures, and what a model makes of documents in a row."""
 
+import functools
 import itertools
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, build, init, load_config
+from conftest import ARCHITECTURES, build, forward, init, load_config
 
 from smallgpt_jax import data, sharding, train
 from smallgpt_jax.data import batches, packing, store
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.models.layers import Mode
 from smallgpt_jax.step import eval_step, train_step
 
@@ -50,6 +53,41 @@ def concat(split, context, separate=False):
 
 def by_content(rows):
     return sorted(map(bytes, np.ascontiguousarray(rows)))
+
+
+# ---------------------------------------------------------------------- both packings
+
+def numbered(lengths):
+    """A split in which every token but the end-of-text, 0, is its own place in the stream."""
+    starts = np.cumsum(lengths) - lengths
+    stream = np.arange(lengths.sum())
+    stream[starts] = 0
+    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), end_of_text=0)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("context", [5, 16, 64])
+@pytest.mark.parametrize("kind", packing.PACKINGS)
+def test_the_targets_of_an_epoch(kind, context, separate):
+    """Each place of the stream is an input whose target counts once, the last ones of documents included, whose
+    target is an end-of-text; `concat` leaves out what does not fill its last window."""
+    lengths = np.random.default_rng(0).integers(2, 50, 300)
+    split = numbered(lengths)
+    packed = packing.PACKINGS[kind](split, context, separate)
+    rows = packed.read(np.arange(packed.num_rows))
+    inputs, targets = rows.tokens_BxT1[:, :-1], rows.targets_BxT
+    if targets is None:
+        targets = rows.tokens_BxT1[:, 1:]
+    counted = np.ones(inputs.shape, bool) if rows.counts_BxT is None else rows.counts_BxT
+    ends = set(split.starts + lengths - 1)
+    places = []
+    for token, target in zip(inputs[counted], targets[counted]):
+        place = token or target - 1  # behind a document's own end-of-text comes its first token
+        assert target == (0 if place in ends else place + 1)
+        places.append(place)
+    used = packed.num_rows * context if kind == "concat" else split.tokens
+    assert sorted(places) == list(range(used)) and used > split.tokens - context - 1
+    assert counted.mean() == pytest.approx(1 - packed.padding)
 
 
 # ---------------------------------------------------------------------- concat
@@ -111,27 +149,21 @@ def test_best_fit_is_best_fit_decreasing(room):
 def test_best_fit_keeps_every_token_and_every_target(documents, context):
     split = documents.train
     packed = packing.BestFit(split, context, True)
-    tokens, segments, counts = packed.read(np.arange(packed.num_rows))
+    tokens, segments, counts, targets = packed.read(np.arange(packed.num_rows))
     stream, starts = np.asarray(split.stream), [*split.starts, split.tokens]
     texts = [stream[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
     found, pairs = [], []
-    for row, row_segments, row_counts in zip(tokens, segments, counts):
+    for row, row_segments, row_counts, row_targets in zip(tokens, segments, counts, targets):
         assert not row_counts[row_segments == 0].any()
         assert (np.diff((row_segments == 0).astype(int)) >= 0).all()  # padding comes last
         assert (np.diff(row_segments[row_segments > 0]) >= 0).all()
         found += [row[:-1][row_segments == n].tolist() for n in range(1, row_segments.max() + 1)]
-        pairs += [(int(row[i]), int(row[i + 1])) for i in np.flatnonzero(row_counts)]
+        pairs += [(int(row[i]), int(row_targets[i])) for i in np.flatnonzero(row_counts)]
     pieces = [text[i:i + context] for text in texts for i in range(0, len(text), context)]
     assert sorted(found) == sorted(pieces)  # only what is longer than a row is cut
-    # Targets: the next token of the document, or an end-of-text behind its last one. Where the rest of a
-    # cut document follows another in its row, that end-of-text has no place.
-    wanted = sorted(pair for text in texts for pair in zip(text, [*text[1:], MARK]))
-    missing = len(wanted) - len(pairs)
-    assert 0 <= missing <= sum(len(text) > context for text in texts)
-    for pair in pairs:
-        wanted.remove(pair)
-    assert all(pair[1] == MARK for pair in wanted)
+    # Targets: the next token of the document, or an end-of-text behind its last one.
+    assert sorted(pairs) == sorted(pair for text in texts for pair in zip(text, [*text[1:], MARK]))
     assert packed.padding == pytest.approx(1 - split.tokens / segments.size)
     assert packed.padding < 0.02
 
@@ -142,6 +174,7 @@ def test_best_fit_without_separation_counts_the_same(documents):
     assert joined.segments_BxT is None
     np.testing.assert_array_equal(apart.counts_BxT, joined.counts_BxT)
     np.testing.assert_array_equal(apart.tokens_BxT1, joined.tokens_BxT1)
+    np.testing.assert_array_equal(apart.targets_BxT, joined.targets_BxT)
 
 
 # ---------------------------------------------------------------------- order
@@ -277,16 +310,25 @@ def test_a_mixture_takes_rows_as_the_weights_say(two_stores):
         batches.train_batches(texts, 10_000, seed=5)
 
 
-def test_training_on_a_mixture(two_stores, tmp_path, capsys):
+def test_training_on_a_mixture(two_stores, tmp_path, capsys, monkeypatch):
     config = load_config("gpt", data__mixture=two_stores, data__packing="best_fit", train__steps=20)
+    clock = itertools.count(1)
+    monkeypatch.setattr(train.Stopwatch, "seconds", lambda self: float(next(clock)))
     train.train(config, str(tmp_path))
+    small, large = (texts.padding for texts in data.mixture(two_stores).packed("train", "best_fit", False, 64))
+    padding = 0.25 * small + 0.75 * large
+    assert padding > 0.002
+    lines = [line for line in read_lines(tmp_path / METRICS_FILE) if line["split"] == "train"]
+    # Ten steps of eight rows in a second.
+    assert lines[-1]["tokens_per_second"] == pytest.approx(10 * 8 * 64 * (1 - padding))
+    assert read_lines(tmp_path / "sessions.jsonl", keys={"padding"})[0]["padding"] == pytest.approx(padding)
     out = capsys.readouterr().out
     assert "small, best_fit: " in out and "large, best_fit: " in out and "of the documents are cut" in out
     kept = json.loads((tmp_path / "store.json").read_text())["mixture"]
     assert [store["weight"] for store in kept] == [0.25, 0.75]
     with config.unlocked():
         config.data.mixture = two_stores.replace("=3", "=2")
-    with pytest.raises(UserError, match=r"mixture\.0\.weight was 0\.25, now"):
+    with pytest.raises(UserError, match=r"store 1: weight: from 0\.25 to 0\.33"):
         train.train(config, str(tmp_path))
 
 
@@ -358,7 +400,8 @@ def test_separated_documents_on_a_mesh_with_paths():
         step = train.runnable(train.compile_train_step(setup, config), setup.mesh)
         rng = np.random.default_rng(0)
         segments = np.sort(rng.integers(1, 4, (8, 128)), axis=1).astype(np.int32)
-        rows = Rows(rng.integers(0, 257, (8, 129), np.int32), segments, rng.random((8, 128)) < 0.8)
+        rows = Rows(rng.integers(0, 257, (8, 129), np.int32), segments, rng.random((8, 128)) < 0.8,
+                    rng.integers(0, 257, (8, 128), np.int32))
         rows = jax.device_put(rows, sharding.batch_sharding(setup.mesh))
         for _ in range(3):
             state, metrics = step(state, rows)
@@ -381,6 +424,20 @@ def test_only_what_counts_is_learned_from(microbatches):
         schedule=lambda count: 0.1, microbatches=microbatches, loss_chunks=1, seed=0)
     assert int(targets) == counts.sum()
     assert float(metrics["loss"]) == pytest.approx(float(total) / counts.sum(), rel=1e-5)
+
+
+def test_targets_that_are_not_the_next_token():
+    """The end of a document, where the rest of a cut one follows in its row: the loss is of the targets that the
+    batch names, by the plain formula."""
+    model = build("gpt", num_layers=1, context_length=16)
+    params, rng = init(model), np.random.default_rng(0)
+    tokens = rng.integers(0, 257, (3, 17), np.int32)
+    targets, counts = rng.integers(0, 257, (3, 16), np.int32), rng.random((3, 16)) < 0.7
+    log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
+    losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
+    evaluate = jax.jit(functools.partial(eval_step, model=model, loss_chunks=2))
+    total, number = evaluate(params, Rows(tokens, None, counts, targets))
+    assert float(total) == pytest.approx(float(losses[counts].sum()), rel=1e-5) and int(number) == counts.sum()
 
 
 def test_the_order_stays_the_same_in_later_versions(documents):

@@ -50,6 +50,18 @@ def test_equal_tokens(tmp_path):
     assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
 
 
+def test_padding_is_no_token_but_costs_flops(tmp_path):
+    """A run of `best_fit` gets more steps than one of `concat` on equal tokens, and as many on equal FLOPs."""
+    source = tmp_path / "source.jsonl"  # documents of 41 tokens: one to a row of 64
+    source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
+    common = load_config("gpt", data__source=str(source), train__steps=200)
+    for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
+        config = base.comparison(
+            common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1)
+        planned = budget.plan(config, tmp_path)
+        assert {run.name: run.config.train.steps for run in planned} == {"joined": 200, "whole": steps}
+
+
 def flops(config) -> float:
     """By the counts that `plan` uses."""
     model = models.build(**config.model)
@@ -419,13 +431,18 @@ def test_other_texts_are_measured_as_by_the_plain_formula(compared, tmp_path):
 
 @pytest.mark.slow
 def test_longer_contexts_are_measured_once_and_of_the_last_step(text_file, tmp_path):
-    fields = dict(data__source=str(text_file), train__eval_steps=2, model__position="rope")
-    train.train(load_config("gpt", train__steps=2, **fields), str(tmp_path / "run"))
+    fields = dict(data__source=str(text_file), data__packing="best_fit", train__eval_steps=2, model__position="rope")
+    config = load_config("gpt", train__steps=2, **fields)
+    train.train(config, str(tmp_path / "run"))
     told = []
     for _ in range(2):
         measure.measure_texts(tmp_path / "run", {}, (1, 2, 4), say=told.append)
     assert len(told) == 3 and "context 256" in told[2]
-    rows = results.read_run("run", tmp_path / "run").texts
+    run_ = results.read_run("run", tmp_path / "run")
+    padding, inputs = train.mixture(data.find(config.data), "train", config).padding, 2 * 8 * 64
+    assert padding > 0 and run_.last.tokens == round(inputs * (1 - padding))
+    assert run_.last.flops == inputs * run_.flops_per_token
+    rows = run_.texts
     assert [row["context_length"] for row in rows] == [64, 128, 256] and len({row["tokens"] for row in rows}) == 1
     assert {row["step"] for row in rows} == {2}
     train.train(load_config("gpt", train__steps=4, **fields), str(tmp_path / "run"))

@@ -254,9 +254,13 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 
 
 def cost(config: ConfigDict, budget: str) -> float:
-    """Tokens, or FLOPs, of a step."""
-    tokens = config.train.batch_size * config.model.context_length
-    return tokens * train_flops_per_token(models.build(**config.model)) if budget == "flops" else tokens
+    """FLOPs of a step, those of padding too; or its tokens, padding left out."""
+    inputs = config.train.batch_size * config.model.context_length
+    if budget == "flops":
+        return inputs * train_flops_per_token(models.build(**config.model))
+    if config.data.packing == "concat":  # has no padding, so the text need not be there
+        return inputs
+    return inputs * (1 - train.mixture(data.find_or_make(config.data), "train", config).padding)
 
 
 def measured_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:

@@ -123,6 +123,7 @@ def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
     token, bits per byte, and of how many tokens."""
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
     config.model.context_length *= times
+    config.data.packing = "concat"  # as a Stretch is, whatever the run was trained on
     mesh = train.set_up(config).mesh
     parts = sharding.batch_parts(mesh)
     config.train.microbatches = 1

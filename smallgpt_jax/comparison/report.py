@@ -77,9 +77,9 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
               Paragraph(outcome(groups)), summary(groups)]
     blocks += [Paragraph(
         "Loss: nats a token on the validation split, at the end; the mean over the seeds and, in brackets, the "
-        "lowest and highest. tokens/s: of training, validation left out, on the machine named below. Memory: what "
-        "the compiled training step needs on one device. "
-        "FLOPs: of the matrix products of a training step, attention counted whole."),
+        "lowest and highest. tokens/s: of training, validation and padding left out, on the machine named below. "
+        "Memory: what the compiled training step needs on one device. "
+        "FLOPs: of the matrix products of a training step, attention counted whole, padding included."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}. Lines: means over seeds; bands: lowest to highest.")

@@ -23,7 +23,8 @@ RESULTS_FILE = "results.json"  # of a comparison
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A validation of a run: `flops` and `seconds` are those of training until then."""
+    """A validation of a run: `tokens`, `flops` and `seconds` are those of training until then; FLOPs are spent on
+    padding too, which has no tokens."""
 
     step: int
     tokens: int
@@ -49,7 +50,7 @@ class Run:
     parameters: int
     components: dict[str, int]
     flops_per_token: float
-    tokens_per_step: int
+    tokens_per_step: float  # padding left out
     curve: tuple[Point, ...]
     tokens_per_second: float | None  # of training, over the whole run
     memory_bytes: int | None  # of one device, as the compiled step needs them
@@ -71,18 +72,21 @@ def read_run(name: str, folder: Path) -> Run:
     if "train" not in config:
         raise UserError(f"{folder}: an imported model, which has not been trained here: there is nothing to draw")
     model = models.build(**config.model)
-    tokens_per_step = config.train.batch_size * config.model.context_length
+    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
+    inputs_per_step = config.train.batch_size * config.model.context_length
+    # Runs of earlier versions counted padding as tokens, and do not say how much there was.
+    padding = sessions[-1].get("padding", 0) if sessions else 0
+    tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
     flops_per_token = train_flops_per_token(model)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # each step's newest line
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
-        tokens = line["step"] * tokens_per_step
-        return Point(line["step"], tokens, tokens * flops_per_token, seconds_at(line["step"], steps, seconds),
-                     line["loss"], line["bits_per_byte"], line.get("targets"))
+        step = line["step"]
+        return Point(step, round(step * tokens_per_step), step * inputs_per_step * flops_per_token,
+                     seconds_at(step, steps, seconds), line["loss"], line["bits_per_byte"], line.get("targets"))
 
-    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json(evaluations / TEXTS_FILE) or ()
     return Run(

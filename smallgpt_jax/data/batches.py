@@ -30,6 +30,11 @@ class Mixture:
         return sum(packing.num_rows for packing in self.packings)
 
     @cached_property
+    def padding(self) -> float:
+        """The share of the inputs of batches that is padding."""
+        return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
+
+    @cached_property
     def first_rows(self) -> np.ndarray:
         """The number of each packing's first row."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]

@@ -18,6 +18,7 @@ class Rows(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
     segments_BxT: np.ndarray | None = None  # int32; None: documents of a row see those before them
     counts_BxT: np.ndarray | None = None  # bool, which targets count in the loss; None: all
+    targets_BxT: np.ndarray | None = None  # int32; None: the target of each input is the token after it
 
 
 class Packing(Protocol):
@@ -69,8 +70,9 @@ class BestFit:
     """Whole documents, put together so that rows are filled: only a document longer than a row is cut
     (Ding et al., arXiv 2404.10830, best-fit decreasing).
 
-    The target after a document's last token is an end-of-text, as in `concat`. Cost: some 30
-    bytes of memory a document, 130 while they are put together.
+    Every token of the split is an input once per epoch and has its target: the next token of its document,
+    after the last one an end-of-text, whatever follows in the row. Cost: some 30 bytes of memory a document,
+    130 while they are put together.
     """
 
     split: Split
@@ -97,23 +99,21 @@ class BestFit:
     def read(self, rows_B: np.ndarray) -> Rows:
         stream, mark, room = self.split.stream, self.split.end_of_text, self.context_length
         tokens_BxT1 = np.full((len(rows_B), room + 1), mark, np.int32)
+        targets_BxT = np.full((len(rows_B), room), mark, np.int32)
         segments_BxT = np.zeros((len(rows_B), room), np.int32)
-        for tokens, segments, row in zip(tokens_BxT1, segments_BxT, rows_B):
+        for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segments_BxT, rows_B):
             first, last = self._plan.first_piece[row:row + 2]
             place = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # One token more, which is the target of the last one: the next one of a cut document,
-                # or the end-of-text in front of the document that follows in the split.
+                # One token more, which is the target of the last one: the next one of a cut document, or the
+                # end-of-text that begins the next document of the split (the last document has none there).
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
+                targets[place:place + len(text) - 1] = text[1:]
                 segments[place:place + length] = number
                 place += length
-        counts_BxT = segments_BxT > 0
-        # But where the rest of a cut document comes next in the row, that target is not in it.
-        counts_BxT[:, :-1] &= ((segments_BxT[:, 1:] == segments_BxT[:, :-1]) | (segments_BxT[:, 1:] == 0)
-                               | (tokens_BxT1[:, 1:-1] == mark))
-        return Rows(tokens_BxT1, segments_BxT if self.separate else None, counts_BxT)
+        return Rows(tokens_BxT1, segments_BxT if self.separate else None, segments_BxT > 0, targets_BxT)
 
 
 class Plan(NamedTuple):

@@ -2,6 +2,7 @@
 
 import bz2
 import collections
+import contextlib
 import gzip
 import hashlib
 import io
@@ -502,6 +503,126 @@ def test_an_interrupted_preparation_of_other_text_begins_anew(corpus, tmp_path, 
     made = prepare(tmp_path / "store", path)
     assert sorted(documents_of(made.train) + documents_of(made.validation)) == sorted(texts[100:])
     assert not (tmp_path / "store.partial").exists()
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """A folder of three files of 100 documents, of which line 50 of the second is broken; batches are small."""
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 1000)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in "abc":
+        lines = [json.dumps({"text": f"document {i} of {name} " + "text " * (i % 30)}) + "\n" for i in range(100)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    edit(folder / "b.jsonl", lambda lines: [*lines[:49], "{broken\n", *lines[49:]])
+    return folder
+
+
+def edit(path, change):
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+def tokenized(monkeypatch):
+    """A list to which every text is added that is tokenized from now on."""
+    texts, encode = [], store.encode
+    monkeypatch.setattr(store, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
+    return texts
+
+
+@contextlib.contextmanager
+def interrupted(monkeypatch, after):
+    """A Ctrl-C when so many texts have been tokenized."""
+    texts, encode = [], store.encode
+
+    def encode_some(batch, tokenizer):
+        texts.extend(batch)
+        if len(texts) > after:
+            raise KeyboardInterrupt
+        return encode(batch, tokenizer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, "JOURNAL_SECONDS", 0)
+        patch.setattr(store, "encode", encode_some)
+        yield
+
+
+def stopped_at_the_broken_line(shards, tmp_path, **settings):
+    with pytest.raises(UserError, match=r"b\.jsonl, line 50: not JSON"):
+        prepare(tmp_path / "store", shards, **settings)
+
+
+@pytest.mark.parametrize("remedy, settings, most_anew", [
+    (lambda folder: None, {"invalid_items": "skip"}, 160),
+    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]), {}, 160),
+    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], '{"text": "mended"}\n', *lines[50:]]),
+     {"invalid_utf8": "replace"}, 165),
+    (lambda folder: (edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
+                     shutil.copy(folder / "a.jsonl", folder / "d.jsonl")), {}, 260),
+    (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the part in which it stopped
+], ids=["skipped", "taken out", "mended", "with a file added", "file left out"])
+def test_a_remedied_preparation_goes_on(shards, tmp_path, monkeypatch, remedy, settings, most_anew):
+    """What was tokenized before the error stays, and the store is the same as one that is made at once."""
+    stopped_at_the_broken_line(shards, tmp_path)
+    remedy(shards)
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare(tmp_path / "store", shards, **settings).folder)
+    assert len(texts) <= most_anew
+    assert made == files_of(prepare(tmp_path / "whole", shards, **settings).folder)
+
+
+def test_a_cached_preparation_that_was_remedied_goes_on(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fields = dict(data__source=str(shards), data__tokenizer="bytes", data__store="")
+    with pytest.raises(UserError, match="line 50"):
+        data.make(load_config("gpt", **fields).data, say=lambda _: None)
+    texts = tokenized(monkeypatch)
+    data.make(load_config("gpt", data__invalid_items="skip", **fields).data, say=lambda _: None)
+    assert len(texts) <= 160
+    assert [path.suffix for path in (tmp_path / "cache/smallgpt_jax/stores").iterdir()] == [""]
+
+
+@pytest.mark.parametrize("first, change, then", [
+    ({}, lambda folder: edit(folder / "a.jsonl", lambda lines: lines[1:]), {"invalid_items": "skip"}),
+    ({}, lambda folder: edit(folder / "b.jsonl", lambda lines: [lines[0].replace("0", "1"), *lines[1:]]),
+     {"invalid_items": "skip"}),
+    ({}, lambda folder: None, {"invalid_items": "skip", "validation_fraction": 0.3}),
+    ({"tokenizer": "TMP/my.model"}, lambda folder: shutil.copy(folder.parent / "two", folder.parent / "my.model"),
+     {"tokenizer": "TMP/my.model", "invalid_items": "skip"}),
+], ids=["file before", "line before", "fraction", "tokenizer's file"])
+def test_a_preparation_of_other_text_is_not_continued(shards, tmp_path, monkeypatch, first, change, then):
+    for name, size in (("my.model", 300), ("two", 310)):
+        (tmp_path / name).write_bytes(tokenizers.make(
+            f"sentencepiece:{size}", ["some words to learn from, and others " * 9]).files()["tokenizer.model"])
+    first, then = ({key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
+                    for key, value in settings.items()} for settings in (first, then))
+    stopped_at_the_broken_line(shards, tmp_path, **first)
+    change(shards)
+    made = files_of(prepare(tmp_path / "store", shards, **then).folder)
+    assert made == files_of(prepare(tmp_path / "whole", shards, **then).folder)
+
+
+def test_what_was_skipped_and_can_now_be_replaced_is_not_left_out(shards, tmp_path, monkeypatch):
+    """A preparation that skipped what is not UTF-8, and was interrupted, does not continue with replacing it."""
+    (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
+    with interrupted(monkeypatch, after=60):
+        prepare(tmp_path / "store", shards, invalid_items="skip", workers=1)
+    settings = dict(invalid_items="skip", invalid_utf8="replace")
+    made = files_of(prepare(tmp_path / "store", shards, **settings).folder)
+    assert made == files_of(prepare(tmp_path / "whole", shards, **settings).folder)
+
+
+@pytest.mark.parametrize("enough", [3000, 10**9])
+def test_a_tokenizer_trained_on_text_that_has_changed_is_trained_anew(shards, tmp_path, monkeypatch, enough):
+    """If it was trained on a beginning that is the same, the preparation goes on."""
+    edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
+    monkeypatch.setattr(tokenizers, "TRAINING_CHARACTERS", enough)
+    with interrupted(monkeypatch, after=100):
+        prepare(tmp_path / "store", shards, tokenizer="sentencepiece:400", workers=1)
+    edit(shards / "c.jsonl", lambda lines: [line.replace("text ", "word ") for line in lines])
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare(tmp_path / "store", shards, tokenizer="sentencepiece:400").folder)
+    assert (len(texts) < 300) == (enough == 3000)
+    assert made == files_of(prepare(tmp_path / "whole", shards, tokenizer="sentencepiece:400").folder)
 
 
 @pytest.mark.slow

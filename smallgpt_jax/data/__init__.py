@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.data.journal import MAY_BE_RELAXED
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_made_from, open_store, prepare
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -17,7 +18,7 @@ from smallgpt_jax.files import local_path
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text that a training run prepares by itself
 # The fields of the `data` group that decide what is in a store.
-STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", "invalid_utf8", "invalid_items")
+STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", *MAY_BE_RELAXED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,8 @@ def mixture(text: str) -> Corpus:
 def make(data, workers: int | None = None, say=print) -> Corpus:
     """Makes the store of a config's `data` group, or goes on with one that was begun."""
     fields = {field: data[field] for field in STORE_FIELDS}
-    return Corpus((prepare(store_folder(data), **fields, workers=workers, say=say),), (1.0,))
+    unfinished = "" if data.store else unfinished_name(data)
+    return Corpus((prepare(store_folder(data), **fields, workers=workers, say=say, unfinished=unfinished),), (1.0,))
 
 
 def find_or_make(data) -> Corpus:
@@ -135,9 +137,22 @@ def store_folder(data) -> Path:
         return local_path("config.data.store", data.store)
     identity = [sources.fingerprint(data.source), tokenizers.content(data.tokenizer),
                 *(data[field] for field in STORE_FIELDS)]
-    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
+    return cache_folder() / "stores" / cached_name(data, *identity)
+
+
+def unfinished_name(data) -> str:
+    """The name of a store in the cache while it is made: the same when the text has been mended, or what was
+    refused is left out, so that what was tokenized before is found."""
+    names = [str(Path(name).expanduser().absolute()) if sources.is_local(name) else name
+             for name in sources.names(data.source)]
+    return cached_name(data, names, *(data[field] for field in STORE_FIELDS if field not in MAY_BE_RELAXED))
+
+
+def cached_name(data, *identity) -> str:
+    """The name of a store in the cache: its source, for a person, and a digest of what it is."""
+    digest = hashlib.sha256(repr([*identity]).encode()).hexdigest()[:12]
     name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
-    return cache_folder() / "stores" / f"{name}-{digest}"
+    return f"{name}-{digest}"
 
 
 def cache_folder() -> Path:

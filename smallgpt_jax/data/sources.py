@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ PASSAGE_CHARACTERS = (1024, 16_384)  # of the passages that text files are cut i
 BLOCK_BYTES = 1_000_000  # of a text file, read in one go
 BATCH_CHARACTERS = 1_000_000  # that are tokenized in one go
 PARQUET_ROWS = 128  # read in one go
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons to skip an item that invalid_utf8="replace" takes away
 
 # Left out: tests, because many distributions of Python leave them out too; tables that are not
 # written by hand; what is not the standard library's own.
@@ -98,6 +99,7 @@ class Part:
     name: str
     size: int  # in bytes; 0 if that is not known
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
+    version: tuple = ()  # what else changes when its items do, as far as that is known
 
 
 class Batch(NamedTuple):
@@ -107,6 +109,37 @@ class Batch(NamedTuple):
     skipped: Counter
     place: Place
     done: float  # the share of the source that has been read, 0 to 1
+    digest: str  # of what has been read of the source up to `place`
+
+
+class Digest:
+    """Of what has been read of a source: its whole parts by their descriptions, the next one by its items."""
+
+    def __init__(self, parts: Iterable[Part] = ()):
+        self._parts, self._items = hashlib.sha256(), hashlib.sha256()
+        for part in parts:
+            self.end(part)
+
+    def add(self, item: Item) -> None:
+        what, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
+        self._items.update(f"{what} {len(text)} ".encode())
+        self._items.update(text.encode())
+
+    def end(self, part: Part) -> None:
+        self._parts.update(repr((part.name, part.size, part.version)).encode())
+        self._items = hashlib.sha256()
+
+    def hexdigest(self) -> str:
+        return self._parts.hexdigest() + self._items.hexdigest()
+
+
+def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
+    """Returns the digest of a source up to `place`, as a Batch has it. Raises UserError as reading does."""
+    digest = Digest(parts[:place.parts])
+    for part in parts[place.parts:place.parts + 1]:
+        for item in itertools.islice(part.read(rules)[0], place.items):
+            digest.add(item)
+    return digest.hexdigest()
 
 
 def batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
@@ -115,11 +148,15 @@ def batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: i
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
     total, before = sum(weights), sum(weights[:start.parts])  # the weight of the parts that have been read
+    digest = Digest(parts[:start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):
         items, progress = part.read(rules)
         first = start.items if number == start.parts else 0
-        for count, item in enumerate(itertools.islice(items, first, None), first + 1):
+        for count, item in enumerate(items, 1):
+            digest.add(item)
+            if count <= first:
+                continue
             if item and isinstance(item, str):
                 texts.append(item)
                 characters += len(item)
@@ -127,10 +164,11 @@ def batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: i
                 skipped[item.reason if item else "empty"] += 1
             if characters >= size:
                 yield Batch(texts, skipped, Place(number, count),
-                            (before + weights[number] * progress()) / total)
+                            (before + weights[number] * progress()) / total, digest.hexdigest())
                 texts, skipped, characters = [], Counter(), 0
+        digest.end(part)
         before += weights[number]
-    yield Batch(texts, skipped, Place(len(parts)), 1.0)
+    yield Batch(texts, skipped, Place(len(parts)), 1.0, digest.hexdigest())
 
 
 def documents(source: str, text_field: str, invalid_utf8: str, invalid_items: str) -> Iterator[str]:
@@ -285,7 +323,8 @@ def file_part(path: Path, source: str, passage: int) -> Part:
         length = max(path.stat().st_size, 1)
         return items, lambda: min(raw.tell() / length, 1.0)
 
-    return Part(str(path), path.stat().st_size, read)
+    stat = path.stat()
+    return Part(str(path), stat.st_size, read, (str(path.resolve()), stat.st_mtime_ns, passage))
 
 
 def open_binary(path: Path):

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.data import journal, sources, tokenizers
+from smallgpt_jax.data.journal import JOURNAL_FILE, Journal, Progress
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import locked, rename, write_atomically
@@ -31,7 +32,6 @@ from smallgpt_jax.words import duration, in_millions
 
 FORMAT = 2
 METADATA_FILE = "metadata.json"
-JOURNAL_FILE = "journal.json"  # of an unfinished store: how far it is
 SPLITS = ("train", "validation")
 JOURNAL_SECONDS = 5  # between two journals
 TELL_SECONDS = 10  # between two lines that say how it goes
@@ -149,15 +149,16 @@ def open_made_from(folder: Path, wanted: dict) -> TokenStore:
 
 def prepare(
     folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
-    invalid_utf8: str, invalid_items: str, workers: int | None = None, say=print,
+    invalid_utf8: str, invalid_items: str, workers: int | None = None, say=print, unfinished: str = "",
 ) -> TokenStore:
     """Tokenizes a source into a new store at `folder`; it appears whole or not at all.
 
     Arguments are those of the config's `data` group; `workers` threads (all cores by default)
-    tokenize, and the result does not depend on their number. What is done so far is stored in
-    `folder`.partial; interrupted, the same call goes on from there. If `folder` is a symbolic link, both
-    are made where that leads. Memory: some 10 MB a worker, and a few times the longest document. Raises
-    UserError for all that a source can have wrong, and if there is a store made from something else.
+    tokenize, and the result does not depend on their number. What is done so far is stored beside it, in
+    `folder`.partial or what `unfinished` names; interrupted, the same call goes on from there (see
+    journal.py). If `folder` is a symbolic link, both are made where that leads. Memory: some 10 MB a
+    worker, and a few times the longest document. Raises UserError for all that a source can have wrong,
+    and if there is a store made from something else.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction={validation_fraction}: must be above 0 and "
@@ -174,11 +175,10 @@ def prepare(
     if around := sources.folder_around(source, folder):
         raise UserError(f"config.data.store={str(folder)!r}: lies inside of {around}, whose files are the "
                         "source; name a folder elsewhere")
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f"{unfinished or folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder.with_name(f".{folder.name}.lock"), wait=True)
-        with lock:
+        with locked(folder.with_name(f".{unfinished or folder.name}.lock"), wait=True):
             if not (folder / METADATA_FILE).is_file():  # another process may have made it meanwhile
                 make(partial, parts, rules, made_from, workers or os.cpu_count(), say)
                 refuse_if_taken(folder)
@@ -207,57 +207,56 @@ def refuse_if_taken(folder: Path) -> None:
 
 def make(partial: Path, parts: list[sources.Part], rules: sources.Rules, made_from: dict, workers: int, say,
          ) -> None:
-    """Makes a store in `partial`, or goes on with the one that was begun there from the same source."""
+    """Makes a store in `partial`, or goes on with the one that was begun there."""
     fraction = made_from["validation_fraction"]
-    identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"])}
-    journal = read_journal(partial, identity)
-    if journal:
+    identity = {"format": FORMAT, "made_from": made_from, "tokenizer": tokenizers.content(made_from["tokenizer"]),
+                "texts": sources.fingerprint(made_from["source"])}
+    state = journal.resume(partial, identity, parts, rules, say)
+    if state:
         made = tokenizers.load(partial / "tokenizer")
-        say(f"going on with {partial}: {journal['done']:.0%} done")
+        say(f"going on with {partial}: {state.latest.done:.0%} done")
     else:
         remove_begun(partial, say)
         partial.mkdir()
         if made_from["tokenizer"].startswith("sentencepiece:"):
             say(f"training a tokenizer, {made_from['tokenizer']}, on {made_from['source']}")
         try:
-            made = tokenizers.make(made_from["tokenizer"], training_texts(parts, rules, fraction))
+            made, learned = make_tokenizer(made_from["tokenizer"], parts, rules, fraction)
         except UserError:
             shutil.rmtree(partial)
             raise
         tokenizers.save(made, partial / "tokenizer")
         empty = dict(tokens=0, documents=0, text_bytes=0)
-        journal = {**identity, "place": [0, 0], "done": 0.0, "skipped": {},
-                   "splits": {name: empty for name in SPLITS}}
+        state = Journal(identity, learned, Progress(
+            sources.Place(), sources.Digest().hexdigest(), 0.0, {}, {name: empty for name in SPLITS}))
 
     dtype = np.dtype(np.uint16 if made.vocab_size <= 2**16 else np.uint32)
-    writers = {name: SplitWriter(partial, name, dtype, **journal["splits"][name]) for name in SPLITS}
-    skipped = Counter(journal["skipped"])
-    progress = Told(say, journal["done"])
+    writers = {name: SplitWriter(partial, name, dtype, **state.latest.splits[name]) for name in SPLITS}
+    skipped = Counter(state.latest.skipped)
+    progress = Told(say, state.latest.done)
 
-    def note(place: sources.Place, done: float) -> None:
+    def note() -> None:
         for writer in writers.values():
             writer.flush()
-        write_atomically(partial / JOURNAL_FILE, json.dumps({
-            **identity, "place": place, "done": done, "skipped": skipped,
-            "splits": {name: writer.counts() for name, writer in writers.items()}}))
+        state.write(partial)
 
-    place, done = sources.Place(*journal["place"]), journal["done"]
-    note(place, done)  # says from now on whose folder this is
+    note()  # says from now on whose folder this is
     noted = time.monotonic()
     encode = functools.partial(encode_batch, tokenizer=made, dtype=dtype, validation_fraction=fraction)
     try:
-        for batch, encoded in in_order(encode, sources.batches(parts, rules, place), workers):
+        for batch, encoded in in_order(encode, sources.batches(parts, rules, state.latest.place), workers):
             for name, writer in writers.items():
                 writer.add(encoded[name])
             skipped.update(batch.skipped)
-            _, _, place, done = batch
+            state.add(Progress(batch.place, batch.digest, batch.done, dict(skipped),
+                               {name: writer.counts() for name, writer in writers.items()}))
             if time.monotonic() - noted > JOURNAL_SECONDS:
-                note(place, done)
+                note()
                 noted = time.monotonic()
-            progress.update(done, sum(len(part.tokens) for part in encoded.values()))
+            progress.update(batch.done, sum(len(part.tokens) for part in encoded.values()))
     except UserError:  # a bad item, or a network that has gone: what is done stays, if it is worth it
-        note(place, done)
-        if place == (0, 0):
+        note()
+        if state.latest.place == (0, 0):
             shutil.rmtree(partial)
         raise
 
@@ -299,21 +298,20 @@ def remove_begun(partial: Path, say) -> None:
     shutil.rmtree(partial)
 
 
-def read_journal(partial: Path, identity: dict) -> dict | None:
-    """The journal of an interrupted preparation from the same source with the same settings."""
-    try:
-        journal = json.loads((partial / JOURNAL_FILE).read_text())
-        same = all(journal[key] == value for key, value in json.loads(json.dumps(identity)).items())
-        return journal if same else None
-    except (OSError, ValueError, KeyError):
-        return None
+def make_tokenizer(spec: str, parts: list[sources.Part], rules: sources.Rules, validation_fraction: float,
+                   ) -> tuple[Tokenizer, sources.Place | None]:
+    """Returns the tokenizer, and the place where what it was trained on ends: None if that is the whole source."""
+    learned = sources.Place()
 
+    def texts() -> Iterator[str]:
+        nonlocal learned
+        for batch in sources.batches(parts, rules):
+            learned = batch.place
+            yield from (text for text in batch.texts if not is_validation(text, validation_fraction))
+        learned = None
 
-def training_texts(parts: list[sources.Part], rules: sources.Rules, validation_fraction: float,
-                   ) -> Iterator[str]:
-    """What a tokenizer may learn from."""
-    return (text for batch in sources.batches(parts, rules) for text in batch.texts
-            if not is_validation(text, validation_fraction))
+    tokenizer = tokenizers.make(spec, texts())
+    return tokenizer, learned
 
 
 def is_validation(text: str, fraction: float) -> bool:

@@ -54,7 +54,7 @@ def make_optimizer(
                          weight_decay=weight_decay, mask=decayed))
 
 
-def is_matrix(path: tuple, names: tuple[str, ...]) -> bool:
-    """Whether a parameter has two or more dimensions: a bias has one, however many axes its features
-    are laid out on, and the axes along which equal weights are stacked do not count."""
-    return path[-1].key != "bias" and sum(name not in STACKED for name in names) >= 2
+def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
+    """Whether a parameter has two or more dimensions: biases and scales have one, however many axes their
+    features are laid out on, and the axes along which equal weights are stacked do not count."""
+    return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

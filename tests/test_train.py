@@ -7,16 +7,22 @@ import re
 import shutil
 import sys
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import ARCHITECTURES, ROOT, load_config, run
+from conftest import ARCHITECTURES, ROOT, forward, load_config, run
 
-from smallgpt_jax import metrics, models
+from smallgpt_jax import inference, metrics, models
+from smallgpt_jax import train as train_module
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.layers import Trunk, blocks
 from smallgpt_jax.train import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -202,6 +208,44 @@ def test_an_architecture_of_ones_own(text_file, tmp_path, monkeypatch):
     assert train_flops_per_token(model) - head == 2 * (train_flops_per_token(gpt) - head)
     train(config, str(tmp_path))
     assert losses_in(tmp_path, "eval")[40] < 0.85 * math.log(257)
+
+
+class WithFlaxLayers(Trunk):
+    """A trunk with layers of flax, whose parameters name no axes."""
+
+    @nn.compact
+    def __call__(self, x_BxTxD, mode):
+        x_BxTxD = blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+        return x_BxTxD + nn.Dense(self.config.d_model, name="plain")(nn.RMSNorm(name="rms")(x_BxTxD))
+
+
+def test_parameters_that_name_no_axes_are_whole_on_each_device(text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(models.ARCHITECTURES, "plain", WithFlaxLayers)
+    config = config_for(text_file, model__architecture="plain", model__num_layers=1, mesh__fsdp=2, mesh__tensor=2,
+                        train__steps=2, train__eval_steps=1, train__checkpoint_every=1)
+    setup = train_module.set_up(config)
+    trunk = setup.shardings.params["trunk"]
+    whole = [trunk["plain"]["kernel"], trunk["plain"]["bias"], trunk["rms"]["scale"]]
+    assert all(sharding.is_fully_replicated for sharding in whole)
+    assert not trunk["blocks"]["mlp"]["up"]["kernel"].is_fully_replicated
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), nn.unbox(models.abstract_params(setup.model)))
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, setup.optimizer.init(ones))  # not step 0
+    decay = setup.optimizer.update(zeros, state, ones)[0]["trunk"]
+    assert jnp.all(decay["plain"]["kernel"] < 0)
+    assert not jnp.any(decay["plain"]["bias"]) and not jnp.any(decay["rms"]["scale"])
+
+    train(config, str(tmp_path))
+    config.train.steps = 3
+    train(config, str(tmp_path))
+    assert sorted(losses_in(tmp_path, "eval")) == [2, 3]
+    model, params, *_ = inference.load_trained(tmp_path)
+    ids = np.arange(12)[None] % 256
+    whole_logits = forward(model, params, ids)[0, -1]
+    texts = decoder.Texts(model, decoder.unstacked(model, params), 512, ids[:, :5])
+    texts.draw(Sampling())
+    texts.ids[0] += ids[0, 5:].tolist()
+    np.testing.assert_allclose(texts.draw_with_logits(Sampling())[1][0], whole_logits, atol=1e-4)
 
 
 def test_bigram_loss_is_that_of_the_formula():

@@ -157,9 +157,18 @@ def completed(fields: dict) -> dict:
 
 
 def abstract_params(model: LanguageModel):
-    """Shapes and axis names of the parameters, nothing allocated: a tree of LogicallyPartitioned."""
+    """Shapes and axis names of the parameters, nothing allocated: a tree of LogicallyPartitioned.
+
+    Parameters that name no axes, as flax's own layers make them, get names that are None: no rule is for those,
+    so each device has the whole parameter.
+    """
+    def with_names(x):
+        return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(
+            nn.unbox(x), names=(None,) * nn.unbox(x).ndim)
+
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    return jax.tree.map(with_names, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
 
 def num_parameters(model: LanguageModel) -> int:

@@ -1,8 +1,9 @@
 """What all architectures share: the model's configuration, the pre-LayerNorm block and its parts.
 
 Shapes stand in names: B batch, T time (positions), D model width, H heads, K width of a head,
-F width of the MLP, L layers, V vocabulary. Every weight names its axes; `sharding.py` maps the
-names onto the mesh. Weights are float32; products are computed in `config.dtype`.
+F width of the MLP, L layers, V vocabulary. Every weight here names its axes; `sharding.py` maps the
+names onto the mesh. Layers of flax that name none (nn.Dense, nn.RMSNorm) work as well: each device
+then has the whole weight. Weights are float32; products are computed in `config.dtype`.
 """
 
 import dataclasses

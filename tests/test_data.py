@@ -9,14 +9,17 @@ import io
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -25,7 +28,7 @@ import sentencepiece
 from conftest import ROOT, load_config, run
 
 from smallgpt_jax import data
-from smallgpt_jax.data import sources, store, tokenizers
+from smallgpt_jax.data import sources, store, tfrecord, tokenizers
 from smallgpt_jax.errors import UserError
 
 
@@ -248,52 +251,119 @@ def test_hugging_face_datasets_are_streamed(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"hf:nobody/nothing"):
         read("hf:nobody/nothing")
 
-MAKE_DATASET = """
-import json, pathlib, sys
-from array_record.python.array_record_module import ArrayRecordWriter
-from tensorflow_datasets.proto import tf_example_pb2
-folder = pathlib.Path(sys.argv[1]) / "words" / "1.0.0"
-folder.mkdir(parents=True)
-writer = ArrayRecordWriter(str(folder / "words-train.array_record-00000-of-00001"), "group_size:1")
-for i in range(50):
-    example = tf_example_pb2.Example()
-    example.features.feature["text"].bytes_list.value.append(f"text {i} ü".encode())
-    writer.write(example.SerializeToString())
-writer.close()
-features = "tensorflow_datasets.core.features."
-(folder / "features.json").write_text(json.dumps({
-    "pythonClassName": features + "features_dict.FeaturesDict", "featuresDict": {"features": {
-        "text": {"pythonClassName": features + "text_feature.Text", "text": {}}}}}))
-(folder / "dataset_info.json").write_text(json.dumps({
-    "name": "words", "version": "1.0.0", "fileFormat": "array_record", "splits": [
-        {"name": "train", "shardLengths": ["50"],
-         "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}]}))
-"""
+
+def made_dataset(folder, file_format: str, shards: list[list[dict]], monkeypatch) -> list[Path]:
+    """Writes `words`, a TensorFlow dataset of these shards, into `folder`, where tfds then looks. Returns its files."""
+    pytest.importorskip("tensorflow_datasets")
+    from tensorflow_datasets.core import constants
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    monkeypatch.setattr(constants, "DATA_DIR", str(folder))
+    folder = folder / "words" / "1.0.0"
+    folder.mkdir(parents=True)
+    features = "tensorflow_datasets.core.features."
+    (folder / "features.json").write_text(json.dumps({
+        "pythonClassName": features + "features_dict.FeaturesDict", "featuresDict": {"features": {
+            name: {"pythonClassName": features + "text_feature.Text", "text": {}} for name in shards[0][0]}}}))
+    (folder / "dataset_info.json").write_text(json.dumps({
+        "name": "words", "version": "1.0.0", "fileFormat": file_format, "splits": [
+            {"name": "train", "shardLengths": [str(len(items)) for items in shards],
+             "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}]}))
+    files = []
+    for number, items in enumerate(shards):
+        files.append(folder / f"words-train.{file_format}-{number:05}-of-{len(shards):05}")
+        records = []
+        for item in items:
+            example = tf_example_pb2.Example()
+            for field, text in item.items():
+                example.features.feature[field].bytes_list.value.append(text)
+            records.append(example.SerializeToString())
+        if file_format == "array_record":
+            from array_record.python.array_record_module import ArrayRecordWriter
+
+            writer = ArrayRecordWriter(str(files[-1]), "group_size:1")
+            for record in records:
+                writer.write(record)
+            writer.close()
+        else:
+            files[-1].write_bytes(b"".join(map(tfrecord_bytes, records)))
+    return files
 
 
-@pytest.mark.slow
-def test_tensorflow_datasets(tmp_path, shared_data_or_none):
-    """A dataset in the format that can be read at any place, written without TensorFlow."""
-    subprocess.run([sys.executable, "-c", MAKE_DATASET, str(tmp_path)], check=True, capture_output=True)
+def tfrecord_bytes(record: bytes) -> bytes:
+    length = struct.pack("<Q", len(record))
+    return b"".join([length, struct.pack("<I", tfrecord.masked_crc32c(length)), record,
+                     struct.pack("<I", tfrecord.masked_crc32c(record))])
 
-    def prepare_from(name, folder):
-        return run("prepare", "--config=configs/gpt.py:tiny", f"--config.data.source=tfds:{name}",
-                   f"--config.data.store={tmp_path / 'store'}", TFDS_DATA_DIR=str(folder))
 
-    result = prepare_from("words", tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    made = store.open_store(tmp_path / "store")
-    assert sorted(documents_of(made.train) + documents_of(made.validation)) == sorted(
-        f"text {i} ü".encode().decode("latin-1") for i in range(50))
-    shutil.rmtree(tmp_path / "store")
-    expected = {"nothing": (tmp_path, ["tfds:nothing", "Dataset nothing not found"])}
-    if shared_data_or_none:  # TFRECORD files, which have to be read from their beginning
-        expected["c4_minimal/en:3.0.1"] = (
-            shared_data_or_none / "tfds", ["tfds:c4_minimal", "array_record", "tfrecord", "Parquet"])
-    for name, (folder, words) in expected.items():
-        result = prepare_from(name, folder)
-        assert result.returncode == 1 and result.stderr.count("\n") == 1
-        assert all(word in result.stderr for word in words), result.stderr
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_tensorflow_datasets(file_format, tmp_path, monkeypatch):
+    """The store of a dataset is that of the same texts as JSON lines."""
+    shards = [[{"text": f"text {i} ü of {shard}".encode(), "url": b"-"} for i in range(count)]
+              for shard, count in enumerate((30, 0, 20))]
+    items = [item for shard in shards for item in shard]
+    made_dataset(tmp_path, file_format, shards if file_format == "tfrecord" else [items], monkeypatch)
+    texts = [item["text"].decode() for item in items]
+    assert read("tfds:words") == texts
+    assert_stores_equal("tfds:words", texts, tmp_path)
+    with pytest.raises(UserError, match="no text in the field 'body': it has text, url; set"):
+        read("tfds:words", text_field="body")
+    with pytest.raises(UserError, match="'tfds:nothing': Dataset nothing not found"):
+        read("tfds:nothing")
+
+
+def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, which in (("one", source), ("other", str(folder / "texts.jsonl"))):
+        prepare(folder / name, which)
+    for split in store.SPLITS:
+        for file in (store.tokens_file, store.documents_file):
+            assert file(folder / "one", split).read_bytes() == file(folder / "other", split).read_bytes()
+
+
+def test_tfrecord_shards_are_read_from_any_record_on(tmp_path, monkeypatch):
+    shards = [[{"text": f"text {i} of {shard}".encode()} for i in range(40)] for shard in range(3)]
+    made_dataset(tmp_path, "tfrecord", shards, monkeypatch)
+    parts = sources.open_source("tfds:words")
+    rest = list(sources.batches(parts, sources.Rules("text", "refuse", "refuse"), sources.Place(1, 30), size=100))
+    texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40)]
+    assert [text for batch in rest for text in batch.texts] == texts[70:]
+    done = [batch.done for batch in rest]
+    assert done == sorted(done) and done[-1] == 1 and done[0] == pytest.approx(78 / 120, abs=0.02)
+
+
+def test_damaged_tfrecord_files_are_named(tmp_path, monkeypatch):
+    assert tfrecord.crc32c(b"123456789") == 0xE3069283
+    one, two = made_dataset(tmp_path, "tfrecord", [[{"text": b"a" * 40}] * 9, [{"text": b"b"}] * 2], monkeypatch)
+    whole = one.read_bytes()
+    record, flipped = len(whole) // 9, bytearray(whole)
+    flipped[2 * record + 5] ^= 1
+    for damaged, words in (
+            (whole[:-3], f"the record at byte {8 * record} is cut off"),
+            (whole[:4 * record + 7], f"the record at byte {4 * record} is cut off"),
+            (bytes(flipped), f"no record begins at byte {2 * record}"),
+            (whole + tfrecord_bytes(b"text"), "record 10 is no tf.train.Example"),
+            (whole[:8 * record], "has 8 records, dataset_info.json says 9; fetch this shard")):
+        one.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{re.escape(str(one))}: .*{words}"):
+            read("tfds:words", invalid_items="skip")
+    one.write_bytes(whole)
+    two.unlink()
+    with pytest.raises(UserError, match=f"{re.escape(str(two))}: No such file or directory; fetch this shard"):
+        sources.open_source("tfds:words")
+
+
+def test_a_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
+    """C4 as tfds wrote it, against grain's reader and tfds' own decoder."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(shared_data / "tfds"))
+    name = "c4_minimal/en:3.0.1"
+    builder = tfds.builder(name)
+    texts = [builder.info.features.deserialize_example_np(record)["text"].decode()
+             for path in builder.info.splits["train"].filepaths
+             for record in grain.experimental.TFRecordIterDataset(str(path))]
+    assert len(texts) == 1000
+    assert_stores_equal(f"tfds:{name}", texts, tmp_path)
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):

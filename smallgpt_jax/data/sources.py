@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.data import tfrecord
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.words import reason
@@ -205,7 +206,7 @@ def open_source(source: str) -> list[Part]:
         if name.startswith("hf:"):
             parts += hugging_face_parts(name)
         elif name.startswith("tfds:"):
-            parts.append(tfds_part(name))
+            parts += tfds_parts(name)
         else:
             parts += [file_part(path, name, passage) for path in local_files(name)]
     return parts
@@ -538,19 +539,63 @@ def hugging_face_parts(source: str) -> list[Part]:
             for shard in range(stream.num_shards)]
 
 
-def tfds_part(source: str) -> Part:
-    """The training split of `tfds:NAME`, by index. Needs no TensorFlow."""
+def tfds_parts(source: str) -> list[Part]:
+    """The training split of `tfds:NAME`, read without TensorFlow: its shards in order if they are TFRecord files, all
+    of it by index if its format allows that."""
     try:
         import tensorflow_datasets as tfds
     except ImportError:
         raise missing(f"config.data.source={source!r}") from None
+    name = source.removeprefix("tfds:")
     try:
-        rows = tfds.data_source(source.removeprefix("tfds:"), split="train")
+        builder = tfds.builder(name)
+        if builder.is_prepared() and builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
+            split = builder.info.splits["train"]
+            return list(map(tfrecord_part, split.filepaths, split.shard_lengths))
+        return [indexed_part(source, tfds.data_source(name, split="train"))]
+    except UserError:
+        raise
     except Exception as error:  # of many kinds: TFDS runs the code of each dataset
         why = reason(error)
-        mend = (". Make it in that format (tfds build --file_format=array_record), or write its texts to "
+        mend = ("; write it as TFRecord or array_record files (tfds build --file_format=array_record), or its texts to "
                 "Parquet files and name those" if "file format" in why.lower() else "")
         raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{mend}") from None
+
+
+def tfrecord_part(path, count: int) -> Part:
+    """A shard of a TensorFlow dataset: a TFRecord file of `count` tf.train.Example protos."""
+    from google.protobuf.message import DecodeError
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    try:
+        size = path.stat().length
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; fetch this shard of the dataset again") from None
+
+    def read(rules: Rules):
+        file = open_binary(path)
+
+        def items():
+            number = 0
+            with named_if_damaged(path):
+                for number, record in enumerate(tfrecord.records(file, size), 1):
+                    try:
+                        fields = tf_example_pb2.Example.FromString(record).features.feature
+                    except DecodeError:
+                        raise ValueError(f"record {number} is no tf.train.Example") from None
+                    texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
+                    yield text_of(texts[0] if len(texts) == 1 else None, f"{path}, record {number}", sorted(fields),
+                                  rules)
+            if number != count:
+                raise UserError(f"{path}: has {number} records, dataset_info.json says {count}; fetch this shard of "
+                                "the dataset again")
+        return items(), lambda: file.tell() / max(size, 1)
+
+    return Part(str(path), size, read)
+
+
+def indexed_part(source: str, rows) -> Part:
+    """The items of a TensorFlow dataset that can be read at any place."""
     done = 0
 
     def read(rules: Rules):

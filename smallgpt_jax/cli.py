@@ -4,6 +4,7 @@ Exit status: 0 done, 1 it could not be done (one or two lines say why), 2 wrong 
 from the keyboard, 143 by SIGTERM.
 """
 
+import difflib
 import re
 import sys
 import traceback
@@ -18,6 +19,7 @@ from ml_collections import config_flags
 from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import Stopped, UserError
+from smallgpt_jax.files import local_path
 
 WANTED = {"int()": "a whole number", "to float": "a number", "boolean": "true or false"}  # by what Python says
 
@@ -65,15 +67,27 @@ def parse(argv: list[str]) -> list[str]:
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
-    for path in (re.match(r"--?config=([^:]*)", arg) for arg in argv[1:]):
-        if path and not Path(path[1]).is_file():
-            fail(f"--config: there is no file {path[1]!r}", status=2)
     try:
+        for arg, following in zip(argv[1:], [*argv[2:], ""]):
+            if given := re.fullmatch(r"--?config(=(.*))?", arg):
+                check_config_file(given[2] if given[1] else following)
         return flags.FLAGS(argv)
     except UserError as error:
         fail(str(error), status=2)
     except Exception as error:  # a config file is a program: it can raise anything
         fail(explain(error), status=2)
+
+
+def check_config_file(value: str) -> None:
+    """Raises UserError if --config=FILE[:ARGUMENT] names no file, with the recipe of the nearest name."""
+    local_path("--config", value)
+    name, colon, argument = value.partition(":")
+    if Path(name).is_file():
+        return
+    recipes = {path.stem: path for path in Path("configs").rglob("*.py") if path.stem != "base"}
+    near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
+    raise UserError(f"--config: there is no file {name!r}"
+                    + (f"; did you mean {recipes[near[0]]}{colon}{argument}?" if near else ""))
 
 
 def explain(error: Exception) -> str:
@@ -85,6 +99,8 @@ def explain(error: Exception) -> str:
         return f"{where(error)}the config has no field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
     if mistyped := re.match(r"flag (--[\w.]+=.*?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: must be {WANTED[mistyped[2]]}"
+    if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname and "config" in flags.FLAGS:
+        return f"there is no flag --{error.flagname}; did you mean --config.{error.flagname}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

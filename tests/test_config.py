@@ -7,7 +7,8 @@ import pytest
 from conftest import ARCHITECTURES, ROOT, load_config, run
 
 from configs import base
-from smallgpt_jax import models
+from smallgpt_jax import __main__ as package
+from smallgpt_jax import cli, models
 from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.step import init_state
 
@@ -56,6 +57,7 @@ def test_the_papers_recipes_differ_only_in_the_model():
     (["--config=configs/gpt.py", "--config.model.num_layers=2.5"], 2, ["num_layers=2.5"]),
     (["--config=configs/gpt.py", "--wrokdir=a"], 2, ["wrokdir"]),
     (["--config=configs/gpt.py", "more"], 2, ["'more'"]),
+    (["--config=configs/gpt.py", "--train.steps=5"], 2, ["did you mean --config.train.steps?"]),
 ])
 def test_wrong_usage(tmp_path, flags, status, words):
     flags = [*flags, f"--workdir={tmp_path / 'run'}"] if flags else []
@@ -64,6 +66,22 @@ def test_wrong_usage(tmp_path, flags, status, words):
     assert all(word in result.stderr for word in words), result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--config=gpt"], "there is no file 'gpt'; did you mean configs/gpt.py?"),
+    (["--config", "gpt:tiny"], "there is no file 'gpt'; did you mean configs/gpt.py:tiny?"),
+    (["--config=configs/gtp.py"], "there is no file 'configs/gtp.py'; did you mean configs/gpt.py?"),
+    (["--config=paper"], "there is no file 'paper'; did you mean configs/compare/paper.py?"),
+    (["--config=nothing.py"], "there is no file 'nothing.py'"),
+    (["--config=gs://bucket/gpt.py"], "'gs://bucket/gpt.py' is a URL, and object storage is not supported yet; mount "
+     "the bucket or copy the files, and give a local path"),
+])
+def test_a_config_file_that_is_not_there(flags, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        cli.parse(["main", *flags])
+    assert (end.value.code, capsys.readouterr().err) == (2, f"error: --config: {message}\n")
 
 
 @pytest.mark.parametrize("body, words", [
@@ -80,6 +98,20 @@ def test_wrong_config_files(tmp_path, body, words):
     assert result.returncode == 2
     assert all(word in result.stderr for word in words), result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
+
+
+def test_the_package_lists_its_commands(monkeypatch, capsys):
+    commands = {path.stem for path in (ROOT / "smallgpt_jax").glob("*.py") if "cli.run(main)" in path.read_text()}
+    assert set(package.COMMANDS) == commands
+    monkeypatch.setattr("sys.argv", ["smallgpt_jax"])
+    package.main()
+    listed = capsys.readouterr().out.splitlines()
+    assert "python -m smallgpt_jax.main      Trains a model: one recipe in, one workdir out." in listed
+    assert all(any(f"smallgpt_jax.{command} " in line for line in listed) for command in commands)
+    monkeypatch.setattr("sys.argv", ["smallgpt_jax", "main"])
+    with pytest.raises(SystemExit, match="2"):
+        package.main()
+    assert capsys.readouterr().err.endswith("a command starts with python -m smallgpt_jax.main\n")
 
 
 @pytest.mark.parametrize("command", ["main", "prepare", "generate"])

@@ -353,6 +353,23 @@ def test_damaged_tfrecord_files_are_named(tmp_path, monkeypatch):
         sources.open_source("tfds:words")
 
 
+def test_prepare_continues_behind_a_shard_that_was_damaged(tmp_path, monkeypatch):
+    shards = [[{"text": f"text {i} of {shard}".encode()} for i in range(40)] for shard in range(3)]
+    files = made_dataset(tmp_path, "tfrecord", shards, monkeypatch)
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 100)
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[:-3])
+    with pytest.raises(UserError, match="is cut off"):
+        prepare(tmp_path / "one", "tfds:words")
+    files[1].write_bytes(whole)
+    told = []
+    prepare(tmp_path / "one", "tfds:words", say=told.append)
+    assert "61% done" in told[0], told  # up to the last whole batch of the second shard
+    prepare(tmp_path / "other", "tfds:words")
+    assert all((tmp_path / "one" / f"{split}.bin").read_bytes() == (tmp_path / "other" / f"{split}.bin").read_bytes()
+               for split in store.SPLITS)
+
+
 def test_a_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
     """C4 as tfds wrote it, against grain's reader and tfds' own decoder."""
     tfds = pytest.importorskip("tensorflow_datasets")

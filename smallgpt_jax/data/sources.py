@@ -568,7 +568,7 @@ def tfrecord_part(path, count: int) -> Part:
     from tensorflow_datasets.proto import tf_example_pb2
 
     try:
-        size = path.stat().length
+        stat = path.stat()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; fetch this shard of the dataset again") from None
 
@@ -578,7 +578,7 @@ def tfrecord_part(path, count: int) -> Part:
         def items():
             number = 0
             with named_if_damaged(path):
-                for number, record in enumerate(tfrecord.records(file, size), 1):
+                for number, record in enumerate(tfrecord.records(file, stat.length), 1):
                     try:
                         fields = tf_example_pb2.Example.FromString(record).features.feature
                     except DecodeError:
@@ -589,9 +589,9 @@ def tfrecord_part(path, count: int) -> Part:
             if number != count:
                 raise UserError(f"{path}: has {number} records, dataset_info.json says {count}; fetch this shard of "
                                 "the dataset again")
-        return items(), lambda: file.tell() / max(size, 1)
+        return items(), lambda: file.tell() / max(stat.length, 1)
 
-    return Part(str(path), size, read)
+    return Part(str(path), stat.length, read, (stat.mtime,))
 
 
 def indexed_part(source: str, rows) -> Part:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import flax.linen as nn
 import jax
 import pytest
 from conftest import ARCHITECTURES, load_config, run
@@ -11,6 +12,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, estimate, hlo, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.layers import Trunk, blocks
 from smallgpt_jax.train import abstract_state, compile_train_step, exceptions, set_up
 
 needs_libtpu = pytest.mark.skipif(
@@ -48,6 +50,22 @@ def test_components():
     parts = memory.components(models.build(**load_config("gpt", "paper").model))
     assert parts == {"token embedding": V * D, "position embedding": S * D, "attention": 4 * L * D**2,
                      "MLP": 8 * L * D**2, "head": V * D, "LayerNorms": 25 * D}
+
+
+def test_components_of_an_own_architecture(monkeypatch):
+    """Modules that are not built in are told by their names; what is built in stays where it belongs."""
+    class Own(Trunk):
+        @nn.compact
+        def __call__(self, x_BxTxD, mode):
+            x_BxTxD = blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+            for _ in range(2):
+                x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
+            return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
+
+    monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
+    gpt, own = (memory.components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
+                for name in ("gpt", "own"))
+    assert own == {**gpt, "LayerNorms": gpt["LayerNorms"] + 4 * D, "Dense": 2 * (D**2 + D), "gate": D}
 
 
 @pytest.mark.parametrize("position, fallback", [

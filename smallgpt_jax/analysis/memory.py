@@ -17,6 +17,7 @@ positions, D width, F the MLP's inner width / D, H heads, L blocks, V vocabulary
 
 import dataclasses
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -85,13 +86,23 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Parameters by part of the model; "between blocks" is what an architecture adds to them."""
+    """Parameters by part of the model. Modules that are not built in have their own names, without number."""
+    built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
+    counts = dict.fromkeys(built_in, 0)
+    for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
+        part = part_of([re.sub(r"_\d+$", "", key.key) for key in path])
+        counts[part] = counts.get(part, 0) + x.size
+    return {part: count for part, count in counts.items() if count}
+
+
+def part_of(names: list[str]) -> str:
+    """The part of the model that holds a parameter, from the names of its modules and its own."""
     parts = {"token_embedding": "token embedding", "position_embedding": "position embedding",
              "attention": "attention", "mlp": "MLP", "head": "head"}
-    counts = dict.fromkeys([*parts.values(), "LayerNorms", "between blocks"], 0)
-    for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
-        names = [key.key for key in path]
-        part = next((parts[name] for name in names if name in parts), None)
-        is_norm = any(name.endswith("norm") for name in names)
-        counts[part or ("LayerNorms" if is_norm else "between blocks")] += x.size
-    return {part: count for part, count in counts.items() if count}
+    if part := next((parts[name] for name in names if name in parts), None):
+        return part
+    if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
+        return "LayerNorms"
+    if not {"paths", "path_logits", "compress"}.isdisjoint(names):  # what pgpt, lgpt and cgpt add to the blocks
+        return "between blocks"
+    return next(name for name in names if name not in ("trunk", "blocks"))

@@ -4,7 +4,9 @@ Exit status: 0 done, 1 it could not be done (one or two lines say why), 2 wrong 
 from the keyboard, 143 by SIGTERM.
 """
 
+import ast
 import difflib
+import keyword
 import re
 import sys
 import traceback
@@ -67,15 +69,41 @@ def parse(argv: list[str]) -> list[str]:
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
+    arguments = sys.argv
     try:
         for arg, following in zip(argv[1:], [*argv[2:], ""]):
             if given := re.fullmatch(r"--?config(=(.*))?", arg):
                 check_config_file(given[2] if given[1] else following)
-        return flags.FLAGS(argv)
+        sys.argv = with_quoted_runs(argv)  # where ml_collections looks for overrides
+        return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
     except Exception as error:  # a config file is a program: it can raise anything
         fail(explain(error), status=2)
+    finally:
+        sys.argv = arguments
+
+
+# An override of a comparison's run, whose name may be any text: its name, then a group and a field.
+RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*(?:=.*)?)", re.DOTALL)
+
+
+def with_quoted_runs(argv: list[str]) -> list[str]:
+    """`argv` with the names of runs as ml_collections reads them in overrides, which are Python's expressions:
+    --config.runs.lr 0.1.model.d_model=8 becomes --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8."""
+    def quoted(name: str) -> str:
+        if name.isidentifier() and not keyword.iskeyword(name):
+            return f".{name}"
+        return '["' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name) + '"]'
+
+    found = [(arg, RUN_OVERRIDE.fullmatch(arg)) for arg in argv]
+    return [match[1] + quoted(match[2]) + match[3] if match else arg for arg, match in found]
+
+
+def with_plain_runs(text: str) -> str:
+    """A message with the names of runs as they were given."""
+    return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
+                  lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
 
 def check_config_file(value: str) -> None:
@@ -92,12 +120,12 @@ def check_config_file(value: str) -> None:
 
 def explain(error: Exception) -> str:
     """What was wrong with the flags or the config file, in one line."""
-    text = str(error)
+    text = with_plain_runs(str(error))
     if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
         return f"{' and '.join(unset)} must be given; --help explains"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
         return f"{where(error)}the config has no field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
-    if mistyped := re.match(r"flag (--[\w.]+=.*?): .*(int\(\)|to float|boolean)", text):
+    if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: must be {WANTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname and "config" in flags.FLAGS:
         return f"there is no flag --{error.flagname}; did you mean --config.{error.flagname}?"

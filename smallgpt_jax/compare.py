@@ -5,7 +5,8 @@
 
 The first form trains what is not trained yet, one run after another, each in a workdir of its own below
 --output; the same command again goes on where it was stopped. Started several times at once, the processes
-share the runs. The second takes runs that are there. Both leave report.html, report.md and results.json.
+share the runs. The second takes runs that are there; of a single one it draws the loss. Both leave report.html,
+report.md and results.json.
 What is equal, how many seeds, which texts: configs/compare/base.py.
 """
 
@@ -53,7 +54,7 @@ def main() -> None:
     read(found)  # before the folder is made
     output.mkdir(parents=True, exist_ok=True)
     with locked(output / workdir.LOCK_FILE, wait=True):  # who writes last has seen all that is finished
-        told = report.write(output, read(found), about(), logged)
+        told = report.write(output, read(found), about(found), logged)
     print(f"\n{told}\n\n{output / 'report.html'}")
 
 
@@ -117,7 +118,7 @@ def tell_own_fields() -> None:
             own = _CONFIG.value.runs[name].get(group, {})
             if field in own:
                 print(f"--config.{path}={value}: not for {name}, which has its own, {own[field]!r}: "
-                      f"--config.runs.{name}.{path}")
+                      + shlex.quote(f"--config.runs.{name}.{path}"))
 
 
 def check(run: budget.Planned, output: Path, text: data.Corpus) -> None:
@@ -145,12 +146,14 @@ def train_one(run: budget.Planned) -> str:
     return ""
 
 
-def about() -> dict[str, str]:
+def about(found: list[tuple[str, Path]]) -> dict[str, str]:
     """What a report says of the comparison as a whole."""
     command = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
     if _CONFIG.value is None:
-        return {"title": "Comparison", "budget": "Runs that were trained one by one, each as its config says.",
-                "command": command}
+        names = dict.fromkeys(name for name, _ in found)
+        return {"title": "Comparison" if len(names) > 1 else next(iter(names)), "command": command,
+                "budget": "Trained one by one, each as its config says." if len(found) > 1 else
+                          "One run, trained as its config says."}
     compare, count = _CONFIG.value.compare, len(budget.names(_CONFIG.value))
     return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
             "budget": EQUAL[compare.budget].format(**compare), "command": command}

@@ -12,15 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, forward, load_config, run
 from ml_collections import ConfigDict
+from ml_collections.config_flags import config_path
 
 from configs.compare import base
-from smallgpt_jax import data, inference, models, train, workdir
+from smallgpt_jax import cli, data, inference, models, train, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, figures, measure, report, results
 from smallgpt_jax.data import store
@@ -121,6 +121,26 @@ def test_speed_is_that_of_training_steps(monkeypatch):
     config = load_config("gpt", train__batch_size=8)
     slow = load_config("gpt", train__batch_size=64)
     assert 1.5 < budget.steps_per_second(config) / budget.steps_per_second(slow) < 40
+
+
+def test_runs_with_any_name(tmp_path):
+    """As in configs/compare/base.py: names with dots and blanks, for the command line too."""
+    rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
+    planned = budget.plan(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path)
+    assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
+        ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
+
+
+@pytest.mark.parametrize("given, read", [
+    ("--config.runs.lr 0.1.optimizer.learning_rate=0.2", ("lr 0.1", "optimizer", "learning_rate", "0.2")),
+    ("--config.runs.2×.model.d_model=8", ("2×", "model", "d_model", "8")),
+    ("--config.runs.a.b.data.source=x.model.y=z", ("a.b", "data", "source", "x.model.y=z")),
+    ("--config.runs.lgpt.model.d_model=8", ("lgpt", "model", "d_model", "8"))])
+def test_overrides_of_runs_with_any_name(given, read):
+    quoted, = cli.with_quoted_runs([given])
+    path, _, value = quoted.removeprefix("--config.").partition("=")
+    assert " " not in path and (*config_path.split(path), value) == ("runs", *read)
+    assert cli.with_plain_runs(quoted) == given
 
 
 @pytest.mark.parametrize("fields, words", [
@@ -572,13 +592,23 @@ def test_runs_of_one_seed_are_compared_with_each_other():
 
 
 def test_benchmarks_are_those_of_the_last_step_and_the_whole_model(tmp_path):
-    def write(name: str, score: float) -> None:
-        (tmp_path / name).write_text(json.dumps({"results": {"copa": {"acc,none": score}}}))
+    """On all examples; with other shots, or on other examples, a task is another one."""
+    def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
+        scored = scored or examples
+        (tmp_path / name).write_text(json.dumps({
+            "results": {"copa": {"acc,none": score, "sample_len": scored}}, "n-shot": {"copa": shots},
+            "n-samples": {"copa": {"original": examples, "effective": scored}}}))
 
     for name, score in (("step20-copa.json", 0.7), ("step10-copa.json", 0.1), ("step200-copa.json", 0.2),
                         ("step20-paths0-copa.json", 0.3), ("step20-bfloat16-copa.json", 0.4)):
         write(name, score)
-    assert results.benchmarks(tmp_path, 20) == {"copa acc": 0.7}
+    write("step20-copa-limit10.json", 0.9, scored=10)
+    write("step20-copa-limit1000.json", 0.7, scored=100)
+    write("step20-copa-5shot.json", 0.8, shots=5)
+    write("step20-paper.json", 0.6, examples=1570)
+    assert results.benchmarks(tmp_path, 20) == {
+        "copa acc (0-shot, 100 examples)": 0.7, "copa acc (5-shot, 100 examples)": 0.8,
+        "copa acc (0-shot, 1,570 examples)": 0.6}
     assert report.shown(results.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
 
 
@@ -593,6 +623,16 @@ def test_names_that_plots_and_files_would_misread(tmp_path):
     assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
     legend, = figures.loss_against("tokens", runs).legends
     assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
+
+
+def test_the_report_of_a_single_run_draws_its_loss_and_compares_nothing(tmp_path):
+    told = report.write(tmp_path, [a_run(0)], {"title": "a", "budget": "One run.", "command": "c"})
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "loss-flops.png", "loss-seconds.png", "loss-tokens.png"]
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| a | 1 |" in markdown and "4.0000" in told
+    for words in ("rank", "mean over the seeds", "means over seeds", "What the configs"):
+        assert words not in markdown
 
 
 def test_logged_curves_are_read_or_refused(tmp_path):
@@ -615,13 +655,27 @@ def test_spread_and_curves():
     assert results.spread([1.0, None]) is None
 
 
-def test_runs_validated_on_different_rows_are_told():
-    def told(**other):
-        runs = [SimpleNamespace(name="a", seed=seed, is_finished=True, is_imported=False, sessions=(), config=config,
-                                last=SimpleNamespace(tokens=1, flops=1))
-                for seed, config in enumerate(({"train.eval_steps": 4, "data.packing": "concat"}, other))]
-        return report.warnings(runs)
+def test_runs_validated_on_different_rows_are_told_and_not_ranked():
+    def with_targets(run_: results.Run, *targets, **config) -> results.Run:
+        curve = [dataclasses.replace(point, targets=count) for point, count in zip(run_.curve, targets)]
+        return dataclasses.replace(run_, curve=tuple(curve), config={
+            **run_.config, "model.context_length": 4, "data.packing": "concat", "data.separate_documents": False,
+            "train.eval_steps": 4, "train.batch_size": 8, **config})
 
-    assert told(**{"train.eval_steps": 4, "data.packing": "concat"}) == []
-    warning, = told(**{"train.eval_steps": 8, "data.packing": "concat"})
+    def told(*targets, **config):
+        runs = [with_targets(a_run(0), 512, 512), with_targets(a_run(0, name="b"), *targets, **config)]
+        return report.warnings(runs), report.outcome(results.by_name(runs))
+
+    assert told(512, 512)[0] == []
+    # As many rows in other batches are the same rows.
+    assert told(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
+    warnings, outcome = told(512, 1536)
+    assert "b, seed 0: 1 of 2 evaluations were on other rows than the last one" in warnings[0]
+    assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
+    assert "nothing to rank" in outcome
+    assert results.mean_curve([with_targets(a_run(0), 512, 1536)], "tokens") == [(20.0, results.Spread(4., 4., 4., 1))]
+    warning, = told(512, 512, **{"data.packing": "best_fit"})[0]
+    assert "differ in config.data.packing" in warning and "different rows" in warning
+    # Runs of older versions, which did not record the number.
+    warning, = told(None, None, **{"train.eval_steps": 8})[0]
     assert "differ in config.train.eval_steps" in warning and "different rows" in warning

@@ -7,6 +7,12 @@ different; any field can be. `compare` says what is equal. So this trains three 
     def get_config(size="quickstart"):
         common = base.recipe("gpt", size)
         return base.comparison(common, {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)})
+
+and this, in its last line, three learning rates:
+
+        return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
+
+A field of one run is set on the command line by the run's name: '--config.runs.lr 0.003.optimizer.warmup_steps=100'.
 """
 
 import importlib
@@ -29,7 +35,7 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     group.texts = ""  # … and on other texts: "NAME=SOURCE,NAME=SOURCE", sources as data.source takes them
     group.decoding = True  # measure how fast finished runs write
     group.lock().update(compare)
-    config.runs = ConfigDict(runs)
+    config.runs = ConfigDict(runs, allow_dotted_keys=True)
     return config.lock()
 
 

@@ -20,8 +20,9 @@ from smallgpt_jax.words import duration
 MISSING = "–"
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # told where it is the same in all
-VALIDATION = ("train.eval_steps", "train.batch_size", "model.context_length", "data.packing",
-              "data.separate_documents")  # decide on which rows a run is validated
+# What decides on which rows a run is validated, besides the number of targets, and what decides on that.
+ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
+    "train.eval_steps", "train.batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +75,22 @@ def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict
 def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -> list:
     groups = results.by_name(runs)
     blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs)),
-              Paragraph(outcome(groups)), summary(groups)]
+              *([Paragraph(outcome(groups))] if len(groups) > 1 else []), summary(groups)]
+    has_seeds = len(groups) < len(runs)
     blocks += [Paragraph(
-        "Loss: nats a token on the validation split, at the end; the mean over the seeds and, in brackets, the "
-        "lowest and highest. tokens/s: of training, validation and padding left out, on the machine named below. "
+        "Loss: nats per token on the validation split, at the end"
+        + has_seeds * "; the mean over the seeds and, in brackets, the lowest and highest"
+        + ". tokens/s: of training, validation and padding left out, on the machine named below. "
         "Memory: what the compiled training step needs on one device. "
         "FLOPs: of the matrix products of a training step, attention counted whole, padding included."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
-                    f"Validation loss against {label}. Lines: means over seeds; bands: lowest to highest.")
+                    f"Validation loss against {label}."
+                    + has_seeds * " Lines: means over seeds; bands: lowest to highest.")
                for axis, label in figures.AXES.items()]
-    blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
-                       "Last validation loss against parameters, a dot for each finished run."))
+    if len(groups) > 1:
+        blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
+                           "Last validation loss against parameters, a dot for each finished run."))
     for text in results.texts(runs):
         whose = "their own text" if text == OWN else text
         table = contexts_table(groups, text)
@@ -100,8 +105,9 @@ def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
     blocks += [Heading("Parameters by part"), components_table(groups)]
     if shared := results.shared(runs, SHARED):
-        blocks += [Heading("What the configs share"), Table(("field", "value"), tuple(
-            (field, MISSING if value is None else str(value)) for field, value in shared.items()))]
+        blocks += [Heading("What the configs share" if len(groups) > 1 else "From the config"), Table(
+            ("field", "value"), tuple((field, MISSING if value is None else str(value))
+                                      for field, value in shared.items()))]
     if fields := results.different_fields(runs):
         blocks += [Heading("What the configs have different"), differences_table(groups, fields)]
     return [*blocks, Heading("How it was made"), runs_table(runs), *made(runs, about)]
@@ -121,9 +127,19 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
         found.append(f"An older version measured {', '.join(unrecorded)} and did not record the content: whether the "
                      "runs were measured on the same text is told only by its source.")
-    same = results.shared(runs, VALIDATION)
+    for run in runs:
+        if others := sum(point.targets != run.last.targets for point in run.curve):
+            found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations were on other rows "
+                         "than the last one, and are not drawn.")
+    targets = [run.last.targets for run in runs if run.last]
+    if results.differ_in_targets(runs):
+        found.append(f"The last losses are means over different rows, {min(targets):,} to {max(targets):,} targets, "
+                     "and do not compare. A finished run that is started again with another config.train.eval_steps "
+                     "is evaluated again.")
+    fields = ROWS if None not in targets else ROWS + TARGETS
+    same = results.shared(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
-                    "validation text." for field in VALIDATION if field not in same]
+                    "validation text." for field in fields if field not in same]
 
 
 def outcome(groups: dict[str, list[Run]]) -> str:
@@ -132,6 +148,8 @@ def outcome(groups: dict[str, list[Run]]) -> str:
             if all(run.is_finished for run in group) and results.last(group, "loss")}
     if len(ends) < 2:
         return "Fewer than two runs have ended: nothing to rank."
+    if results.differ_in_targets([run for name in ends for run in groups[name]]):
+        return "The losses of the runs that have ended are means over different rows: nothing to rank."
     # Runs of one seed read the same batches: what differs from seed to seed is not compared.
     seeds = set.intersection(*map(set, ends.values()))
     means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in ends.items()}

@@ -57,7 +57,7 @@ class Run:
     sessions: tuple[dict, ...]
     texts: tuple[dict, ...]  # {"text", "fingerprint", "context_length", "bits_per_byte", …} of the last step
     decoding: dict | None
-    benchmarks: dict[str, float]  # {"task metric": score}
+    benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
 
     @property
     def last(self) -> Point | None:
@@ -134,19 +134,34 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 
 
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
-    """The scores of the checkpoint of `step` in the newest of lm-evaluation-harness's results of each task, of the
-    whole model as it was trained; acc_norm where there is one."""
+    """{"task metric (shots, examples)": score} of the checkpoint of `step`: the newest of lm-evaluation-harness's
+    results of each task, of the whole model as it was trained, on all examples; acc_norm where there is one."""
     scores = {}
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # see evaluate.py
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-        for task, values in (read_json(path) or {}).get("results", {}).items():
+        evaluation = read_json(path) or {}
+        for task, values in evaluation.get("results", {}).items():
             metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
-            for metric in ("acc_norm", "acc"):
-                if metric in metrics:
-                    scores[f"{task} {metric}"] = metrics[metric]
-                    break
+            metric = next((metric for metric in ("acc_norm", "acc") if metric in metrics), None)
+            if metric and not is_limited(evaluation, task):
+                scores[f"{task} {metric}{measured_with(evaluation, task)}"] = metrics[metric]
     return scores
+
+
+def is_limited(evaluation: dict, task: str) -> bool:
+    """Whether only some of the task's examples were scored."""
+    counts = (evaluation.get("n-samples") or {}).get(task)
+    if counts:
+        return counts["effective"] < counts["original"]
+    return evaluation.get("config", {}).get("limit") is not None
+
+
+def measured_with(evaluation: dict, task: str) -> str:
+    """" (5-shot, 1,000 examples)", as far as the results say so."""
+    shots, examples = evaluation.get("n-shot", {}).get(task), evaluation["results"][task].get("sample_len")
+    told = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
+    return f" ({', '.join(told)})" if told else ""
 
 
 def read_json(path: Path):
@@ -241,14 +256,22 @@ def last(runs: Sequence[Run], field: str) -> Spread | None:
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
-    """(mean of `axis`, spread of the loss) at each step at which all seeds were validated."""
-    at = [{point.step: point for point in run.curve} for run in runs]
+    """(mean of `axis`, spread of the loss) at each step at which all seeds were validated, on as many targets as at
+    their last one."""
+    at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
     curve = []
     for step in sorted(set.intersection(*map(set, at))):
         losses, places = (spread([getattr(points[step], field) for points in at]) for field in ("loss", axis))
         if losses and places:
             curve.append((places.mean, losses))
     return curve
+
+
+def differ_in_targets(runs: Sequence[Run]) -> bool:
+    """Whether the last losses are means over different rows: over numbers of targets more than 1% apart. Not if it
+    is not recorded."""
+    targets = [run.last.targets for run in runs if run.last]
+    return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
 
 
 def texts(runs: Sequence[Run]) -> list[str]:

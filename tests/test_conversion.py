@@ -31,14 +31,14 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
 VARIANTS = {
-    "gpt": ("gpt", {}), "pgpt": ("pgpt", {}), "lgpt": ("lgpt", {}), "cgpt": ("cgpt", {}),
+    "gpt": ("gpt", {}), "pgpt": ("pgpt", {}), "lgpt": ("lgpt", {}), "cgpt": ("cgpt", {"conv_kernel": 1}),
     "gpt of GPT-2's shape": ("gpt", GPT2),
     "gpt with a tied head": ("gpt", dict(tie_embeddings=True)),
     "pgpt with four paths and biases": ("pgpt", dict(num_paths=4, use_bias=True)),
     "pgpt with one path": ("pgpt", dict(num_paths=1)),
     "pgpt with equal paths": ("pgpt", dict(num_paths=4, path_weights="equal")),
     "lgpt with narrowing heads": ("lgpt", dict(stage_heads="scaled", compress_last_stage=False)),
-    "cgpt with three taps": ("cgpt", dict(conv_kernel=3, use_bias=True, activation="gelu_tanh")),
+    "cgpt with three taps": ("cgpt", dict(use_bias=True, activation="gelu_tanh")),
     "gpt of GPT-2's shape, rotated": ("gpt", dict(**GPT2, position="rope")),
     "gpt without positions": ("gpt", dict(position="none")),
     "pgpt with rotation": ("pgpt", dict(position="rope")),

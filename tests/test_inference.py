@@ -28,7 +28,7 @@ VARIANTS = [
     ("lgpt", {}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled"}),
     ("cgpt", {}),
-    ("cgpt", {"conv_kernel": 3}),
+    ("cgpt", {"conv_kernel": 1}),
     ("cgpt", {"conv_kernel": 5, "blocks_per_stage": 1}),
     ("gpt", {"position": "rope"}),
     ("gpt", {"position": "alibi"}),

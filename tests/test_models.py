@@ -28,13 +28,13 @@ VARIANTS = [
     ("lgpt", {"blocks_per_stage": 1, "use_bias": True}),
     ("lgpt", {"blocks_per_stage": 4, "compress_last_stage": False, "tie_embeddings": True}),
     ("cgpt", {}),
-    ("cgpt", {"conv_kernel": 3}),
+    ("cgpt", {"conv_kernel": 1}),
     ("gpt", {"position": "rope"}),
     ("gpt", {"position": "alibi", "d_model": 48, "num_heads": 6}),
     ("gpt", {"position": "none"}),
     ("pgpt", {"position": "rope", "use_bias": True}),
     ("lgpt", {"position": "alibi", "compress_last_stage": False, "stage_heads": "scaled"}),
-    ("cgpt", {"position": "rope", "conv_kernel": 3}),
+    ("cgpt", {"position": "rope"}),
 ]
 each_variant = pytest.mark.parametrize("architecture, fields", VARIANTS)
 
@@ -102,7 +102,7 @@ def test_no_position_sees_a_later_one(architecture, fields):
 
 
 def test_kernel_of_one_makes_cgpt_lgpt():
-    lgpt, cgpt = build("lgpt"), build("cgpt")
+    lgpt, cgpt = build("lgpt"), build("cgpt", conv_kernel=1)
     params = init(cgpt)
     trunk = {
         name: {**layer, "kernel": layer["kernel"][0]} if name.startswith("compress") else layer
@@ -231,7 +231,7 @@ def test_alibi_slopes_are_those_of_the_paper():
 
 @pytest.mark.parametrize("architecture, fields", [
     ("gpt", {"position": "rope"}), ("pgpt", {"position": "alibi"}), ("lgpt", {"position": "none"}),
-    ("cgpt", {"position": "rope", "conv_kernel": 3})])
+    ("cgpt", {"position": "rope"})])
 def test_without_position_embedding_a_longer_context_needs_no_other_weights(architecture, fields):
     model = build(architecture, **fields)
     params = init(model)

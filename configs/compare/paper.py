@@ -14,4 +14,6 @@ from configs.compare import base
 
 
 def get_config(size: str = "quickstart"):
-    return base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
+    config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
+    config.runs.cgpt.model.conv_kernel = 1  # the paper's, at every size
+    return config

@@ -11,8 +11,8 @@ setup(
     install_requires=[
         "absl-py",
         "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
-        "grain>=0.2.10",  # grain.experimental.TFRecordIterDataset
-        "jax>=0.8.2",  # jax_enable_preemption_service; 0.8.1: shutdown_timeout_seconds; 0.7.1: jax.set_mesh
+        "grain>=0.2.8",  # grain.ReadOptions
+        "jax>=0.10.1",  # AbstractDevice.platform
         "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",
         "optax>=0.2.5",  # optax.tree.norm

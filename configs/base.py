@@ -41,7 +41,8 @@ def paper() -> ConfigDict:
     model.dropout = 0.0  # on the embedding sum and on what each block part adds
     model.activation = "gelu"  # of the MLPs: "gelu", exact | "gelu_tanh", the approximation that GPT-2 has
     model.position = "learned"  # order of the tokens: "learned" embedding | "rope" | "alibi" (XLA's attention
-    # only) | "none", the causal mask alone. All but "learned" can be applied beyond context_length
+    # only) | "none", the causal mask alone. All but "learned" can be applied beyond context_length, and trained
+    # further at another one (docs/conversion.md)
     model.use_bias = False  # biases in blocks, LayerNorms included
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32
@@ -96,13 +97,14 @@ def paper() -> ConfigDict:
     train.batch_size = 512  # sequences of context_length tokens in the global batch
     train.microbatches = 8  # parts that the batch is computed in, one after another: less memory
     train.loss_chunks = 8  # parts of a sequence whose logits exist at one time; divides context_length
-    train.seed = 1337  # of weights, data order and dropout
+    train.seed = 1337  # of weights, data order and dropout: from 0 to 2^32 - 1
     train.log_every = 10  # steps between lines of metrics.jsonl
     train.eval_every = 250  # steps between evaluations
     train.eval_steps = 20  # validation batches an evaluation; 0: the whole validation split
     train.checkpoint_every = 1000  # steps between checkpoints; the last step always has one
     train.keep_checkpoints = 3  # the newest ones that stay
-    train.on_nonfinite = "stop"  # if loss or gradient is not finite: "stop" the run, or "skip" the update
+    train.on_nonfinite = "stop"  # if loss or gradient is not finite: "stop" the run, or "skip" the update.
+    # A run whose updated weights are not finite always stops
     train.max_nonfinite = 10  # skipped updates in a row after which a run stops all the same
     return config
 

@@ -4,7 +4,8 @@
     python -m smallgpt_jax.main --config=configs/run.py:runs/gpt2 --workdir=runs/gpt2 --config.data.source=my_texts/
 
 Into another --workdir it trains the same recipe from the beginning; a trained model goes on in another folder, with
-other text, after `smallgpt_jax.convert --from=run`. An imported model (smallgpt_jax.convert) has no settings but
+other text, after `smallgpt_jax.convert --from=run`; there it can also get another context_length, unless its
+positions are learned. An imported model (smallgpt_jax.convert) has no settings but
 its own; it gets its tokenizer, a store in the cache folder and, as a start for a few million tokens of your own,
 the few steps of a small batch that stand below.
 """

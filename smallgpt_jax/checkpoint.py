@@ -3,8 +3,9 @@
 A checkpoint of step N is the state after N updates, and with it the position in the data, which is
 the step number. That of step 0 is there only if the parameters came from elsewhere, and holds no
 optimiser state. Parameters and optimiser state are separate items, so that whoever only wants the
-model reads only that. A third item holds a sum of the bits of every array: file systems and
-networks lose and flip some, and not every file has a checksum of its own.
+model reads only that. A third item, JSON, holds a sum of the bits of every array (file systems and
+networks lose and flip some, and not every file has a checksum of its own), and the losses of the steps
+that no line of metrics.jsonl counts yet.
 """
 
 import errno
@@ -13,7 +14,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import absl.logging
@@ -51,7 +52,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: TrainState) -> None:
+    def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Starts to write `state`; returns when it has been copied from the devices. What fails, now or
         later, is told: the checkpoint is then not there, and the next one is tried as usual."""
         self.finish()
@@ -60,7 +61,8 @@ class Checkpoints:
                 params=ocp.args.StandardSave(state.params),
                 opt_state=ocp.args.StandardSave(state.opt_state),
                 check=ocp.args.JsonSave({"params": bit_sums(state.params),
-                                         "opt_state": bit_sums(state.opt_state)})))
+                                         "opt_state": bit_sums(state.opt_state),
+                                         "unlogged_losses": list(unlogged_losses)})))
         except Exception as error:
             self._failed(error)
 
@@ -132,6 +134,10 @@ class Checkpoints:
             raise UserError(f"{self.folder}: no checkpoint in it can be read ({listed}).\nThey are left as "
                             "they are; to begin anew, use another --workdir")
         return None
+
+    def unlogged_losses(self, step: int) -> list[float]:
+        """The `unlogged_losses` that were saved with `step`; none in a checkpoint of an older version."""
+        return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_params(self, step: int, abstract_params):
         """The parameters alone. Raises UserError if they are damaged."""

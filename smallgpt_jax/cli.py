@@ -22,6 +22,7 @@ from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import Stopped, UserError
 from smallgpt_jax.files import local_path
+from smallgpt_jax.output import best_effort
 
 WANTED = {"int()": "a whole number", "to float": "a number", "boolean": "true or false"}  # by what Python says
 
@@ -61,7 +62,8 @@ def run(main: Callable[[], None]) -> None:
         except KeyboardInterrupt:
             fail("stopped", status=130)
 
-    app.run(main_without_traceback, flags_parser=parse)
+    with best_effort("stderr"):  # the exit status stays what it is where nobody can read why
+        app.run(main_without_traceback, flags_parser=parse)
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from smallgpt_jax import cli, data, train, workdir
 from smallgpt_jax.comparison import budget, measure, results
 from smallgpt_jax.errors import Diverged, InTraining, UserError
 from smallgpt_jax.files import local_path, locked
+from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Instead of --config: the workdirs of runs that are there; patterns "
@@ -41,6 +42,7 @@ EQUAL = {
     "seconds": "All runs were to be trained for {seconds:g} seconds each, at the speed that was measured first."}
 
 
+@best_effort("stdout")
 def main() -> None:
     try:
         from smallgpt_jax.comparison import figures, report

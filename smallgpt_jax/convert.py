@@ -12,6 +12,7 @@ generate, evaluate and, with --config=configs/run.py:WORKDIR, main take up.
 """
 
 import datetime
+import shlex
 from pathlib import Path
 
 from absl import flags
@@ -106,8 +107,8 @@ def read(source: str, folder: Path) -> None:
         workdir.plant(partial, model, params, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; the tokenizer is "
           f"{tokenizer.kind}, with {tokenizer.vocab_size:,} entries. Train it further with\n"
-          f"  python -m smallgpt_jax.main --config=configs/run.py:{folder} --workdir={folder} "
-          "--config.data.source=...")
+          f"  python -m smallgpt_jax.main {shlex.quote(f'--config=configs/run.py:{folder}')} "
+          f"{shlex.quote(f'--workdir={folder}')} --config.data.source=...")
 
 
 if __name__ == "__main__":

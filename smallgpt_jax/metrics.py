@@ -1,4 +1,4 @@
-"""What a run tells: a line on the terminal, `metrics.jsonl`, TensorBoard files."""
+"""What a run logs: a line on the terminal, `metrics.jsonl`, TensorBoard files."""
 
 import contextlib
 import json
@@ -23,8 +23,9 @@ class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files, in which each step then stands once; process 0 does.
 
     Lines of steps after `first_step`, from a run that went on after its last checkpoint, are
-    removed: those steps are made again. A line that cannot be written is written with the next one;
-    TensorBoard's file is then given up. `say` is called when that begins.
+    removed: those steps are made again. Nothing that then happens to these files ends the run: a line that
+    cannot be written is written with the next one; TensorBoard's file is then given up. `say` is called when
+    that begins, and at the end if lines are lost.
     """
 
     def __init__(self, workdir: Path, first_step: int, say: Callable[[str], None] = print):
@@ -39,25 +40,35 @@ class MetricsWriter:
         self._write_event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
+        """Adds a line, with the time in Unix seconds."""
         if not self._writes:
             return
-        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._append(json.dumps({"step": step, "split": split, **told}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = {"step": step, "split": split, "time": round(time.time(), 3), **finite}
+        was_waiting, self._waiting = bool(self._waiting), self._waiting + json.dumps(line) + "\n"
+        trouble = self._append()
+        if trouble and not was_waiting:
+            self._say(f"{self._path}: {trouble.strerror}. Training goes on; what is to be written waits")
         summary = Summary(value=[Summary.Value(tag=f"{split}/{name}", simple_value=value)
                                  for name, value in values.items()])
         self._write_event(step=step, summary=summary)
 
-    def _append(self, line: str) -> None:
-        was_waiting, self._waiting = bool(self._waiting), self._waiting + line
-        length = self._path.stat().st_size
+    def _append(self) -> OSError | None:
+        """Writes the lines that wait; returns what kept it from that."""
+        length = None
         try:
             with self._path.open("a") as file:
+                length = file.tell()
                 file.write(self._waiting)
-            self._waiting = ""
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint outlives a loss of power, so do the lines before it
         except OSError as error:
-            os.truncate(self._path, length)  # not half a line
-            if not was_waiting:
-                self._say(f"{self._path}: {error.strerror}. Training goes on; what is to be written waits")
+            if length is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, length)  # not half a line
+            return error
+        self._waiting = ""
+        return None
 
     def _write_event(self, **fields) -> None:
         """Directly, not through tensorboardX's thread, which waits for ever once a write has failed."""
@@ -71,10 +82,13 @@ class MetricsWriter:
             self._say(f"TensorBoard's file cannot be written: {error.strerror}. Training goes on without it")
 
     def close(self) -> None:
-        if self._writes and self._waiting:
-            self._append("")
-        if self._writes and self._events:
-            self._events.close()
+        if not self._writes:
+            return
+        if self._waiting and (trouble := self._append()):
+            self._say(f"{self._path}: {trouble.strerror}. Its last {len(self._waiting.splitlines())} lines are lost")
+        if self._events:
+            with contextlib.suppress(OSError):
+                self._events.close()
 
 
 def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:
@@ -106,8 +120,7 @@ class Stopwatch:
 
 
 class Progress:
-    """The line that shows how a run goes: rewritten in place on a terminal, else one a call. That nobody
-    can read it, on a full disk or behind a pipe that is gone, does not end the run."""
+    """The line that shows how a run goes: rewritten in place on a terminal, else one a call."""
 
     def __init__(self, steps: int):
         self._steps = steps
@@ -125,21 +138,12 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line about something other than a step."""
-        say(f"{self._clear()}{text}\n")
+        print(f"{self._clear()}{text}", flush=True)
         self._open = False
 
     def _print(self, step: int, text: str, end: str) -> None:
         counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        say(f"{self._clear()}{counter}   {text}{end}")
+        print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
 
     def _clear(self) -> str:
         return "\r\x1b[K" if self._open else ""
-
-
-def say(text: str) -> None:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    except OSError:
-        pass

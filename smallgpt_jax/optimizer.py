@@ -1,6 +1,7 @@
 """The optimiser and its learning rate."""
 
 import difflib
+import math
 
 import jax
 import optax
@@ -18,8 +19,8 @@ def learning_rate_schedule(
     """Linear from 0 over `warmup_steps`, then a cosine that ends at `decay_steps`, then constant."""
     for name, value in (("learning_rate", learning_rate), ("final_learning_rate", final_learning_rate),
                         ("warmup_steps", warmup_steps)):
-        if value < 0:
-            raise UserError(f"config.optimizer.{name}={value}: must not be negative")
+        if not 0 <= value < math.inf:
+            raise UserError(f"config.optimizer.{name}={value}: must be a finite number, at least 0")
     if decay_steps <= warmup_steps:
         raise UserError(f"config.optimizer.decay_steps={decay_steps}: must be more than "
                         f"config.optimizer.warmup_steps={warmup_steps}")
@@ -40,11 +41,12 @@ def make_optimizer(
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
         raise UserError(f"config.optimizer.name={name!r}: must be one of {', '.join(OPTIMIZERS)}"
                         + (f"; did you mean {near[0]!r}?" if near else ""))
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise UserError(f"config.optimizer.beta1={beta1}, beta2={beta2}: must be at least 0 and below 1")
-    if weight_decay < 0 or clip_norm < 0:
-        raise UserError(f"config.optimizer.weight_decay={weight_decay}, clip_norm={clip_norm}: must "
-                        "not be negative")
+    for field, value in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= value < 1:
+            raise UserError(f"config.optimizer.{field}={value}: must be at least 0 and below 1")
+    for field, value in (("weight_decay", weight_decay), ("clip_norm", clip_norm)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"config.optimizer.{field}={value}: must be a finite number, at least 0")
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, box: is_matrix(path, box.names), boxed_params,
         is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))

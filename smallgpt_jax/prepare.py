@@ -10,6 +10,7 @@ goes on where it was. Parquet, Zstandard, hf: and tfds: sources need: pip instal
 from absl import flags
 
 from smallgpt_jax import cli, data
+from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
 _WORKERS = flags.DEFINE_integer(
@@ -18,6 +19,7 @@ _WORKERS = flags.DEFINE_integer(
 flags.mark_flag_as_required("config")
 
 
+@best_effort("stdout")
 def main() -> None:
     config = _CONFIG.value.data
     corpus = data.find(config)

@@ -159,12 +159,13 @@ def train_step(
     loss_chunks: int, seed: int,
 ):
     """One update on a batch (`data.packing.Rows` of arrays). Returns the next state and its metrics:
-    loss (the mean over the targets that count, in nats), grad_norm, learning_rate, and skipped: the
-    number of updates so far that were not made.
+    loss (the mean over the targets that count, in nats), grad_norm, learning_rate, is_finite, and skipped:
+    the number of updates so far that were not made.
 
-    If loss or gradient is not finite, weights and optimiser stay as they are. The batch is computed in
-    `microbatches` parts, whose gradients are summed in float32; each part takes rows from every
-    device, so that none has to move.
+    If loss or gradient is not finite, weights and optimiser stay as they are. `is_finite` is false then, and also
+    if the updated weights are not finite: to keep the old ones for that case would cost a second pass over the
+    optimiser. The batch is computed in `microbatches` parts, whose gradients are summed in float32; each part
+    takes rows from every device, so that none has to move.
     """
     def in_parts(x):
         return jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1)
@@ -184,16 +185,21 @@ def train_step(
     (loss, gradients), _ = jax.lax.scan(add_part, zero, parts)
 
     grad_norm = optax.tree.norm(gradients)
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     updated = (optax.apply_updates(state.params, updates), opt_state)
-    kept = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated,
-                        (state.params, state.opt_state))
+    is_made = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(is_made, new, old), updated,
+                                     (state.params, state.opt_state))
     # Updates made so far; what is skipped takes no place in the schedule either.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
-               "skipped": state.step + 1 - count - is_finite}
-    return TrainState(state.step + 1, *kept), metrics
+               "is_finite": is_made & all_finite(params), "skipped": state.step + 1 - count - is_made}
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def all_finite(tree) -> jax.Array:
+    """Whether every number of every array is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def eval_step(params, batch, *, model: LanguageModel, loss_chunks: int):

@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import shlex
+import statistics
 import textwrap
 import time
 from collections.abc import Callable
@@ -26,10 +28,12 @@ from smallgpt_jax.errors import Diverged, UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.metrics import METRICS_FILE, MetricsWriter, Progress, Stopwatch, read_lines
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
+from smallgpt_jax.output import best_effort
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
 from smallgpt_jax.words import duration
 
 
+@best_effort("stdout")
 def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`, from where the workdir left off.
 
@@ -65,6 +69,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, say=progress.note)
     state = checkpoints.restore_newest(abstract_state(setup, config)) or initial_state(setup, config)
+    losses = checkpoints.unlogged_losses(int(state.step)) if state.step else []  # since the last line of metrics.jsonl
     if state.opt_state is None:
         state = state._replace(opt_state=initial_optimizer_state(setup, state.params))
     first_step = int(state.step)
@@ -98,7 +103,8 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
     def tell(step: int, values) -> None:
         nonlocal told_step, told_seconds
         values = {name: float(value) for name, value in jax.device_get(values).items()}
-        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+        losses.append(values["loss"])
+        if not values.pop("is_finite"):
             rows = ", ".join(map(str, text.row_numbers[step - 1]))
             progress.note(skips.count(step, values, rows, checkpoints))
         else:
@@ -108,7 +114,9 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
         seconds = watch.seconds()
         speed = (step - told_step) * tokens_per_step / (seconds - told_seconds)
         told_step, told_seconds = step, seconds
-        values["tokens_per_second"] = speed
+        values |= {"loss_mean": statistics.fmean(losses), "tokens": round(step * tokens_per_step),
+                   "tokens_per_second": speed}
+        losses.clear()
         if chip:
             values["mfu"] = speed * flops_per_token / (chip.flops * mesh.size)
         writer.write(step, "train", values)
@@ -125,7 +133,8 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
             return False
         nats, targets = found
         bits_per_byte = nats / math.log(2) / text.corpus.bytes_per_token("validation")
-        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets})
+        writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
+                                    "tokens": round(step * tokens_per_step)})
         progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
         return True
 
@@ -153,7 +162,8 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
             tell(*unread)
             unread = None
         if saves:
-            checkpoints.save(step, state)
+            with watch.paused():
+                checkpoints.save(step, state, losses)
         if evaluates:
             stops = not evaluate(step, state.params)
         if stops:
@@ -162,7 +172,7 @@ def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluate
     # ------------------------------------------------------------------ The end
     checkpoints.finish()
     if step > first_step and step not in checkpoints.steps():
-        checkpoints.save(step, state)  # stopped while evaluating between two checkpoints, or a second try
+        checkpoints.save(step, state, losses)  # stopped while evaluating between two checkpoints, or a second try
     checkpoints.close()
     writer.close()
     if step > first_step and step not in checkpoints.steps():
@@ -186,7 +196,8 @@ def mean_loss(run_eval, params, batches, is_stopped: Callable[[], bool] = lambda
 
 
 class Skips:
-    """What becomes of updates whose loss or gradient is not finite: `train.on_nonfinite`."""
+    """What becomes of updates whose loss or gradient is not finite: `train.on_nonfinite`. One that was made and
+    has left weights that are not finite is always the last."""
 
     def __init__(self, on_nonfinite: str, most: int):
         self._on_nonfinite, self._most = on_nonfinite, most
@@ -195,9 +206,11 @@ class Skips:
     def count(self, step: int, values: dict[str, float], rows: str, checkpoints: Checkpoints) -> str:
         """What to say of such a step. Raises Diverged if it is to be the last one."""
         self.in_a_row += 1
-        trouble = (f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}; its batch: "
-                   f"rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
-        skips = self._on_nonfinite == "skip"
+        was_made = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        trouble = (f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+                   + (", the updated weights are not finite" if was_made else "")
+                   + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
+        skips = self._on_nonfinite == "skip" and not was_made
         if skips and self.in_a_row < self._most:
             return f"{trouble}. This update is skipped ({values['skipped']:.0f} so far)"
         checkpoints.finish()
@@ -206,7 +219,7 @@ class Skips:
                else "training has diverged")
         good = ("There is no checkpoint" if newest is None else
                 f"The newest checkpoint, of step {newest}, is good")
-        mend = "" if skips else ", or --config.train.on_nonfinite=skip"
+        mend = "" if skips or was_made else ", or --config.train.on_nonfinite=skip"
         raise Diverged(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{mend}")
 
 
@@ -282,6 +295,7 @@ def evaluated_steps(folder: Path, config: ConfigDict, corpus: data.Corpus) -> se
     return {step for step, line in lines.items() if line.get("targets", unrecorded) == wanted}
 
 
+@best_effort("stdout")
 def conclude(workdir: str) -> None:
     """The last words of a run: a text of its own (if one process sees the whole model), how good it is."""
     if not processes.is_first():
@@ -292,10 +306,20 @@ def conclude(workdir: str) -> None:
         for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
             print(piece, end="", flush=True)
         print("\n")
-    last = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"][-1]
-    loss, bits = (math.nan if last[name] is None else last[name] for name in ("loss", "bits_per_byte"))
-    print(f"\nStep {last['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. More text:\n"
-          f'  python -m smallgpt_jax.generate --workdir={folder} --prompt="..."')
+    print(f"\n{last_evaluation(folder)}More text:\n"
+          f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."')
+
+
+def last_evaluation(folder: Path) -> str:
+    """The last evaluation of a run in a sentence; "" where metrics.jsonl was removed or cannot be read."""
+    try:
+        lines = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
+    except OSError:
+        lines = []
+    if not lines:
+        return ""
+    loss, bits = (math.nan if lines[-1][name] is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
+    return f"Step {lines[-1]['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. "
 
 
 def check(config: ConfigDict, mesh) -> None:
@@ -305,9 +329,10 @@ def check(config: ConfigDict, mesh) -> None:
                   "checkpoint_every", "keep_checkpoints", "max_nonfinite"):
         if train[field] < 1:
             raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
-    for field in ("eval_steps", "seed"):
-        if train[field] < 0:
-            raise UserError(f"config.train.{field}={train[field]}: must not be negative")
+    if train.eval_steps < 0:
+        raise UserError(f"config.train.eval_steps={train.eval_steps}: must not be negative")
+    if not 0 <= train.seed < 2**32:
+        raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
     parts = sharding.batch_parts(mesh) * train.microbatches
     if train.batch_size % parts:
         raise UserError(

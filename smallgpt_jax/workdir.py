@@ -71,13 +71,18 @@ def check(workdir: Path, config: ConfigDict) -> None:
     if not (workdir / STORE_FILE).exists():  # nothing was trained here yet: only the model is given
         fields = {field for field in fields if field.startswith("model.")}
         may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
+        if before.get("model.position") != "learned":  # no parameter is as long as the context
+            may_change |= {"model.context_length"}
     different = [field for field in sorted(fields)
                  if field not in may_change and before.get(field) != now.get(field)]
     if different:
         listed = "; ".join(
             f"{field} was {before.get(field)!r}, now {now.get(field)!r}" for field in different)
+        longer = (", or take the model into another one with smallgpt_jax.convert --from=run: it can then be trained "
+                  "at another context_length") if "model.context_length" in different and (
+                      before.get("model.position") != "learned") else ""
         raise UserError(f"--workdir={workdir}: belongs to a run with another config: {listed}.\n"
-                        "Use the same settings to continue it, or another --workdir")
+                        f"Use the same settings to continue it, or another --workdir{longer}")
     reached = max((int(path.name) for path in (workdir / CHECKPOINT_FOLDER).glob("*") if path.name.isdecimal()),
                   default=0)
     if reached > config.train.steps:

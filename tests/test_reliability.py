@@ -21,7 +21,7 @@ from smallgpt_jax import inference, train
 from smallgpt_jax.checkpoint import Checkpoints, bit_sums
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import MetricsWriter, Progress, read_lines
+from smallgpt_jax.metrics import MetricsWriter, read_lines
 from smallgpt_jax.step import TrainState, train_step
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -278,21 +278,63 @@ def test_damaged_metrics_lose_only_the_damaged_line(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [0, 1, 3, 4]
 
 
+@pytest.mark.parametrize("trouble", ["removed", "a folder", "its folder is removed"])
+def test_metrics_that_are_gone_do_not_end_a_run(tmp_path, trouble):
+    folder, said = tmp_path / "run", []
+    folder.mkdir()
+    writer = MetricsWriter(folder, 0, say=said.append)
+    path = folder / "metrics.jsonl"
+    writer.write(1, "train", {"loss": 1.0})
+    if trouble == "its folder is removed":
+        shutil.rmtree(folder)
+    else:
+        path.unlink()
+    if trouble == "a folder":
+        path.mkdir()
+    writer.write(2, "train", {"loss": 2.0})
+    writer.write(3, "eval", {"loss": 3.0})
+    assert len(said) == (trouble != "removed")
+    if trouble == "a folder":
+        path.rmdir()
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == ([] if trouble == "its folder is removed" else [2, 3])
+    if trouble == "its folder is removed":
+        assert "No such file or directory. Its last 2 lines are lost" in said[-1]
+
+
+class Gone:
+    """A standard output that nobody can read any more."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def isatty(self):
+        return False
+
+    def write(self, text=""):
+        raise self.error
+
+    flush = write
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left")])
-def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch, error):
-    class Gone:
-        def isatty(self):
-            return False
+def test_a_run_does_not_need_its_standard_output(text_file, tmp_path, monkeypatch, error):
+    """Neither to make its store, nor to train, nor for the text at the end."""
+    monkeypatch.setattr(sys, "stdout", Gone(error))
+    config = load_config("gpt", data__source=str(text_file), data__store=str(tmp_path / "store"), train__steps=10)
+    train.train(config, str(tmp_path / "run"))
+    train.conclude(str(tmp_path / "run"))
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [10, 10]
 
-        def write(self, text):
-            raise error
 
-        flush = write
-
-    monkeypatch.setattr(sys, "stdout", Gone())
-    progress = Progress(100)
-    progress.update(1, "loss")
-    progress.note("a note")
+@pytest.mark.parametrize("stream, status", [("stdout", 0), ("stderr", 143)])
+def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
+    """Python itself flushes what is left, and exits with 120 where that fails."""
+    program = (f"import sys; from smallgpt_jax.output import best_effort\n"
+               f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); sys.exit({status})")
+    with open("/dev/full", "w") as full:
+        result = chaos.subprocess.run([sys.executable, "-c", program], cwd=ROOT, **{stream: full})
+    assert result.returncode == status
 
 
 def test_what_the_machine_refuses_is_not_called_damaged(saved, tmp_path, monkeypatch):
@@ -399,6 +441,7 @@ def test_an_update_that_is_not_finite_is_not_made():
     assert_same(second[1:], first[1:])
     _, metrics = step(second, bad)
     assert metrics["skipped"] == 2
+    assert not metrics["is_finite"]
     third, metrics = step(second, good)
     assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # one update had been made
     direct, _ = step(first, good)
@@ -414,9 +457,14 @@ DIVERGING = dict(optimizer__learning_rate=1e30, optimizer__warmup_steps=22, opti
           r"Try a lower config.optimizer.learning_rate, or --config.train.on_nonfinite=skip"]),
     ({"train__on_nonfinite": "skip", "train__max_nonfinite": 3},
      [r"3 updates in a row \(config.train.max_nonfinite\) were not finite: step (\d+): loss nan"]),
+    # Loss and gradient are finite, the weights that they lead to are not.
+    ({"train__on_nonfinite": "skip", "optimizer__learning_rate": 3e38, "optimizer__warmup_steps": 1,
+      "optimizer__weight_decay": 1e6},
+     [r"training has diverged: step (\d+): loss [\d.]+, gradient norm [\d.]+, the updated weights are not finite; "
+      r"its batch", r"Try a lower config\.optimizer\.learning_rate$"]),
 ])
 def test_a_run_that_diverges_ends_and_says_where(text_file, tmp_path, capsys, more, words):
-    config = load_config("gpt", data__source=str(text_file), **DIVERGING, **more)
+    config = load_config("gpt", data__source=str(text_file), **(DIVERGING | more))
     with pytest.raises(UserError) as error:
         train.train(config, str(tmp_path))
     found = [re.search(pattern, str(error.value)) for pattern in words]

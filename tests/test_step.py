@@ -116,6 +116,8 @@ def test_update_is_adamw_with_clipping(architecture):
     ({"beta2": 1.0}, ["beta2=1.0"]),
     ({"weight_decay": -1.0}, ["weight_decay=-1.0"]),
     ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),
+    *(({field: value}, [f"config.optimizer.{field}={value}", "must be"]) for value in (math.nan, math.inf)
+      for field in ("learning_rate", "final_learning_rate", "weight_decay", "clip_norm", "beta1", "beta2")),
     ({"decay_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
 ])
 def test_impossible_optimizers_are_refused(change, words):

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -15,15 +17,18 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import ARCHITECTURES, ROOT, forward, load_config, run
 
+from configs import run as run_config
 from smallgpt_jax import inference, metrics, models
 from smallgpt_jax import train as train_module
+from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.layers import Trunk, blocks
-from smallgpt_jax.train import train
+from smallgpt_jax.train import conclude, train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -51,8 +56,8 @@ def assert_equal(one, other):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
-def losses_in(workdir, split="train"):
-    return {line["step"]: line["loss"] for line in metrics.read_lines(workdir / "metrics.jsonl")
+def losses_in(workdir, split="train", of="loss"):
+    return {line["step"]: line[of] for line in metrics.read_lines(workdir / "metrics.jsonl")
             if line["split"] == split}
 
 
@@ -147,17 +152,17 @@ def test_a_run_of_before_a_field_existed_goes_on(text_file, tmp_path):
 
 
 def test_a_run_that_lost_its_last_steps_repeats_them(text_file, tmp_path):
-    config = config_for(text_file)
+    config = config_for(text_file, train__log_every=15)  # a checkpoint lies between two lines
     train(config, str(tmp_path))
-    before, losses = state_of(tmp_path, 40), losses_in(tmp_path)
+    before, losses, means = state_of(tmp_path, 40), losses_in(tmp_path), losses_in(tmp_path, of="loss_mean")
     shutil.rmtree(tmp_path / "checkpoints" / "40")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "spl')  # cut short
     train(config, str(tmp_path))
     assert_equal(state_of(tmp_path, 40), before)
-    assert losses_in(tmp_path) == losses
+    assert losses_in(tmp_path) == losses and losses_in(tmp_path, of="loss_mean") == means
     steps = [(line["split"], line["step"]) for line in metrics.read_lines(tmp_path / "metrics.jsonl")]
-    assert len(steps) == len(set(steps)) == 6
+    assert len(steps) == len(set(steps)) == 5
 
 
 def test_a_run_stopped_before_its_evaluation_makes_up_for_it(text_file, tmp_path):
@@ -167,7 +172,74 @@ def test_a_run_stopped_before_its_evaluation_makes_up_for_it(text_file, tmp_path
     whole = path.read_text().splitlines()
     path.write_text("\n".join(whole[:-1]) + "\n")
     train(config, str(tmp_path))
-    assert path.read_text().splitlines() == whole
+    again = path.read_text().splitlines()
+    assert again[:-1] == whole[:-1]
+    assert {**json.loads(again[-1]), "time": 0} == {**json.loads(whole[-1]), "time": 0}
+
+
+def test_what_is_logged(text_file, tmp_path, monkeypatch):
+    """Each step and every tenth give the same losses, means over the lines' steps, and the tokens so far; saving
+    is no time of training."""
+    save, late = Checkpoints.save, []
+
+    def save_slowly(*arguments):
+        late.append(1000)
+        save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", save_slowly)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(
+        time=time.time, monotonic=lambda: time.monotonic() + sum(late)))
+    started = time.time()
+    each, tenth = tmp_path / "each", tmp_path / "tenth"
+    for folder, log_every in ((each, 1), (tenth, 10)):
+        train(config_for(text_file, train__log_every=log_every, train__steps=20, train__checkpoint_every=15),
+              str(folder))
+    losses = losses_in(each)
+    assert losses_in(each, of="loss_mean") == losses
+    assert losses_in(tenth) == {step: losses[step] for step in (10, 20)}
+    assert losses_in(tenth, of="loss_mean") == {
+        step: pytest.approx(np.mean([losses[i] for i in range(step - 9, step + 1)])) for step in (10, 20)}
+    lines = metrics.read_lines(tenth / "metrics.jsonl")
+    assert [(line["split"], line["tokens"]) for line in lines] == [
+        ("train", 10 * 8 * 64), ("train", 20 * 8 * 64), ("eval", 20 * 8 * 64)]
+    times = [started, *(line["time"] for line in lines), time.time()]
+    assert times == sorted(times)
+    assert lines[1]["tokens_per_second"] > 10 * 8 * 64 / 1000
+
+
+def test_a_run_whose_metrics_are_gone_has_last_words(text_file, tmp_path, capsys):
+    workdir = tmp_path / "my run"
+    train(config_for(text_file, train__steps=10), str(workdir))
+    (workdir / "metrics.jsonl").unlink()
+    conclude(str(workdir))
+    assert capsys.readouterr().out.endswith(
+        f"\nMore text:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n")
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_trained_model_goes_on_at_a_longer_context(text_file, tmp_path, monkeypatch, position):
+    """Taken into a new workdir; where positions are learned that is refused."""
+    monkeypatch.chdir(ROOT)
+    train(config_for(text_file, model__position=position), str(tmp_path / "short"))
+    trained = inference.load_trained(tmp_path / "short")
+    longer = tmp_path / "longer"
+    run_folder.plant(longer, trained.model, trained.params, trained.tokenizer, {})
+    config = run_config.get_config(str(longer))
+    config.data.source = str(text_file)
+    config.model.context_length = 128
+    config.optimizer.warmup_steps = 1
+    config.train.update(steps=4, log_every=1, eval_steps=4, loss_chunks=4)
+    if position == "learned":
+        with pytest.raises(UserError, match=r"model\.context_length was 64, now 128"):
+            train(config, str(longer))
+        return
+    train(config, str(longer))
+    assert inference.load(longer).model.config.context_length == 128
+    assert losses_in(longer)[1] == pytest.approx(losses_in(tmp_path / "short", "eval")[40], rel=0.1)
+    config.train.steps = 5
+    train(config, str(longer))
+    with pytest.raises(UserError, match=r"context_length was 64, now 128.\n.*convert --from=run"):
+        train(config_for(text_file, model__position=position, model__context_length=128), str(tmp_path / "short"))
 
 
 def test_a_finished_run_stays_as_it_is(text_file, tmp_path, capsys):
@@ -273,6 +345,8 @@ def test_mfu_needs_a_known_chip():
     ({"train__steps": 0}, ["train.steps=0"]),
     ({"train__eval_steps": -1}, ["eval_steps=-1"]),
     ({"train__seed": -1}, ["seed=-1"]),
+    ({"train__seed": 2**32}, ["config.train.seed=4294967296", "below 2^32"]),
+    ({"train__seed": 2**63}, ["config.train.seed=9223372036854775808", "below 2^32"]),
     ({"model__vocab_size": 200}, ["vocab_size=200", "257"]),
     ({"model__num_heads": 5}, ["num_heads=5"]),
     ({"mesh__data": 3}, ["data=3"]),

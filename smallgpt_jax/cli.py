@@ -1,12 +1,14 @@
 """How every command starts and ends: flags in, one call, words and an exit status out.
 
 Exit status: 0 done, 1 it could not be done (one or two lines say why), 2 wrong usage, 130 stopped
-from the keyboard, 143 by SIGTERM.
+from the keyboard, 141 nobody reads its output any more, 143 stopped by SIGTERM.
 """
 
 import ast
 import difflib
+import io
 import keyword
+import os
 import re
 import sys
 import traceback
@@ -50,20 +52,43 @@ def run(main: Callable[[], None]) -> None:
             # Where it cannot be written, programs are compiled again the next time.
             warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
         processes.look_for_no_tpu()
-        try:
-            main()
-        except UserError as error:
-            fail(str(error))
-        except OSError as error:  # a full disk, a file that may not be read
-            fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
-        except Stopped as stopped:
-            print(stopped, file=sys.stderr)
-            sys.exit(stopped.status)
-        except KeyboardInterrupt:
-            fail("stopped", status=130)
+        execute(main)
 
     with best_effort("stderr"):  # the exit status stays what it is where nobody can read why
         app.run(main_without_traceback, flags_parser=parse)
+
+
+def execute(main: Callable[[], None]) -> None:
+    """Calls `main`; whatever ends it early becomes a message and an exit status."""
+    # Characters that a terminal's encoding lacks are shown as escapes, bytes that are not text can be read.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        fail(str(error))
+    except OSError as error:  # a full disk, a file that may not be read
+        output_error = close_failed_output()
+        if isinstance(error, BrokenPipeError) and isinstance(output_error, BrokenPipeError):
+            sys.exit(141)
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.status)
+    except KeyboardInterrupt:
+        fail("stopped", status=130)
+
+
+def close_failed_output() -> OSError | None:
+    """Replaces standard output if it cannot be written, since Python would fail to flush it at the end; returns why."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return error
+    return None
 
 
 def parse(argv: list[str]) -> list[str]:

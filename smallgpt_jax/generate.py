@@ -63,13 +63,15 @@ def main() -> None:
 
 
 def show(prompt: str, pieces) -> str:
-    """Prints a text as it comes; returns it."""
+    """Prints a text as it comes, and ends its line, also when stopped; returns the text."""
     print(prompt, end="", flush=True)
     text = prompt
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        text += piece
-    print()
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            text += piece
+    finally:
+        print(flush=True)
     return text
 
 
@@ -82,7 +84,11 @@ def converse(conversation: inference.Conversation, settings: dict) -> None:
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt) as end:
+            if sys.stdin.isatty():
+                print(flush=True)
+            if isinstance(end, KeyboardInterrupt):
+                raise
             return
         try:
             answer = show("", conversation.say(f"{line_end}{line}\n", **settings))

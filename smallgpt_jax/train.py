@@ -303,8 +303,11 @@ def conclude(workdir: str) -> None:
     folder = Path(workdir).expanduser()
     if jax.process_count() == 1:
         print("\nA text of its own:\n")
-        for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
-            print(piece, end="", flush=True)
+        try:
+            for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
+                print(piece, end="", flush=True)
+        except UserError as error:  # an own architecture that cannot be decoded has been trained all the same
+            print(f"(none: {error})")
         print("\n")
     print(f"\n{last_evaluation(folder)}More text:\n"
           f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."')

@@ -11,6 +11,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 import atexit
 import functools
 import importlib
+import io
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,30 @@ def init(model, seed: int = 0):
 def forward(model, params, tokens_BxT):
     """The model's own forward pass, (B, T, V), compiled whole: operation by operation takes longer."""
     return model.apply({"params": params}, tokens_BxT)
+
+
+@functools.cache
+def spaced_tokenizer(remove_extra_whitespaces: bool):
+    """A SentencePiece model as others train them: with a space in front of each text (add_dummy_prefix)."""
+    import sentencepiece
+
+    from smallgpt_jax.data.tokenizers import SentencePiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the model is trained on text", "a cat sat on the text of models"] * 20),
+        model_writer=model, vocab_size=60, hard_vocab_limit=False, model_type="bpe", minloglevel=2,
+        add_dummy_prefix=True, remove_extra_whitespaces=remove_extra_whitespaces)
+    return SentencePiece(model.getvalue())
+
+
+def spaced_model(tokenizer, **fields):
+    """A gpt of one layer and its weights, which prefer tokens that begin with a space."""
+    model = build("gpt", num_layers=1, **fields)
+    params, first = init(model), tokenizer.encode(["a"])[0].tolist()
+    has_space_V = [i < tokenizer.vocab_size and tokenizer.decode([*first, i]).startswith("a ")
+                   for i in range(model.config.vocab_size)]
+    return model, {**params, "head": params["head"] * np.where(has_space_V, 1.0, 0.01)[:, None].astype(np.float32)}
 
 
 @pytest.fixture(scope="session")

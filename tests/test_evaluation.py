@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, forward, init, load_config, run
+from conftest import build, forward, init, load_config, run, spaced_model, spaced_tokenizer
 from lm_eval.api.instance import Instance
 
 from smallgpt_jax import inference
@@ -138,6 +138,21 @@ def test_texts_are_written_to_the_first_stop_string(trained):
         lm.generate_until([request("generate_until", "a", {"until": [], "num_beams": 4})])
 
 
+def test_written_texts_keep_the_space_that_they_begin_with():
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
+    model, params = spaced_model(tokenizer)
+    contexts = ["the model is", "a cat", "on text"]
+    written = harness_model(model, params, tokenizer).generate_until(
+        [request("generate_until", context, {"until": [], "max_gen_toks": 3}) for context in contexts])
+    for context, text in zip(contexts, written):
+        ids = tokenizer.encode([context])[0].tolist()
+        for _ in range(3):
+            logits = forward(model, params, np.array([ids + [0] * (64 - len(ids))]))[0, len(ids) - 1]
+            ids.append(int(logits[:tokenizer.vocab_size].argmax()))
+        assert context + text == tokenizer.decode(ids)
+    assert all(text.startswith(" ") for text in written), "these weights do not show the difference"
+
+
 def test_blank_and_empty_texts():
     """After nothing, and after nothing but spaces, comes what begins a document; an empty answer has no score."""
     model = build("gpt")
@@ -204,12 +219,14 @@ class Uniform(SmallGPT):
 @pytest.mark.slow
 def test_a_uniform_model_scores_what_it_should(eval_data):
     """All questions of five tasks: chance, within a standard error, where options are equally long; else how
-    often the shorter option is right (counted from the files; of equals the first)."""
+    often the shorter option is right (counted from the files; of equals the first), and by acc_norm the one with
+    the fewest bytes per character, of which bytes the space in front is one."""
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
     results = evaluation.evaluate(Uniform, tasks, eval_data, log_samples=False, bootstrap_iters=0)
     assert {name: n["effective"] for name, n in results["n-samples"].items()} == {
         name: EXAMPLES[name] for name in tasks}
-    found = {name: values["acc,none"] for name, values in results["results"].items()}
+    found, normalized = ({name: values.get(metric) for name, values in results["results"].items()}
+                         for metric in ("acc,none", "acc_norm,none"))
     for name in ("winogrande", "commonsense_qa"):
         chance = report.CHANCE[name]
         assert abs(found[name] - chance) < math.sqrt(chance * (1 - chance) / EXAMPLES[name])
@@ -217,13 +234,17 @@ def test_a_uniform_model_scores_what_it_should(eval_data):
     def rows(name):
         return [json.loads(line) for line in (eval_data / name).read_text().splitlines()]
 
-    def share(options_and_answers):
-        return np.mean([int(np.argmin([len(option.encode()) for option in options])) == answer
+    def share(options_and_answers, score=lambda option: -len(option.encode())):
+        return np.mean([int(np.argmax([score(option) for option in options])) == answer
                         for options, answer in options_and_answers])
 
+    def score_per_character(option):
+        return -math.log(257) * len(f" {option}".encode()) / len(option)
+
     labels = [int(label) for label in (eval_data / "piqa_valid-labels.lst").read_text().split()]
-    assert found["piqa"] == pytest.approx(share(
-        ((row["sol1"], row["sol2"]), label) for row, label in zip(rows("piqa_valid.jsonl"), labels)))
+    piqa = [((row["sol1"], row["sol2"]), label) for row, label in zip(rows("piqa_valid.jsonl"), labels)]
+    assert found["piqa"] == pytest.approx(share(piqa))
+    assert normalized["piqa"] == pytest.approx(share(piqa, score_per_character))
     assert found["copa"] == pytest.approx(share(
         ((row["choice1"], row["choice2"]), row["label"]) for row in rows("copa_val.jsonl")))
     assert found["arc_easy"] == pytest.approx(share(
@@ -323,10 +344,10 @@ def test_bad_flags(flags, words, trained, eval_data, tmp_path):
 
 @pytest.mark.parametrize("tasks, message", [
     (["wingrande"], "no task 'wingrande'; the nearest: winogrande"),
-    (["paper"], r"anli_v1\.0/R1/test\.jsonl missing, of the task anli_r1; from https://"),
-    (["piqa"], r"piqa_valid\.jsonl and piqa_valid-labels\.lst missing"),
+    (["paper"], r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
+                r"piqa_valid-labels\.lst \(piqa, https://.*\); put"),
     (["copa"], r"copa_val\.jsonl: not the file of copa \(JSONDecodeError"),
-    (["mmlu"], "the files of 'mmlu' are not known"),
+    (["mmlu", "copa"], "--data_dir: cannot be used for mmlu, only for hellaswag, "),
     ([], "--tasks is empty"),
 ])
 def test_bad_tasks_are_told_before_anything_is_computed(tasks, message, tmp_path):
@@ -337,7 +358,5 @@ def test_bad_tasks_are_told_before_anything_is_computed(tasks, message, tmp_path
         if name not in ("anli_r1", "piqa"):
             for file in task.files:
                 (tmp_path / file).write_text("{" if name == "copa" else EXAMPLE_ROWS.get(name, ""))
-    if tasks == ["paper"]:  # the order in which they are looked at
-        (tmp_path / "copa_val.jsonl").write_text("")
     with pytest.raises(UserError, match=message):
         evaluation.evaluate(never, tasks, tmp_path)

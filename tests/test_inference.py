@@ -3,18 +3,21 @@
 import re
 import shutil
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, build, forward, init, load_config, run
+from conftest import ROOT, build, forward, init, load_config, run, spaced_model, spaced_tokenizer
 
-from smallgpt_jax import inference, models
+from smallgpt_jax import generate, inference, models
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling, filtered, sample
+from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.models.layers import Mode, Trunk, blocks
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.train import train
 
@@ -133,6 +136,41 @@ def test_layers_that_are_shared_have_a_cache_for_each_use(monkeypatch):
     config = load_config("gpt", model__architecture="twice", model__context_length=CONTEXT)
     model = models.build(**config.model)
     assert_cache_gives_the_whole_pass(model, init(model))
+
+
+class IgnoresDecoding(Trunk):
+    """Blocks that are computed as in training: attention sees the tokens of one call only."""
+
+    @nn.compact
+    def __call__(self, x_BxTxD, mode: Mode):
+        return blocks(self.config, self.config.num_layers, Mode(train=mode.train), name="blocks")(x_BxTxD)
+
+
+class FailsInDecoding(Trunk):
+    @nn.compact
+    def __call__(self, x_BxTxD, mode: Mode):
+        assert not mode.decode, "not written yet"
+        return blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+
+
+@pytest.mark.parametrize("trunk, words", [
+    (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "mode.decode"]),
+    (FailsInDecoding, ["AssertionError: not written yet", "mode.decode"]),
+    (GPT, None)])
+def test_an_own_architecture_that_decodes_wrongly_is_refused(trunk, words, monkeypatch):
+    """Untrained, without learned positions, so that only attention tells the positions apart."""
+    monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
+    monkeypatch.setattr(models, "BUILT_IN", ())
+    model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
+                                       model__position="none").model)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
+    monkeypatch.setattr(inference, "load_trained", lambda *_: inference.Trained(model, params, Bytes(), 1))
+    if words is None:
+        inference.load("a workdir")
+        return
+    with pytest.raises(UserError, match=r"^config\.model\.architecture='own': ") as error:
+        inference.load("a workdir")
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize("architecture, fields, numbers_a_position, extra", [
@@ -323,6 +361,52 @@ def test_characters_of_several_tokens_come_whole():
     assert (written.rest(), written.is_done) == ("né", False)
 
 
+@pytest.fixture(scope="module", params=[True, False])
+def spaced(request):
+    """A model whose tokenizer puts a space in front of each text, and drops others or keeps them."""
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=request.param)
+    model, params = spaced_model(tokenizer, context_length=CONTEXT)
+    return inference.TextModel(model, decoder.unstacked(model, params), tokenizer)
+
+
+def test_text_keeps_the_space_that_it_begins_with(spaced):
+    prompts, greedy, alone = ["the model is", "a cat", "on text"], {"temperature": 0}, []
+    for prompt in prompts:
+        conversation = spaced.conversation()
+        first = "".join(conversation.say(prompt, 6, **greedy))
+        assert prompt + first == spaced.tokenizer.decode(conversation._text.ids[0])
+        assert first == spaced.generate(prompt, 6, **greedy) == "".join(spaced.stream(prompt, 6, **greedy))
+        second = "".join(conversation.say("ed on", 4, **greedy))
+        third = "".join(conversation.say(" text", 4, **greedy))
+        written = spaced.tokenizer.decode(conversation._text.ids[0])
+        assert f"{prompt}{first}ed on{second} text{third}".endswith(written)
+        assert conversation.forgotten or f"{prompt}{first}ed on{second} text{third}" == written
+        alone.append(first)
+    assert spaced.generate_batch(prompts, 6, **greedy) == [[text] for text in alone]
+    assert all(text.startswith(" ") for text in alone), "these weights do not show the difference"
+
+
+@pytest.mark.parametrize("text", ["ed on", " on text", "on  text", ""])
+def test_a_turn_is_encoded_without_a_space_of_its_own(spaced, text):
+    tokenizer = spaced.tokenizer
+    ids = [*tokenizer.encode(["the model is"])[0], *tokenizer.encode_continuation(text)]
+    assert tokenizer.decode(ids) == "the model is" + tokenizer.decode(tokenizer.encode([f"x{text}"])[0])[1:]
+
+
+def test_a_space_that_the_prompt_shows_is_not_shown_again():
+    """The tokenizer drops the prompt's last space; the first token that follows brings it."""
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
+    before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
+    for prompt, text in (("the model ", "is"), ("the model\n", "is"), ("the model", " is")):
+        written = inference.Written(tokenizer, (), before, prompt)
+        assert "".join([*map(written.add, new), written.rest()]) == text
+
+
+def test_a_character_begun_in_the_turn_before_is_completed():
+    written = inference.Written(Bytes(), (), [256, *b"n", "é".encode()[0]])
+    assert [written.add(byte) for byte in ("é".encode()[1], *b"e!")] == ["é", "e", "!"]
+
+
 @pytest.fixture(scope="module")
 def cgpt():
     """One with convolutions that look back, whose cache is not a matter of positions alone."""
@@ -459,6 +543,22 @@ def test_impossible_texts_are_refused(model, settings, words):
     with pytest.raises(UserError) as error:
         model.generate(**{"prompt": "the", "max_new_tokens": 5, **settings})
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_misspelt_setting_names_the_method(model):
+    for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
+        with pytest.raises(TypeError, match=rf"\.{method.__name__}\(\) got .* 'max_tokens'"):
+            method("the", max_tokens=3)
+
+
+def test_a_text_that_is_stopped_ends_its_line(capsys):
+    def pieces():
+        yield " cat"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate.show("the", pieces())
+    assert capsys.readouterr().out == "the cat\n"
 
 
 def test_batches_that_are_none(model):

@@ -6,6 +6,7 @@ that other tools read: `tokenizer.model` (SentencePiece) or `vocab.json` and `me
 text: that id only ever marks the beginning of a document.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -43,6 +44,10 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without end-of-text. Threads may call it at the same time."""
 
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """The ids of a text that continues another one."""
+        return self.encode([text])[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids below vocab_size."""
 
@@ -50,7 +55,7 @@ class Tokenizer(Protocol):
         """File name → content: all that `load` needs besides the kind."""
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """One id a byte of UTF-8, and 256 for end-of-text."""
 
     kind = "bytes"
@@ -68,7 +73,7 @@ class Bytes:
         return {}
 
 
-class SentencePiece:
+class SentencePiece(Tokenizer):
     """A SentencePiece model. Text comes back as it was, but U+2581, SentencePiece's own mark for a
     space, comes back as a space."""
 
@@ -89,6 +94,25 @@ class SentencePiece:
     def encode(self, texts):
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
+    def encode_continuation(self, text):
+        # Most models put a space in front of a text (add_dummy_prefix) and drop those that it begins with
+        # (remove_extra_whitespaces). Within a text neither may happen: one space stays one, none stays none.
+        without_space, with_space = self._for_continuations
+        ids = without_space.encode(text)
+        if text[:1].isspace() and ids == without_space.encode(text.lstrip()):
+            ids = with_space.encode(text)
+        return np.array(ids, np.int32)
+
+    @functools.cached_property
+    def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
+        """The same model, which puts no space in front of a text, and which does."""
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+        model, processors = ModelProto.FromString(self._model), []
+        for model.normalizer_spec.add_dummy_prefix in (False, True):
+            processors.append(sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString()))
+        return processors
+
     def decode(self, ids):
         return self._processor.decode([int(i) for i in ids])
 
@@ -96,7 +120,7 @@ class SentencePiece:
         return {"tokenizer.model": self._model}
 
 
-class GPT2:
+class GPT2(Tokenizer):
     """GPT-2's byte-pair encoding, 50,257 ids, through tiktoken."""
 
     kind = "gpt2"

@@ -12,8 +12,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, windows
-from smallgpt_jax.inference import TextModel
-from smallgpt_jax.inference.decoder import Texts, unstacked
+from smallgpt_jax.inference import TextModel, text_model
+from smallgpt_jax.inference.decoder import Texts
 from smallgpt_jax.inference.sampling import Sampling
 
 NEW_TOKENS = 256  # at most, where a task does not say
@@ -41,7 +41,7 @@ class SmallGPT(TemplateLM):
     @cached_property
     def _writer(self) -> TextModel:
         """Made when there is something to write: it has the weights once more."""
-        return TextModel(self._scorer.model, unstacked(self._scorer.model, self._params), self._tokenizer)
+        return text_model(self._scorer.model, self._params, self._tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -105,7 +105,8 @@ class SmallGPT(TemplateLM):
         while done < len(order):
             settings = requests[order[done]].args[1]
             some = [i for i in order[done:done + ROWS] if requests[i].args[1] == settings]
-            texts = self._write([contexts[i] for i in some], [samples[i] for i in some], settings)
+            texts = self._write([requests[i].args[0] for i in some], [contexts[i] for i in some],
+                                [samples[i] for i in some], settings)
             for i, text in zip(some, texts):
                 written[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
@@ -113,7 +114,8 @@ class SmallGPT(TemplateLM):
             self._progress("texts written", done, len(order))
         return written
 
-    def _write(self, contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
+    def _write(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
+        """The continuations of `prompts`, whose tokens are `contexts`."""
         settings = normalize_gen_kwargs(settings, NEW_TOKENS)
         if unknown := settings.keys() - SETTINGS - OTHER_SETTINGS:
             raise UserError(f"writing text knows no {', '.join(sorted(unknown))}; it knows "
@@ -124,7 +126,7 @@ class SmallGPT(TemplateLM):
         room = max(self.max_length - most, self.max_length // 2, 1)  # for a context; the rest is to be written
         text = Texts(self._writer.model, self._writer.params, self._tokenizer.vocab_size,
                      [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
-        return self._writer.finish(text, most, settings["until"], sampling)
+        return self._writer.finish(text, prompts, most, settings["until"], sampling)
 
     def get_model_info(self) -> dict:
         config = self._scorer.model.config

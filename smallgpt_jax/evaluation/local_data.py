@@ -6,7 +6,7 @@ is published with answers, or at hand, that one is used, and few-shot examples c
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,22 +83,22 @@ TASKS = {
 }
 
 
-def check(name: str) -> None:
-    """Raises UserError for a task that cannot be read from files."""
-    if name not in TASKS:
-        raise UserError(f"--data_dir: the files of {name!r} are not known; of {', '.join(TASKS)} they are. "
-                        "Leave --data_dir out to fetch it")
+def check(names: Sequence[str], folder: Path) -> None:
+    """Raises UserError for tasks that cannot be read from files, and for files that `folder` lacks: all of them."""
+    if unknown := [name for name in names if name not in TASKS]:
+        raise UserError(f"--data_dir: cannot be used for {', '.join(unknown)}, only for {', '.join(TASKS)}; leave it "
+                        "out to fetch the data from the hub")
+    if missing := [f"{file} ({name}, {TASKS[name].source})" for name in names for file in TASKS[name].files
+                   if not (folder / file).is_file()]:
+        raise UserError(f"--data_dir={folder}: missing {', '.join(missing)}; put them there under these names")
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
     """The harness's config of a task, changed so that its rows come from files in `folder`.
 
-    Raises UserError if they are missing or damaged.
+    Raises UserError if they are damaged.
     """
     task = TASKS[name]
-    if missing := [file for file in task.files if not (folder / file).is_file()]:
-        raise UserError(f"--data_dir={folder}: {' and '.join(missing)} missing, of the task {name}; from "
-                        f"{task.source}")
     try:
         rows = task.rows(*((folder / file).read_text(encoding="utf-8") for file in task.files))
         if not rows:

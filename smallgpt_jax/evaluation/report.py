@@ -23,7 +23,7 @@ FOOTNOTE = (
     "for the other six their code adds up the log-probabilities of the whole vocabulary at every position and "
     "never looks up the option's own tokens, so those numbers lie near or below chance and rank nothing. Here, as "
     "in lm-evaluation-harness, an option's score is the log-likelihood of its tokens given the question "
-    "(`acc`), or that divided by its bytes (`acc_norm`).")
+    "(`acc`), or that divided by its length in characters (`acc_norm`).")
 
 
 def table(results: dict, of: str) -> str:

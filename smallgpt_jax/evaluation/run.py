@@ -39,6 +39,8 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
         names = spelt_out(tasks)
         manager = task_manager(names)
         check(names, manager.all_tasks)
+        if data_dir:
+            local_data.check(names, data_dir)
         specs = [specify(name, "paper" in tasks, data_dir, manager) for name in names]
         loaded = load(specs, manager, data_dir)
         lm = model()
@@ -92,8 +94,6 @@ def specify(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
     if not data_dir and not changes:
         return name
-    if data_dir:
-        local_data.check(name)
     config = load_yaml(manager.task_index[name].yaml_path, resolve_func=True, recursive=True)
     config = {key: value for key, value in config.items() if key != "tag"}
     if data_dir:

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how decoding shows bytes that are not a character yet
+PRECEDING = 16  # tokens that new ones are decoded with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,45 +36,54 @@ class TextModel:
     params: Any  # as `decoder.unstacked` gives them
     tokenizer: tokenizers.Tokenizer
 
-    def generate(self, prompt: str = "", max_new_tokens: int = 200, *, stop: Sequence[str] = (), seed: int = 0,
-                 **settings) -> str:
-        """What the model continues `prompt` with; settings as for `stream`."""
-        sampling = check(stop, max_new_tokens, settings)
-        return self.finish(self._begin([prompt], seed), max_new_tokens, stop, sampling)[0]
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+                 top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
+                 stop: Sequence[str] = (), seed: int = 0) -> str:
+        """Returns the continuation of `prompt`; arguments as for `stream`."""
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).check()
+        check(stop, max_new_tokens)
+        return self.finish(self._begin([prompt], seed), [prompt], max_new_tokens, stop, sampling)[0]
 
-    def stream(self, prompt: str = "", max_new_tokens: int = 200, *, stop: Sequence[str] = (), seed: int = 0,
-               **settings) -> Iterator[str]:
-        """Continues `prompt` ("": begins a document), yielding text as it comes.
+    def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+               top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
+               stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
+        """Yields the continuation of `prompt` ("": begins a document) piece by piece, as it is computed.
 
         Ends at end-of-text, after `max_new_tokens`, or before the first of the strings in `stop`.
-        `settings` are `Sampling`'s fields: temperature (1.0; 0: always the likeliest token), top_k,
-        top_p, repetition_penalty. Beyond the model's context the older half of it is forgotten and
-        the rest read again. Raises UserError at once for settings out of range, and for a prompt
-        that is longer than the context or that the tokenizer cannot represent.
+        `temperature` 0 chooses the likeliest token each time; `top_k` and `top_p` choose among the
+        likeliest only; a `repetition_penalty` above 1 makes tokens of the context less likely. Beyond
+        the model's context the older half of it is forgotten and the rest read again. Raises UserError
+        at once for settings out of range, and for a prompt that is longer than the context or that the
+        tokenizer cannot represent.
         """
-        sampling = check(stop, max_new_tokens, settings)
-        return self._write(self._begin([prompt], seed), max_new_tokens, stop, sampling)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).check()
+        check(stop, max_new_tokens)
+        return self._write(self._begin([prompt], seed), prompt, max_new_tokens, stop, sampling)
 
     def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
-                       stop: Sequence[str] = (), seed: int = 0, **settings) -> list[list[str]]:
-        """Continues several prompts at once, each `samples` times: a list of texts for each prompt.
+                       temperature: float | None = 1.0, top_k: int | None = None, top_p: float | None = None,
+                       repetition_penalty: float | None = None, stop: Sequence[str] = (), seed: int = 0,
+                       ) -> list[list[str]]:
+        """Returns `samples` continuations of each prompt, computed together: one list per prompt.
 
         The prompts may differ in length. Each text is what `generate` would write alone, up to
         rounding; the second and later samples draw from random streams of their own.
         """
-        sampling = check(stop, max_new_tokens, settings)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).check()
+        check(stop, max_new_tokens)
         if samples < 1:
             raise UserError(f"samples={samples}: must be at least 1")
         text = self._begin(prompts, seed)
         text.repeat(samples, sampling)
-        texts = self.finish(text, max_new_tokens, stop, sampling)
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
+        texts = self.finish(text, repeated, max_new_tokens, stop, sampling)
         return [texts[i:i + samples] for i in range(0, len(texts), samples)]
 
-    def finish(self, text: decoder.Texts, max_new_tokens: int, stop: Sequence[str],
+    def finish(self, text: decoder.Texts, prompts: Sequence[str], max_new_tokens: int, stop: Sequence[str],
                sampling: Sampling) -> list[str]:
-        """Continues the rows of `text`: what is written in each."""
+        """Continues the rows of `text`, which begin with `prompts`; returns the continuations."""
         text.reserve(max_new_tokens)
-        written = [Written(self.tokenizer, stop) for _ in text.ids]
+        written = [Written(self.tokenizer, stop, row, prompt) for row, prompt in zip(text.ids, prompts)]
         left = max_new_tokens
         while left and not all(writing.is_done for writing in written):
             drawn_BxN = text.draw_ahead(sampling, left)
@@ -88,14 +100,17 @@ class TextModel:
         """A text that you and the model write in turns."""
         return Conversation(self, seed)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises UserError if the tokenizer cannot represent it."""
+    def encode(self, text: str, continues: bool = False) -> list[int]:
+        """Returns the ids of a text, which `continues` another one or begins a document.
+
+        Raises UserError if the tokenizer cannot represent it.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the prompt is not text: {text[error.start]!r} at character {error.start + 1} "
                             "stands for something that is not UTF-8") from None
-        ids = [int(i) for i in self.tokenizer.encode([text])[0]]
+        ids = (self.tokenizer.encode_continuation(text) if continues else self.tokenizer.encode([text])[0]).tolist()
         if (unknown := self.tokenizer.unknown) in ids:
             strange = sorted({c for c in text if unknown in self.tokenizer.encode([c])[0]})
             raise UserError(f"the tokenizer has no piece for {', '.join(map(repr, strange)) or 'this text'}; "
@@ -115,11 +130,11 @@ class TextModel:
         return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed,
                              unpenalised=self.tokenizer.end_of_text)
 
-    def _write(self, text: decoder.Texts, max_new_tokens: int, stop: Sequence[str],
+    def _write(self, text: decoder.Texts, prompt: str, max_new_tokens: int, stop: Sequence[str],
                sampling: Sampling) -> Iterator[str]:
-        """Continues the only row of `text`, which has all written tokens afterwards."""
+        """Continues the only row of `text`, which ends with `prompt` and has all written tokens afterwards."""
         text.reserve(max_new_tokens)
-        written = Written(self.tokenizer, stop)
+        written = Written(self.tokenizer, stop, text.ids[0], prompt)
         drawn_B = text.draw(sampling) if max_new_tokens else None
         for left in reversed(range(max_new_tokens)):
             token = int(drawn_B[0])
@@ -147,22 +162,24 @@ class Conversation:
         self._model = text_model
         self._text = text_model._begin([""], seed)
 
-    def say(self, text: str, max_new_tokens: int = 200, *, stop: Sequence[str] = (),
-            **settings) -> Iterator[str]:
-        """Adds `text` at once, and yields what the model goes on with; arguments as for
-        `TextModel.stream`.
+    def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+            top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
+            stop: Sequence[str] = ()) -> Iterator[str]:
+        """Adds `text` at once, and yields the model's continuation; arguments as for `TextModel.stream`.
 
         What is not taken from the iterator is not written. A stop string, too, belongs to what has
         been written. Raises UserError, having added nothing, also for a text of more than half a
         context.
         """
-        sampling = check(stop, max_new_tokens, settings)
-        ids = self._model.encode(text)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).check()
+        check(stop, max_new_tokens)
+        begins = self._text.ids[0] == [self._model.tokenizer.end_of_text]
+        ids = self._model.encode(text, continues=not begins)
         half = max(1, self._model.model.config.context_length // 2)
         if len(ids) > half:
             raise UserError(f"{len(ids):,} tokens at once: at most {half:,}, half of the model's context")
         self._text.ids[0] += ids
-        return self._model._write(self._text, max_new_tokens, stop, sampling)
+        return self._model._write(self._text, text, max_new_tokens, stop, sampling)
 
     @property
     def forgotten(self) -> int:
@@ -170,12 +187,20 @@ class Conversation:
 
 
 class Written:
-    """The text of tokens that arrive one by one; ends before the first of the strings in `stop`."""
+    """The text of tokens that arrive one by one; ends before the first of the strings in `stop`.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = ()):
+    They continue the tokens `before`, the text of which ends with `prompt`. They are decoded together with
+    the last of these: a tokenizer may show a token otherwise at the beginning of a text, without its space.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
+                 prompt: str = ""):
         self.text, self.is_done = "", False
         self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
-        self._ids, self._shown = [], 0
+        self._ids, self._shown = list(before[-PRECEDING:]), 0
+        self._before = tokenizer.decode(self._ids)
+        if prompt[-1:].isspace() and not self._before[-1:].isspace():
+            self._before += " "  # no token stands for it, but the prompt shows it already
 
     def add(self, token: int) -> str:
         """Takes a token; returns what can be shown now. Sets `is_done` at end-of-text and stop strings."""
@@ -183,7 +208,9 @@ class Written:
             self.is_done = True
             return self.rest()
         self._ids.append(token)
-        self.text = self._tokenizer.decode(self._ids)
+        text = self._tokenizer.decode(self._ids)
+        # Not merely as long as that: tokens may complete a character that was begun before them.
+        self.text = text[common_length(self._before, text):]
         if places := [place for s in self._stop if (place := self.text.find(s)) >= 0]:
             self.is_done = True
             self.text = self.text[:min(places)]
@@ -203,6 +230,11 @@ class Written:
         return piece
 
 
+def common_length(one: str, other: str) -> int:
+    """The number of characters that two texts begin with in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+
+
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
     """The model of a workdir, as of `step` (the newest checkpoint), on the default device.
 
@@ -214,6 +246,16 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
     if paths != "all":
         config, params = with_paths(model.config, params, chosen_paths(model, params, paths))
         model = models.LanguageModel(config)
+    return text_model(model, params, tokenizer)
+
+
+def text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer) -> TextModel:
+    """Returns a model with `params` as they were trained, ready to write.
+
+    Raises UserError for an architecture that is not built in and that decodes wrongly.
+    """
+    if models.ARCHITECTURES[model.config.architecture] not in models.BUILT_IN:
+        check_decoding(model, params)
     return TextModel(model, decoder.unstacked(model, params), tokenizer)
 
 
@@ -267,10 +309,9 @@ def chosen_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
     return numbers
 
 
-def check(stop: Sequence[str], max_new_tokens: int, settings: dict) -> Sampling:
-    """The settings of a text as a Sampling. Raises UserError for what is out of range."""
+def check(stop: Sequence[str], max_new_tokens: int) -> None:
+    """Raises UserError for arguments that no text can be written with."""
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: must be a list of texts")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
-    return Sampling(**settings).check()

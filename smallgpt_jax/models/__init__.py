@@ -23,6 +23,7 @@ from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
+BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # those whose decoding the tests compare with the full forward pass
 
 TABLE_AXES = ("vocab", "embed")  # of the embedding and of the head
 

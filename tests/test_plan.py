@@ -136,6 +136,23 @@ def test_a_missing_compiler_is_named(monkeypatch):
         chips.devices("v5e:2x2")
 
 
+@pytest.mark.parametrize("device_kind, flops, hbm", [
+    ("TPU v4", 275e12, 32 * 2**30), ("TPU v5e", 197e12, 16 * 2**30), ("TPU v5 lite", 197e12, 16 * 2**30),
+    ("TPU v5p", 459e12, 95 * 2**30), ("TPU v5", 459e12, 95 * 2**30),
+    ("TPU v6e", 918e12, 32 * 2**30), ("TPU v6 lite", 918e12, 32 * 2**30),
+    ("NVIDIA A100-SXM4-80GB", 312e12, 80e9), ("NVIDIA H100 80GB HBM3", 989e12, 80e9),
+    ("NVIDIA H100 PCIe", 756.5e12, 80e9), ("NVIDIA H100 NVL", 835.5e12, 94e9),
+    ("NVIDIA H200", 989e12, 141e9), ("NVIDIA H200 NVL", 835.5e12, 141e9)])
+def test_chips_by_the_names_that_devices_have(device_kind, flops, hbm):
+    found = chips.chip(device_kind)
+    assert (found.flops, found.hbm) == (flops, hbm)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "TPU v4 lite", "TPU v50"])
+def test_chips_that_are_not_known(device_kind):
+    assert chips.chip(device_kind) is None
+
+
 # ---------------------------------------------------------------------- the TPU compiler
 
 TINY = ("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128")

@@ -25,23 +25,29 @@ class Chip:
     hertz: float | None = None
 
 
-# The key is how JAX names the device. TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; their
-# clocks follow from the peak and the matrix units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+# The key is how JAX names the device; the name of a GPU goes on with its form and memory.
+# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; their clocks follow from the peak and the matrix
+# units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s. GPUs: NVIDIA's data sheets "A100 Tensor Core GPU", "H100
+# Tensor Core GPU" (SXM, PCIe, NVL) and "H200 Tensor Core GPU" (SXM, NVL), whose figures with sparsity are halved.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
-    "TPU v5 lite": Chip(197e12, 16 * GiB, 1.5e9),
-    "TPU v5": Chip(459e12, 95 * GiB, 1.75e9),
-    "TPU v6 lite": Chip(918e12, 32 * GiB, 1.75e9),
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9)),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Chip(918e12, 32 * GiB, 1.75e9)),
     "NVIDIA A100": Chip(312e12, 80e9),
     "NVIDIA H100": Chip(989e12, 80e9),
+    "NVIDIA H100 PCIe": Chip(756.5e12, 80e9),
+    "NVIDIA H100 NVL": Chip(835.5e12, 94e9),
     "NVIDIA H200": Chip(989e12, 141e9),
+    "NVIDIA H200 NVL": Chip(835.5e12, 141e9),
 }
 TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # for example
 
 
 def chip(device_kind: str) -> Chip | None:
-    """The chip of that name, None if it is not known (a CPU); the longest name that fits counts."""
-    fitting = [name for name in CHIPS if device_kind.startswith(name)]
+    """The chip of that name, None if it is not known (a CPU); of names of GPUs the longest that fits counts."""
+    fitting = [name for name in CHIPS if device_kind == name
+               or (name.startswith("NVIDIA") and device_kind.startswith(name))]
     return CHIPS[max(fitting, key=len)] if fitting else None
 
 

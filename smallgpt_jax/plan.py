@@ -1,10 +1,10 @@
-"""Will it fit, and how fast can it be: compiles a recipe's training step for machines that are not there.
+"""Will it fit, and how fast can it be: compiles a recipe's training and evaluation for machines that are not there.
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
 
 The real TPU compiler does it (pip install '.[plan]'), no TPU is needed; with --topology=cpu:8 the CPU's.
-Exit status 1 if the step does not fit. --search finds the largest batch a chip that does.
+Exit status 1 if training or evaluation does not fit. --search finds the largest batch a chip that does.
 """
 
 import dataclasses
@@ -36,8 +36,9 @@ def main() -> None:
     result = estimate(config, devices)
     print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(config, devices, result))
     if not result.fits:
-        gib = result.needed_bytes / chips.GiB, result.hbm_bytes / chips.GiB
-        raise UserError(f"does not fit: the step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}. Smaller "
+        step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
+        gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
+        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}. Smaller "
                         "parts (config.train.microbatches), config.mesh.fsdp or config.model.remat help")
 
 
@@ -60,6 +61,8 @@ def words(config, devices, result: Estimate) -> str:
                   "No collectives."]
         lines += [f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
                   for kind, found in sorted(result.collectives.items())]
+    elif result.fits:
+        lines += ["", "Cycles and collectives are not available: the compiled program cannot be read"]
     if result.estimated_cycles:
         seconds = result.estimated_step_seconds
         lines += [
@@ -92,7 +95,9 @@ def memory_table(result: Estimate) -> list[str]:
             ("  gradients", None, hand["gradients"]), ("  gathered weights", None, hand["gathered"]),
             ("  activations", None, hand["activations"]),
             ("  logits of a chunk", None, hand["logits"]),
-            ("all", result.needed_bytes, state + rest), ("the chip has", result.hbm_bytes, None)]
+            ("all", result.needed_bytes, state + rest),
+            ("temporaries of an evaluation step", result.eval_temp_bytes, None),
+            ("all, meanwhile", result.eval_needed_bytes, None), ("the chip has", result.hbm_bytes, None)]
     lines = [f"{'Memory of one device':36} {'compiled':>11} {'by hand':>11}"]
     return lines + [
         f"{name:36}" + "".join(f" {memory.in_words(size) if size else '':>11}" for size in sizes)

@@ -154,6 +154,12 @@ def target_weights(batch, total):
     return counts_BxT.astype(jnp.float32) / total
 
 
+def in_microbatches(batch, microbatches: int):
+    """(B, …) arrays → (microbatches, B / microbatches, …), each part with rows of every device: none has to move."""
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
+
+
 def train_step(
     state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
     loss_chunks: int, seed: int,
@@ -164,12 +170,8 @@ def train_step(
 
     If loss or gradient is not finite, weights and optimiser stay as they are. `is_finite` is false then, and also
     if the updated weights are not finite: to keep the old ones for that case would cost a second pass over the
-    optimiser. The batch is computed in `microbatches` parts, whose gradients are summed in float32; each part
-    takes rows from every device, so that none has to move.
+    optimiser. The batch is computed in `microbatches` parts, whose gradients are summed in float32.
     """
-    def in_parts(x):
-        return jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1)
-
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     total = batch.tokens_BxT1[:, 1:].size if batch.counts_BxT is None else jnp.sum(batch.counts_BxT)
 
@@ -181,7 +183,7 @@ def train_step(
         return jax.tree.map(jnp.add, sums, jax.value_and_grad(part_loss)(state.params, *indexed_part)), None
 
     zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-    parts = (jnp.arange(microbatches), jax.tree.map(in_parts, batch))
+    parts = (jnp.arange(microbatches), in_microbatches(batch, microbatches))
     (loss, gradients), _ = jax.lax.scan(add_part, zero, parts)
 
     grad_norm = optax.tree.norm(gradients)
@@ -202,7 +204,13 @@ def all_finite(tree) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
-def eval_step(params, batch, *, model: LanguageModel, loss_chunks: int):
-    """Summed loss in nats, and number of targets, of those that count."""
-    loss = weighted_loss(params, model, batch, target_weights(batch, 1), loss_chunks)
-    return loss, jnp.sum(batch.counts_BxT)
+def eval_step(params, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):
+    """Summed loss in nats, and number of targets, of those that count.
+
+    The batch is computed in `microbatches` parts, as in training: what can be trained can be evaluated.
+    """
+    def add_part(sums, part):
+        loss = weighted_loss(params, model, part, target_weights(part, 1), loss_chunks)
+        return (sums[0] + loss, sums[1] + jnp.sum(part.counts_BxT)), None
+
+    return jax.lax.scan(add_part, (jnp.float32(0), jnp.int32(0)), in_microbatches(batch, microbatches))[0]

@@ -55,6 +55,18 @@ def train(config: ConfigDict, workdir: str) -> None:
             except Diverged as diverged:
                 run_folder.record(folder, {"diverged": str(diverged)})
                 raise
+            except jax.errors.JaxRuntimeError as error:
+                if not memory.is_exhausted(error):
+                    raise
+                raise UserError(out_of_memory(config, error)) from None
+
+
+def out_of_memory(config: ConfigDict, error: Exception) -> str:
+    """The message of a run that a device's memory cannot hold."""
+    return (f"config.train.batch_size={config.train.batch_size}: in config.train.microbatches="
+            f"{config.train.microbatches} parts it needs more memory than a device has "
+            f"({textwrap.shorten(str(error), 160, placeholder=' …')});\nset more config.train.microbatches, "
+            "config.model.remat='full' or, on several devices, a larger config.mesh.fsdp")
 
 
 def run(config: ConfigDict, folder: Path, setup: "Setup", text: "Text", evaluated: set[int], stop: stopping.Stop,
@@ -399,7 +411,7 @@ def initial_optimizer_state(setup: Setup, params) -> optax.OptState:
     return jax.jit(setup.optimizer.init, out_shardings=setup.shardings.opt_state)(params)
 
 
-def compile_train_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
+def compile_train_step(setup: Setup, config: ConfigDict, compiler_options=None) -> jax.stages.Compiled:
     """(state, batch) → (state, metrics); it takes over the memory of its state."""
     schedule = learning_rate_schedule(**{
         field: config.optimizer[field] for field in
@@ -411,13 +423,13 @@ def compile_train_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
     jitted = jax.jit(step, donate_argnums=0,
                      out_shardings=(setup.shardings, sharding.replicated(setup.mesh)))
     with sharding.context(setup.mesh):
-        return jitted.lower(abstract_state(setup, config), batch_shape(setup, config)).compile()
+        return jitted.lower(abstract_state(setup, config), batch_shape(setup, config)).compile(compiler_options)
 
 
 def compile_eval_step(setup: Setup, config: ConfigDict) -> jax.stages.Compiled:
     """(params, batch) → (summed loss, number of targets)."""
-    evaluation = functools.partial(
-        eval_step, model=setup.model, loss_chunks=config.train.loss_chunks)
+    evaluation = functools.partial(eval_step, model=setup.model, microbatches=config.train.microbatches,
+                                   loss_chunks=config.train.loss_chunks)
     jitted = jax.jit(evaluation, out_shardings=sharding.replicated(setup.mesh))
     with sharding.context(setup.mesh):
         return jitted.lower(abstract_state(setup, config).params,

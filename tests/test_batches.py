@@ -418,7 +418,8 @@ def test_only_what_counts_is_learned_from(microbatches):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 257, (4, 65), np.int32)
     counts = rng.random((4, 64)) < [[0.9], [0.1], [0.5], [0.0]]
-    total, targets = eval_step(state.params, Rows(tokens, None, counts), model=setup.model, loss_chunks=1)
+    total, targets = eval_step(
+        state.params, Rows(tokens, None, counts), model=setup.model, microbatches=microbatches, loss_chunks=1)
     _, metrics = train_step(
         state, Rows(tokens, None, counts), model=setup.model, optimizer=setup.optimizer,
         schedule=lambda count: 0.1, microbatches=microbatches, loss_chunks=1, seed=0)

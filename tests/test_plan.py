@@ -13,7 +13,8 @@ from smallgpt_jax.analysis import chips, estimate, hlo, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.layers import Trunk, blocks
-from smallgpt_jax.train import abstract_state, compile_train_step, exceptions, set_up
+from smallgpt_jax.plan import words
+from smallgpt_jax.train import abstract_state, compile_eval_step, compile_train_step, exceptions, set_up
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
@@ -105,9 +106,16 @@ def test_memory_is_that_of_the_step_that_main_runs():
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     config = load_config("gpt")
-    needs = compile_train_step(set_up(config, jax.devices()[:8]), config).memory_analysis()
+    setup = set_up(config, jax.devices()[:8])
+    needs = compile_train_step(setup, config).memory_analysis()
+    eval_needs = compile_eval_step(setup, config).memory_analysis()
     assert planned["temp_bytes"] == pytest.approx(needs.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == needs.argument_size_in_bytes
+    assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
+    # An evaluation step reads the weights only; the optimizer's moments, twice as large, are in memory all the same.
+    moments = 2 * 4 * planned["parameters"]
+    assert planned["eval_needed_bytes"] - planned["eval_temp_bytes"] == pytest.approx(
+        eval_needs.argument_size_in_bytes + moments, rel=0.01)
     assert planned["fits"] and planned["devices"] == 8 and planned["estimated_cycles"] is None
     assert planned["flops_per_step"] == planned["flops_per_token"] * 8 * 64
     assert set(planned["collectives"]) == {"all-reduce"}
@@ -180,14 +188,57 @@ def test_what_does_not_fit():
     assert "config.train.microbatches" in result.stderr
 
 
+@pytest.mark.parametrize("refusal", [
+    None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
+def test_an_evaluation_that_does_not_fit(monkeypatch, refusal):
+    """Refused by the compiler, or alone within the memory, but not beside the optimizer's state."""
+    def compile_eval(setup, config):
+        if refusal:
+            raise jax.errors.JaxRuntimeError(refusal)
+        return compile_eval_step(setup, config)
+
+    config = load_config("gpt")
+    monkeypatch.setattr(estimate.train, "compile_eval_step", compile_eval)
+    known = estimate.estimate(config, jax.devices()[:1])
+    small = chips.Chip(1.0, known.eval_needed_bytes - 1)
+    monkeypatch.setattr(estimate.chips, "chip", lambda kind: small)
+    planned = estimate.estimate(config, jax.devices()[:1])
+    assert not planned.fits and planned.temp_bytes == known.temp_bytes
+    if refusal:
+        moments = 2 * 4 * planned.parameters
+        assert planned.eval_temp_bytes is None and not known.fits
+        assert planned.peak_bytes == pytest.approx(26.9 * 2**30 + moments, abs=100)
+
+
+class UnreadableProgram:
+    """A compiled program as the TPU compiler gives it for v5p and v6e."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction should have 1 operands")
+
+
+def test_a_program_without_text_is_read_from_the_dump(tmp_path):
+    assert estimate.read_program(UnreadableProgram(), tmp_path) is None
+    (tmp_path / "module_0000.jit_train_step.after_codegen.txt").write_text(PROGRAM)
+    assert estimate.read_program(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
+
+
+def test_memory_of_a_program_that_cannot_be_read(monkeypatch):
+    config = load_config("gpt")
+    monkeypatch.setattr(estimate, "compile_and_read",
+                        lambda setup, config: (compile_train_step(setup, config), None))
+    planned = estimate.estimate(config, jax.devices()[:1])
+    assert planned.fits and planned.temp_bytes and planned.collectives is planned.estimated_cycles is None
+    assert "Cycles and collectives are not available" in words(config, jax.devices()[:1], planned)
+
+
 @pytest.mark.parametrize("message, needed", [
     ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.", 18.5 * 2**30),
     ("the total memory required for HLO temporaries (1.25T) exceeds available HBM.",
      1280 * 2**30 + 7),
 ])
 def test_the_compilers_words_for_too_large(message, needed):
-    found = estimate.does_not_fit(RuntimeError(message), 7)
-    assert not found["fits"] and found["needed_bytes"] == needed
+    assert estimate.bytes_needed(RuntimeError(message), 7) == needed
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
@@ -200,7 +251,7 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
         assert config.train.batch_size % 16 == 0  # 8 devices, 2 microbatches
         sizes.append(config.train.batch_size // 16)
         needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)
-        return type("Estimate", (), {"needed_bytes": needed, "fits": needed <= hbm})
+        return type("Estimate", (), {"peak_bytes": needed, "fits": needed <= hbm})
 
     monkeypatch.setattr(estimate, "estimate", stand_in)
     monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, hbm))
@@ -211,7 +262,7 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
 
 def test_search_when_nothing_fits(monkeypatch):
     monkeypatch.setattr(estimate, "estimate", lambda *_: type(
-        "Estimate", (), {"needed_bytes": 2, "fits": False}))
+        "Estimate", (), {"peak_bytes": 2, "fits": False}))
     monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, 1))
     with pytest.raises(UserError, match="not even one sequence"):
         estimate.largest_batch(load_config("gpt"), jax.devices()[:1], say=lambda line: None)

@@ -17,7 +17,14 @@ from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import cross_entropy, eval_step, weighted_loss
-from smallgpt_jax.train import abstract_state, compile_train_step, initial_state, runnable, set_up
+from smallgpt_jax.train import (
+    abstract_state,
+    compile_eval_step,
+    compile_train_step,
+    initial_state,
+    runnable,
+    set_up,
+)
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -285,14 +292,24 @@ def test_flops_do_not_depend_on_how_they_are_computed(change):
     assert train_flops_per_token(models.build(**{**config, **change})) == plain
 
 
-def test_evaluation_leaves_out_what_does_not_count():
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_evaluation_leaves_out_what_does_not_count(microbatches):
     model = build("gpt")
     params = init(model)
     tokens = jax.random.randint(jax.random.key(0), (4, 65), 0, 257)
     every = jnp.ones((1, 64), bool)
-    rows = [eval_step(params, Rows(tokens[i:i + 1], None, every), model=model, loss_chunks=1)
+    rows = [eval_step(params, Rows(tokens[i:i + 1], None, every), model=model, microbatches=1, loss_chunks=1)
             for i in range(4)]
     counts = jnp.broadcast_to(jnp.array([True, False, True, False])[:, None], (4, 64))
-    loss, targets = eval_step(params, Rows(tokens, None, counts), model=model, loss_chunks=4)
+    loss, targets = eval_step(
+        params, Rows(tokens, None, counts), model=model, microbatches=microbatches, loss_chunks=4)
     assert int(targets) == 2 * 64
     assert float(loss) == pytest.approx(float(rows[0][0] + rows[2][0]), rel=1e-5)
+
+
+def test_parts_save_memory_in_evaluation_too():
+    def temporaries(**fields):
+        config = load_config("gpt", train__batch_size=64, **fields)
+        return compile_eval_step(set_up(config, jax.devices()[:1]), config).memory_analysis().temp_size_in_bytes
+
+    assert temporaries(train__microbatches=8) < temporaries() / 4

@@ -365,6 +365,21 @@ def test_what_cannot_be_trained_leaves_no_workdir(text_file, tmp_path, fields, w
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("report, raised, words", [
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.", UserError,
+     ["batch_size=8", "Used 26.90G", "more config.train.microbatches", "remat='full'", "mesh.fsdp"]),
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem.", jax.errors.JaxRuntimeError, ["vmem"]),
+    ("INTERNAL: failure", jax.errors.JaxRuntimeError, ["INTERNAL"])])
+def test_a_run_that_needs_more_memory_than_there_is(text_file, tmp_path, monkeypatch, report, raised, words):
+    def fail(setup, config):
+        raise jax.errors.JaxRuntimeError(report)
+
+    monkeypatch.setattr(train_module, "compile_train_step", fail)
+    with pytest.raises(raised) as error:
+        train(config_for(text_file), str(tmp_path / "run"))
+    assert all(word in str(error.value) for word in words) and str(error.value).count("\n") <= 1
+
+
 def test_workdirs_that_are_not_this_runs(text_file, tmp_path):
     def refused(config, workdir, *words):
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}

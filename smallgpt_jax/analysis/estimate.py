@@ -1,9 +1,11 @@
-"""What a training step will need and cost on devices that are not there: the compiled program, measured."""
+"""What training and evaluation will need and cost on devices that are not there: the compiled programs, measured."""
 
 import dataclasses
 import math
 import re
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
@@ -15,11 +17,14 @@ from smallgpt_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One training step. Bytes, cycles and collectives are those of one device.
+    """One training step, and the memory of one evaluation step. Bytes, cycles and collectives are those of one device.
 
+    `needed_bytes` are all that training needs, `eval_needed_bytes` all that is in memory while an evaluation step
+    runs, the optimizer's state included; the latter is None where training does not fit already.
     `estimated_cycles` are the compiler's own, summed over the program, without kernels and without
     waiting for collectives; `kernel_cycles` a roofline of the kernels (see `kernel_seconds`). None
-    where the compiler makes no estimate (CPUs), or where the program does not fit.
+    where the compiler makes no estimate (CPUs), where the program does not fit, and with `collectives` where the
+    compiled program cannot be read.
     """
 
     parameters: int
@@ -32,6 +37,8 @@ class Estimate:
     argument_bytes: int
     temp_bytes: int | None
     needed_bytes: int
+    eval_temp_bytes: int | None
+    eval_needed_bytes: int | None
     fits: bool
     account: dict[str, float]
     compile_seconds: float
@@ -41,9 +48,13 @@ class Estimate:
     estimated_step_seconds: float | None
     estimated_mfu: float | None
 
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.needed_bytes, self.eval_needed_bytes or 0)
+
 
 def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
-    """Compiles the training step of `config` for `devices` and reads off what it takes.
+    """Compiles the training and the evaluation step of `config` for `devices` and reads off what they take.
 
     Raises UserError for what cannot be trained there, but not for what does not fit.
     """
@@ -62,20 +73,63 @@ def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
                                config.data.separate_documents))
     started = time.monotonic()
     try:
-        program = train.compile_train_step(setup, config)
+        program, text = compile_and_read(setup, config)
     except jax.errors.JaxRuntimeError as error:
-        return Estimate(**known, **does_not_fit(error, memory.bytes_on_device(state)),
-                        compile_seconds=time.monotonic() - started)
+        return Estimate(
+            **known, argument_bytes=memory.bytes_on_device(state), temp_bytes=None,
+            needed_bytes=bytes_needed(error, memory.bytes_on_device(state)), eval_temp_bytes=None,
+            eval_needed_bytes=None, fits=False, **UNKNOWN_SPEED, collectives=None,
+            compile_seconds=time.monotonic() - started)
+    eval_temp_bytes, eval_needed_bytes = evaluation_memory(setup, config, state)
     seconds = time.monotonic() - started
     needs = program.memory_analysis()
-    outputs = needs.output_size_in_bytes - needs.alias_size_in_bytes
-    text = hlo.Program(program.as_text())
     return Estimate(
-        **known, fits=True,
-        **speed(text, config.model.context_length, chip, per_token * tokens / len(devices)),
-        argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
-        needed_bytes=needs.argument_size_in_bytes + needs.temp_size_in_bytes + outputs,
-        collectives=text.collectives(), compile_seconds=seconds)
+        **known, argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
+        needed_bytes=total_bytes(needs), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
+        fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
+        **(speed(text, config.model.context_length, chip, per_token * tokens / len(devices))
+           if text and chip and chip.hertz else UNKNOWN_SPEED),
+        collectives=text.collectives() if text else None, compile_seconds=seconds)
+
+
+def compile_and_read(setup: train.Setup, config: ConfigDict) -> tuple[jax.stages.Compiled, hlo.Program | None]:
+    """The compiled training step and its text, None if that cannot be read.
+
+    Of some programs for TPU v5p and v6e `as_text()` fails (libtpu 0.0.51: "async-update instruction should have 1
+    operands but sees 3"); what the TPU compiler dumps has the same text.
+    """
+    if setup.mesh.devices.flat[0].platform != "tpu":
+        program = train.compile_train_step(setup, config)
+        return program, hlo.Program(program.as_text())
+    with tempfile.TemporaryDirectory() as dump:
+        program = train.compile_train_step(
+            setup, config, compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+        return program, read_program(program, Path(dump))
+
+
+def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
+    """The text of a compiled program: its own, or the one in the compiler's dump; None if there is neither."""
+    try:
+        return hlo.Program(program.as_text())
+    except jax.errors.JaxRuntimeError:
+        dumped = next(dump.glob("*.after_codegen.txt"), None)
+        return hlo.Program(dumped.read_text()) if dumped else None
+
+
+def evaluation_memory(setup: train.Setup, config: ConfigDict, state) -> tuple[int | None, int]:
+    """Bytes of an evaluation step's temporaries, None if they do not fit, and of all that is in memory meanwhile."""
+    optimizer_bytes = memory.bytes_on_device(state.opt_state)
+    try:
+        needs = train.compile_eval_step(setup, config).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
+    return needs.temp_size_in_bytes, total_bytes(needs) + optimizer_bytes
+
+
+def total_bytes(needs) -> int:
+    """Of a program's arguments, temporaries and those results that do not take an argument's place."""
+    return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
+            + needs.output_size_in_bytes - needs.alias_size_in_bytes)
 
 
 # What the TPU compiler says of a program that is too large, in its two forms.
@@ -83,22 +137,19 @@ TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
                        r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM")
 
 
-def does_not_fit(error: Exception, argument_bytes: int) -> dict:
+def bytes_needed(error: Exception, argument_bytes: int) -> int:
+    """The memory that a program with such arguments needs, of the compiler's refusal; raises it if it is another."""
     found = TOO_LARGE.search(str(error))
     if not found:
         raise error
     size, unit = found[1] or found[3], found[2] or found[4]
-    needed = int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
-    return dict(
-        fits=False, argument_bytes=argument_bytes, temp_bytes=None, needed_bytes=needed,
-        collectives=None, estimated_cycles=None, kernel_cycles=None, estimated_step_seconds=None,
-        estimated_mfu=None)
+    return int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
 
 
-def speed(program: hlo.Program, positions: int, chip: chips.Chip | None, flops_a_device: float) -> dict:
-    if not chip or not chip.hertz:
-        return dict.fromkeys(
-            ("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
+UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
+
+
+def speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_a_device: float) -> dict:
     cycles = program.cycles()
     kernel_cycles = round(chip.hertz * sum(
         times * kernel_seconds(call.line, positions, chip) for times, call in program.kernels()))
@@ -135,7 +186,7 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
 
 
 def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
-    """The largest batch size with which the step still fits.
+    """The largest batch size with which training and evaluation still fit.
 
     Few compilations: between one that fits and one that does not, where memory would end if it grew
     evenly. Raises UserError if not even one sequence fits.
@@ -148,8 +199,8 @@ def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
         tried = config.copy_and_resolve_references()
         tried.train.batch_size = sequences * parts
         result = estimate(tried, devices)
-        needed[sequences] = result.needed_bytes
-        say(f"  {sequences} a device: {result.needed_bytes / chips.GiB:.2f} GiB"
+        needed[sequences] = result.peak_bytes
+        say(f"  {sequences} a device: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
         return result.fits
 

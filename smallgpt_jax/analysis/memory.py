@@ -52,6 +52,13 @@ def bytes_on_device(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def is_exhausted(error: Exception) -> bool:
+    """Whether a compiler or a device says that its memory is too small. A TPU's vmem and smem are not meant: what
+    its kernels need there does not depend on the batch."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
+
+
 def in_words(size: float) -> str:
     """3e6 → '2.9 MiB'; 3e9 → '2.79 GiB'."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

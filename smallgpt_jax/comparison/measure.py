@@ -126,8 +126,9 @@ def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
     config.data.packing = "concat"  # as a Stretch is, whatever the run was trained on
     mesh = train.set_up(config).mesh
     parts = sharding.batch_parts(mesh)
-    config.train.microbatches = 1
-    config.train.batch_size = max(1, config.train.batch_size // (times * parts)) * parts
+    # Batches of as many tokens as a microbatch of training has: what could be trained can be measured.
+    rows_per_device = config.train.batch_size // (config.train.microbatches * parts * times)
+    config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * parts, 1
     setup = train.set_up(config)
     run_eval = train.runnable(train.compile_eval_step(setup, config), mesh)
     params = jax.device_put(trained.params, setup.shardings.params)

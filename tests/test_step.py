@@ -13,6 +13,7 @@ from flax import linen as nn
 from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis import hlo
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
@@ -313,3 +314,65 @@ def test_parts_save_memory_in_evaluation_too():
         return compile_eval_step(set_up(config, jax.devices()[:1]), config).memory_analysis().temp_size_in_bytes
 
     assert temporaries(train__microbatches=8) < temporaries() / 4
+
+
+# ---------------------------------------------------------------------- dropout
+
+def masks_of_two_steps(config, devices: int = 1, restart=lambda state: state) -> list[list[tuple[str, bytes]]]:
+    """The dropout masks of the first two training steps, sorted: the name of the module, and which entries it keeps.
+    The second step starts from what `restart` makes of the state after the first one."""
+    found = []
+
+    def record(next_function, args, kwargs, context):
+        if not isinstance(context.module, nn.Dropout):
+            return next_function(*args, **kwargs)
+        scale = next_function(jnp.ones_like(args[0]), *args[1:], **kwargs)
+        name = "/".join(context.module.path)
+        jax.debug.callback(lambda mask: found[-1].append((name, mask.tobytes())), scale != 0)
+        return args[0] * scale
+
+    setup = set_up(config, jax.devices()[:devices])
+    with nn.intercept_methods(record):
+        step = runnable(compile_train_step(setup, config), setup.mesh)
+    batch = jnp.arange(config.train.batch_size * 65, dtype=jnp.int32).reshape(-1, 65) % config.model.vocab_size
+    batch = Rows(jax.device_put(batch, sharding.batch_sharding(setup.mesh)))
+    state = initial_state(setup, config)
+    for _ in range(2):
+        found.append([])
+        state, _ = step(state, batch)
+        jax.effects_barrier()
+        state = restart(state)
+    return [sorted(masks) for masks in found]
+
+
+def dropout_config(**fields):
+    """Two paths of two blocks each, two microbatches."""
+    return load_config("pgpt", model__dropout=0.5, train__microbatches=2, **fields)
+
+
+@functools.cache
+def masks_on_one_device():
+    return masks_of_two_steps(dropout_config())
+
+
+def test_no_two_dropout_masks_are_alike():
+    """Those of the embedding and of each block's two parts, in each path, microbatch and step."""
+    masks = [mask for step in masks_on_one_device() for _, mask in step]
+    assert len(set(masks)) == len(masks) == 2 * 2 * (1 + 2 * 4)
+
+
+def test_dropout_masks_are_the_same_on_any_mesh():
+    config = dropout_config(mesh__data=2, mesh__tensor=2, mesh__path=2)
+    assert masks_of_two_steps(config, devices=8) == masks_on_one_device()
+
+
+def test_dropout_masks_are_the_same_after_a_resume(tmp_path):
+    config = dropout_config()
+
+    def restart(state):
+        checkpoints = Checkpoints(tmp_path, keep=1, say=print)
+        checkpoints.save(int(state.step), state)
+        checkpoints.finish()
+        return checkpoints.restore_newest(abstract_state(set_up(config, jax.devices()[:1]), config))
+
+    assert masks_of_two_steps(config, restart=restart) == masks_on_one_device()

@@ -8,7 +8,6 @@ import ast
 import difflib
 import io
 import keyword
-import os
 import re
 import sys
 import traceback
@@ -24,7 +23,7 @@ from smallgpt_jax import processes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import Stopped, UserError
 from smallgpt_jax.files import local_path
-from smallgpt_jax.output import best_effort
+from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
 WANTED = {"int()": "a whole number", "to float": "a number", "boolean": "true or false"}  # by what Python says
 
@@ -70,8 +69,9 @@ def execute(main: Callable[[], None]) -> None:
     except UserError as error:
         fail(str(error))
     except OSError as error:  # a full disk, a file that may not be read
-        output_error = close_failed_output()
-        if isinstance(error, BrokenPipeError) and isinstance(output_error, BrokenPipeError):
+        is_closed = is_output_closed()
+        drop_unwritable("stdout")
+        if isinstance(error, BrokenPipeError) and is_closed:
             sys.exit(141)
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     except Stopped as stopped:
@@ -79,16 +79,6 @@ def execute(main: Callable[[], None]) -> None:
         sys.exit(stopped.status)
     except KeyboardInterrupt:
         fail("stopped", status=130)
-
-
-def close_failed_output() -> OSError | None:
-    """Replaces standard output if it cannot be written, since Python would fail to flush it at the end; returns why."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return error
-    return None
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import sys
 from collections.abc import Iterator
 
@@ -29,16 +30,31 @@ class BestEffortStream:
 def best_effort(name: str) -> Iterator[None]:
     """Keeps a full disk or a closed pipe from raising errors where `sys.stdout` or `sys.stderr` is written.
 
-    `name` is "stdout" or "stderr". A stream that cannot be written at the end either is replaced, since Python
-    would exit with status 120 when it fails to flush it.
+    `name` is "stdout" or "stderr".
     """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, BestEffortStream(stream))
     try:
         yield
     finally:
-        try:
-            stream.flush()
-        except OSError:
-            stream = open(os.devnull, "w")  # noqa: SIM115
         setattr(sys, name, stream)
+        drop_unwritable(name)
+
+
+def drop_unwritable(name: str) -> None:
+    """Replaces `sys.stdout` or `sys.stderr` if it cannot be written: Python would fail to flush it at the end, and
+    exit with status 120."""
+    try:
+        getattr(sys, name).flush()
+    except OSError:
+        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def is_output_closed() -> bool:
+    """Whether standard output is a pipe whose reader has gone."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    except (OSError, ValueError):  # a stream of Python's own
+        return False

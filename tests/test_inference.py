@@ -12,6 +12,7 @@ import sentencepiece
 from conftest import ROOT, build, forward, init, load_config, run, spaced_model, spaced_tokenizer
 
 from smallgpt_jax import generate, inference, models
+from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
@@ -19,7 +20,7 @@ from smallgpt_jax.inference.sampling import Sampling, filtered, sample
 from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.models.layers import Mode, Trunk, blocks
 from smallgpt_jax.models.pgpt import path_weights, with_paths
-from smallgpt_jax.train import train
+from smallgpt_jax.train import conclude, train
 
 CONTEXT = 24
 VARIANTS = [
@@ -171,6 +172,19 @@ def test_an_own_architecture_that_decodes_wrongly_is_refused(trunk, words, monke
     with pytest.raises(UserError, match=r"^config\.model\.architecture='own': ") as error:
         inference.load("a workdir")
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_architecture_that_cannot_be_decoded_is_trained_and_compared_all_the_same(monkeypatch, tmp_path, capsys):
+    def refuse(folder):
+        raise UserError("no layer keeps a cache")
+
+    monkeypatch.setattr(inference, "load", refuse)
+    conclude(str(tmp_path))
+    assert "(none: no layer keeps a cache)" in capsys.readouterr().out
+    said = []
+    measure.measure_decoding(tmp_path, said.append)
+    assert said == [f"{tmp_path.name}: decoding is not measured: no layer keeps a cache"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("architecture, fields, numbers_a_position, extra", [

@@ -200,8 +200,11 @@ def train_step(
 
 
 def all_finite(tree) -> jax.Array:
-    """Whether every number of every array is finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    """Whether every number of every array is finite: only then is 0 · x nowhere NaN.
+
+    The TPU compiler sums this up while it writes the weights; jnp.isfinite made it pass over them again.
+    """
+    return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def eval_step(params, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):

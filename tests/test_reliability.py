@@ -1,6 +1,7 @@
 """Runs that survive: kills, polite stops, damaged checkpoints, full disks, other machines, divergence."""
 
 import collections
+import functools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import ROOT, XLA_FLAGS, load_config, run
 
@@ -446,6 +448,26 @@ def test_an_update_that_is_not_finite_is_not_made():
     assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # one update had been made
     direct, _ = step(first, good)
     assert_same(third[1:], direct[1:])
+
+
+@pytest.mark.parametrize("scale", [3e38, np.inf, np.nan])
+def test_weights_that_an_update_leaves_infinite_are_noticed(scale):
+    """Those of a token that the batch lacks: neither loss nor gradient knows of them."""
+    config = load_config("gpt")
+    setup = train.set_up(config, jax.devices()[:1])
+    state = train.initial_state(setup, config)
+    optimizer = optax.adamw(40.0, weight_decay=0.1)
+
+    def step(row):
+        params = {**state.params, "token_embedding": state.params["token_embedding"].at[256].set(row)}
+        return jax.jit(functools.partial(
+            train_step, model=setup.model, optimizer=optimizer, schedule=lambda count: 40.0, microbatches=1,
+            loss_chunks=1, seed=0))(TrainState(jnp.int32(0), params, optimizer.init(params)),
+                                    Rows(np.random.default_rng(0).integers(0, 256, (8, 65), np.int32)))[1]
+
+    metrics = step(scale)
+    assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]) and not metrics["is_finite"]
+    assert step(1.0)["is_finite"]
 
 
 DIVERGING = dict(optimizer__learning_rate=1e30, optimizer__warmup_steps=22, optimizer__clip_norm=0.0,

@@ -271,6 +271,23 @@ def test_the_derivative_of_gelu_is_right():
         jax.vmap(jax.grad(models.layers.gelu))(x), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_gelu_in_bfloat16_is_right_to_its_last_bit():
+    """x·Φ(x) and its derivative, in the negative tail too."""
+    x = jnp.linspace(-4, 4, 201, dtype=jnp.bfloat16)
+    value, vjp = jax.vjp(models.layers.gelu, x)
+    exact = np.asarray(x, np.float64)
+    cdf, density = (1 + erf(exact / math.sqrt(2))) / 2, np.exp(-exact**2 / 2) / math.sqrt(2 * math.pi)
+    assert value.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value.astype("float32"), exact * cdf, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(
+        vjp(jnp.ones_like(x))[0].astype("float32"), cdf + exact * density, rtol=2**-8, atol=1e-6)
+
+
+def test_gelu_in_float32_has_the_bits_that_it_always_had():
+    x = jnp.linspace(-6, 6, 2001)
+    np.testing.assert_array_equal(models.layers.gelu(x), x * (0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5)))))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_scanned_and_unrolled_layers_agree(architecture):
     scanned, unrolled = (build(architecture, scan_layers=scan) for scan in (True, False))

@@ -95,7 +95,7 @@ def paper() -> ConfigDict:
     config.train = train = ConfigDict()
     train.steps = 19_073  # updates
     train.batch_size = 512  # sequences of context_length tokens in the global batch
-    train.microbatches = 8  # parts that the batch is computed in, one after another: less memory
+    train.microbatches = 8  # parts that a batch is computed in, one after another, in evaluation too: less memory
     train.loss_chunks = 8  # parts of a sequence whose logits exist at one time; divides context_length
     train.seed = 1337  # of weights, data order and dropout: from 0 to 2^32 - 1
     train.log_every = 10  # steps between lines of metrics.jsonl

@@ -219,7 +219,8 @@ class UnreadableProgram:
 
 def test_a_program_without_text_is_read_from_the_dump(tmp_path):
     assert estimate.read_program(UnreadableProgram(), tmp_path) is None
-    (tmp_path / "module_0000.jit_train_step.after_codegen.txt").write_text(PROGRAM)
+    (tmp_path / "module_0000.jit_train_step.cl_1.after_codegen.txt").write_text(PROGRAM)
+    (tmp_path / "module_0002.extracted.cl_1.after_codegen.txt").write_text("")
     assert estimate.read_program(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
 
 

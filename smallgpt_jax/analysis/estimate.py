@@ -112,7 +112,8 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
     try:
         return hlo.Program(program.as_text())
     except jax.errors.JaxRuntimeError:
-        dumped = next(dump.glob("*.after_codegen.txt"), None)
+        # Of the step only: the compiler dumps its trials of single kernels too.
+        dumped = next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None)
         return hlo.Program(dumped.read_text()) if dumped else None
 
 

@@ -218,6 +218,8 @@ class UnreadableProgram:
 
 
 def test_a_program_without_text_is_read_from_the_dump(tmp_path):
+    readable = jax.jit(lambda x: x).lower(1.0).compile()
+    assert estimate.read_program(readable, tmp_path).computations
     assert estimate.read_program(UnreadableProgram(), tmp_path) is None
     (tmp_path / "module_0000.jit_train_step.cl_1.after_codegen.txt").write_text(PROGRAM)
     (tmp_path / "module_0002.extracted.cl_1.after_codegen.txt").write_text("")

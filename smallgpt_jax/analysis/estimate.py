@@ -93,11 +93,7 @@ def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
 
 
 def compile_and_read(setup: train.Setup, config: ConfigDict) -> tuple[jax.stages.Compiled, hlo.Program | None]:
-    """The compiled training step and its text, None if that cannot be read.
-
-    Of some programs for TPU v5p and v6e `as_text()` fails (libtpu 0.0.51: "async-update instruction should have 1
-    operands but sees 3"); what the TPU compiler dumps has the same text.
-    """
+    """The compiled training step and its text, None if that cannot be read."""
     if setup.mesh.devices.flat[0].platform != "tpu":
         program = train.compile_train_step(setup, config)
         return program, hlo.Program(program.as_text())
@@ -108,13 +104,18 @@ def compile_and_read(setup: train.Setup, config: ConfigDict) -> tuple[jax.stages
 
 
 def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
-    """The text of a compiled program: its own, or the one in the compiler's dump; None if there is neither."""
+    """The text of a compiled training step: the one in the TPU compiler's dump, else its own; None if there is neither.
+
+    Both are the same, but for TPU v5p and v6e `as_text()` can fail, and then writes a stack trace to standard error
+    (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
+    """
+    # Of the step only: the compiler dumps its trials of single kernels too.
+    if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
+        return hlo.Program(dumped.read_text())
     try:
         return hlo.Program(program.as_text())
     except jax.errors.JaxRuntimeError:
-        # Of the step only: the compiler dumps its trials of single kernels too.
-        dumped = next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None)
-        return hlo.Program(dumped.read_text()) if dumped else None
+        return None
 
 
 def evaluation_memory(setup: train.Setup, config: ConfigDict, state) -> tuple[int | None, int]:

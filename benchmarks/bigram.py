@@ -52,7 +52,8 @@ def compare(folder: Path) -> dict[str, float]:
         corpus.weights)
     rows = batches.validation_batches(validation, config.train.batch_size, config.train.eval_steps)
     current, following = (np.concatenate(tokens) for tokens in zip(*(
-        (tokens[:, :-1][counts], tokens[:, 1:][counts]) for tokens, _, counts in rows)))
+        (tokens[:, :-1][counts], (tokens[:, 1:] if targets is None else targets)[counts])
+        for tokens, _, counts, targets in rows)))
     losses = {k: bigram_loss(train, current, following, corpus.tokenizer.vocab_size, k) for k in SMOOTHING}
     k = min(losses, key=losses.get)
     return {"k": k, "bigram_loss": float(losses[k]), "step": evaluations[-1]["step"],

@@ -20,9 +20,10 @@ from absl import flags
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
 
-from smallgpt_jax import cli, sharding, train
+from smallgpt_jax import cli, sharding
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data.packing import Rows
+from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Steps between two checkpoints.", lower_bound=1)
@@ -31,12 +32,12 @@ _ROUNDS = flags.DEFINE_integer("rounds", 8, "Stretches of each kind.", lower_bou
 
 def main() -> None:
     config = _CONFIG.value
-    setup = train.set_up(config)
+    program = build_program(config)
     shape = (config.train.batch_size, config.model.context_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
-    batch = Rows(jax.device_put(tokens, sharding.batch_sharding(setup.mesh)))
-    state, step = train.initial_state(setup, config), train.compile_train_step(setup, config)
-    run_step = train.runnable(step, setup.mesh)
+    batch = Rows(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
+    state, step = program.initial_state(), program.compile_train_step()
+    run_step = program.runnable(step)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), config.train.keep_checkpoints)
 

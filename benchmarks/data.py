@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.data import batches, packing, sources, store, tokenizers
+from smallgpt_jax.data import batches, packing, prepare, sources, store, tokenizers
 from smallgpt_jax.errors import UserError
 
 _SOURCE = flags.DEFINE_string("source", "python_stdlib", "What to tokenize, as config.data.source.")
@@ -42,7 +42,7 @@ def median_rate(measure) -> tuple[float, list[float]]:
 
 def prepare_rate(tokenizer: str, folder: Path) -> float:
     started = time.perf_counter()
-    made = store.prepare(folder / f"{time.monotonic_ns()}", source=_SOURCE.value, tokenizer=tokenizer,
+    made = prepare.prepare_store(folder / f"{time.monotonic_ns()}", source=_SOURCE.value, tokenizer=tokenizer,
                          validation_fraction=0.05, **RULES, say=lambda _: None)
     return (made.train.tokens + made.validation.tokens) / (time.perf_counter() - started)
 
@@ -104,7 +104,7 @@ def main() -> None:
             results["prepare gpt2 / tiktoken batch"] = ratio
             print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare is at {ratio:.2f} of it")
 
-        made = store.prepare(folder / "store", source=_SOURCE.value, tokenizer=str(folder / "sentencepiece"),
+        made = prepare.prepare_store(folder / "store", source=_SOURCE.value, tokenizer=str(folder / "sentencepiece"),
                              validation_fraction=0.05, **RULES, say=lambda _: None)
         print("loader, M tokens/s\n  rows × positions   " + "".join(
             f"{head:>22}" for head in ("NumPy, random windows", "concat", "concat, separate",

@@ -29,7 +29,7 @@ from absl import flags
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import with_paths
 
@@ -76,15 +76,15 @@ class Ours:
         if paths is not None:
             config, params = with_paths(model.config, params, paths)
             model = models.LanguageModel(config)
-        self.model, self.params = model, decoder.unstacked(model, params)
-        self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.params))
+        self.model, self.weights = model, layout.pack(model, params)
+        self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.weights))
         # A token reads one row of the token and position embeddings, not all.
         self.read_bytes = self.weight_bytes - sum(
-            self.params[name].nbytes for name in ("token_embedding", "position_embedding"))
+            self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
 
     def run(self, prompts_BxT, new_tokens: int):
         """Seconds to read the prompts and draw a token, seconds of the other tokens, cache bytes."""
-        texts = decoder.Texts(self.model, self.params, self.model.config.vocab_size, prompts_BxT.tolist())
+        texts = decoder.Texts(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         texts.reserve(new_tokens)
         started = time.perf_counter()
         drawn_BxN, written = texts.draw_ahead(GREEDY, new_tokens), 1

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
 
 from smallgpt_jax import cli, train
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps of each run.", lower_bound=2)
@@ -43,11 +44,10 @@ def run_seconds(config) -> float:
 
 def step_seconds(config) -> float:
     """Seconds a step of the bare program."""
-    setup = train.set_up(config)
-    text = train.open_text(setup, config)
+    program = build_program(config)
+    text = program.open_pipeline()
     batch = text.to_devices(text.train_batches[0])
-    state, run_step = train.initial_state(setup, config), train.runnable(train.compile_train_step(setup, config),
-                                                                          setup.mesh)
+    state, run_step = program.initial_state(), program.runnable(program.compile_train_step())
     for step in range(config.train.log_every + _STEPS.value):
         if step == config.train.log_every:
             jax.block_until_ready(state)

@@ -36,11 +36,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from smallgpt_jax import cli, models, sharding, train
+from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.program import build_program
 
 CPU_SIZES = {  # blocks, heads of width 64, width
     "256": (8, 4, 256),
@@ -92,20 +93,21 @@ def of_size(recipe: ConfigDict, size: str) -> ConfigDict:
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
     """The gpt of the same sizes, which is the model that the peer has."""
-    return models.build(**{**config.model, **dict.fromkeys(models.own_fields()), "architecture": "gpt"})
+    shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
+    return models.build(**{**shared, "architecture": "gpt"})
 
 
 class Ours:
     """One of this project's models on one device, and the step that `train` compiles for it."""
 
     def __init__(self, config: ConfigDict, tokens_BxT1):
-        setup = train.set_up(config, jax.devices()[:1])
-        self.parameters = models.num_parameters(setup.model)
-        self.flops_per_token = train_flops_per_token(setup.model)
-        self.state = train.initial_state(setup, config)
-        self.batch = Rows(jax.device_put(tokens_BxT1, sharding.batch_sharding(setup.mesh)))
+        program = build_program(config, jax.devices()[:1])
+        self.parameters = models.num_parameters(program.model)
+        self.flops_per_token = train_flops_per_token(program.model)
+        self.state = program.initial_state()
+        self.batch = Rows(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
         started = time.perf_counter()
-        self.step = train.compile_train_step(setup, config)
+        self.step = program.compile_train_step()
         self.first_loss = self.run(1)
         self.compile_seconds = time.perf_counter() - started
 
@@ -141,7 +143,7 @@ class Transformers:
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model, n_layer=c.num_layers,
-            n_head=c.num_heads, n_inner=c.mlp_ratio * c.d_model, activation_function="gelu",
+            n_head=c.num_heads, n_inner=c.mlp_width, activation_function="gelu",
             embd_pdrop=c.dropout, resid_pdrop=c.dropout, attn_pdrop=0.0, use_cache=False,
             tie_word_embeddings=c.tie_embeddings, bos_token_id=None, eos_token_id=None,
             attn_implementation="sdpa_without_mask" if self.on_gpu else "eager")).to(device).train()

@@ -24,38 +24,41 @@ def get_config(size: str) -> ConfigDict:
         tiny(config)
     elif size != "paper":
         raise UserError(f"no size {size!r}: choose from {', '.join(SIZES)}")
-    return config.lock()
+    config.lock()
+    config.model.unlock()  # recipes add their architecture's own fields there
+    return config
 
 
 def paper() -> ConfigDict:
     config = ConfigDict()
 
     config.model = model = ConfigDict()
-    model.architecture = config_dict.placeholder(str)  # gpt | pgpt | lgpt | cgpt
+    model.architecture = config_dict.placeholder(str)  # gpt | pgpt | lgpt | cgpt | package.module:Class
     model.vocab_size = 50_304  # rows of the embedding: at least the tokenizer's entries
     model.context_length = 1024  # positions that the model can see at once
     model.num_layers = 12  # blocks, over all paths and stages
     model.num_heads = 12  # attention heads a block; divides d_model
     model.d_model = 768  # width of the residual stream (of the first stage: lgpt, cgpt)
-    model.mlp_ratio = 4  # width of the MLP's inner layer / d_model
+    model.num_kv_heads = 0  # heads of keys and values per block, shared by groups of heads; 0: num_heads
+    model.qk_norm = False  # RMSNorm over each head's queries and keys
+    model.attention_windows = ()  # positions that a block's attention spans, tiled over the depth: (256, 0)
+    # alternates 256 and all; 0: all
+    model.norm = "layer"  # of blocks and before the head: "layer" | "rms"
+    model.norm_epsilon = 1e-5  # added to the variance
+    model.mlp = "dense"  # of blocks: "dense", two layers | "gated", act(x·W_gate) ⊙ x·W_up, then W_down
+    model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # on the embedding sum and on what each block part adds
-    model.activation = "gelu"  # of the MLPs: "gelu", exact | "gelu_tanh", the approximation that GPT-2 has
+    model.activation = "gelu"  # of the MLPs: "gelu", exact | "gelu_tanh", the approximation that GPT-2 has | "silu"
     model.position = "learned"  # order of the tokens: "learned" embedding | "rope" | "alibi" (XLA's attention
     # only) | "none", the causal mask alone. All but "learned" can be applied beyond context_length, and trained
     # further at another one (docs/conversion.md)
+    model.rope_base = 10_000.0  # rope: the wavelength of the slowest pair is about 2π times this
     model.use_bias = False  # biases in blocks, LayerNorms included
     model.tie_embeddings = False  # the head shares the token embedding's matrix
     model.dtype = "bfloat16"  # of products and activations (float32 | bfloat16); weights: float32
     model.attention = "auto"  # auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
     model.scan_layers = False  # loop over blocks: compiles faster, runs slower, needs more memory
     model.remat = "none"  # less memory, more work: "dots" keeps only the results of products, "full" nothing
-    # Parts that only some architectures have; unset for the others.
-    model.num_paths = config_dict.placeholder(int)  # pgpt: paths side by side; divides num_layers
-    model.path_weights = config_dict.placeholder(str)  # pgpt: "learned" | "equal"
-    model.blocks_per_stage = config_dict.placeholder(int)  # lgpt, cgpt: divides num_layers
-    model.compress_last_stage = config_dict.placeholder(bool)  # lgpt, cgpt: halve after the last too
-    model.stage_heads = config_dict.placeholder(str)  # lgpt, cgpt: "fixed" count | "scaled" with width
-    model.conv_kernel = config_dict.placeholder(int)  # cgpt: positions that each convolution sees
 
     config.data = data = ConfigDict()
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | files: a path or glob of

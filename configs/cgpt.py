@@ -12,19 +12,13 @@ Minutes on two CPU cores, no data needed:
     python -m smallgpt_jax.main --config=configs/cgpt.py:quickstart --workdir=runs/cgpt-quickstart
 """
 
-from configs import base
+from configs import lgpt
 
 
 def get_config(size: str = "paper"):
-    config = base.get_config(size)
+    config = lgpt.get_config(size)
     config.model.architecture = "cgpt"
-    config.model.blocks_per_stage = 2
-    config.model.compress_last_stage = True
-    config.model.stage_heads = "fixed"
-    if size == "quickstart":
-        config.model.d_model = 192  # the head then reads 48; with 32 it learns little but word pairs
-        config.optimizer.learning_rate = 1.5e-3
-        config.optimizer.final_learning_rate = 1e-4
-    # The paper's kernel of 1 is a dense layer, which makes ConvGPT LinearGPT; the small sizes show a convolution.
+    # Positions that each convolution sees. The paper's kernel of 1 is a dense layer, which makes ConvGPT LinearGPT; the
+    # small sizes show a convolution.
     config.model.conv_kernel = 1 if size == "paper" else 3
     return config

@@ -18,9 +18,9 @@ from configs import base
 def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "lgpt"
-    config.model.blocks_per_stage = 2
-    config.model.compress_last_stage = True
-    config.model.stage_heads = "fixed"
+    config.model.blocks_per_stage = 2  # divides num_layers
+    config.model.compress_last_stage = True  # halve the width after the last stage too
+    config.model.stage_heads = "fixed"  # heads per stage: "fixed" count | "scaled" with the width
     if size == "quickstart":
         config.model.d_model = 192  # the head then reads 48; with 32 it learns little but word pairs
         config.optimizer.learning_rate = 1.5e-3

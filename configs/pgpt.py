@@ -18,6 +18,6 @@ from configs import base
 def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "pgpt"
-    config.model.num_paths = 2
-    config.model.path_weights = "learned"
+    config.model.num_paths = 2  # paths side by side; divides num_layers
+    config.model.path_weights = "learned"  # "learned" | "equal"
     return config

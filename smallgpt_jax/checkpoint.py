@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from smallgpt_jax import processes
+from smallgpt_jax import distributed
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import reason, system_error
 from smallgpt_jax.step import TrainState
-from smallgpt_jax.words import reason, system_error
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # beside the folder of the good ones
 UNFINISHED = "*.orbax-checkpoint-tmp*"
@@ -45,7 +45,7 @@ class Checkpoints:
         self.folder, self._say = folder.absolute(), say
         report_once()
         self._manager = ocp.CheckpointManager(
-            self.folder, item_names=("params", "opt_state", "check"),
+            self.folder, item_names=("params", "opt_state", "model_state", "check"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
 
@@ -56,21 +56,29 @@ class Checkpoints:
         """Starts to write `state`; returns when it has been copied from the devices. What fails, now or
         later, is told: the checkpoint is then not there, and the next one is tried as usual."""
         self.finish()
+        items = {"params": state.params, "opt_state": state.opt_state}
+        if state.model_state:
+            items["model_state"] = state.model_state
+        sums = {name: bit_sums(tree) for name, tree in items.items()}
         try:
             self._manager.save(step, args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                opt_state=ocp.args.StandardSave(state.opt_state),
-                check=ocp.args.JsonSave({"params": bit_sums(state.params),
-                                         "opt_state": bit_sums(state.opt_state),
-                                         "unlogged_losses": list(unlogged_losses)})))
+                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+                check=ocp.args.JsonSave({**sums, "unlogged_losses": list(unlogged_losses)})))
         except Exception as error:
             self._failed(error)
 
-    def save_imported(self, params) -> None:
-        """Writes parameters from elsewhere as the checkpoint of step 0. Raises what keeps it from that."""
+    def save_imported(self, params, model_state) -> None:
+        """Writes the variables of a model from elsewhere as the checkpoint of step 0. Raises what prevents it."""
+        items = {"params": params} | ({"model_state": model_state} if model_state else {})
         self._manager.save(0, args=ocp.args.Composite(
-            params=ocp.args.StandardSave(params), check=ocp.args.JsonSave({"params": bit_sums(params)})))
+            **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+            check=ocp.args.JsonSave({name: bit_sums(tree) for name, tree in items.items()})))
         self._manager.wait_until_finished()
+
+    def newest_finished(self) -> int | None:
+        """Waits for what is being written; returns the newest step that has a checkpoint."""
+        self.finish()
+        return max(self.steps(), default=None)
 
     def finish(self) -> None:
         """Waits until what is being written is there."""
@@ -82,7 +90,7 @@ class Checkpoints:
     def _failed(self, error: Exception) -> None:
         if isinstance(error, jax.errors.JaxRuntimeError):  # not the disk's trouble
             raise error
-        if processes.is_first():
+        if distributed.is_first():
             self._remove_unfinished()
         self._manager.reload()
         newest = self._manager.latest_step()
@@ -114,21 +122,21 @@ class Checkpoints:
                            reverse=True):
             saved, trouble = self._try_to_read(int(name), abstract)
             why = reason(trouble) if trouble else ""
-            if processes.any_of_them(trouble is not None and is_of_the_machine(trouble)):
+            if distributed.any_of_them(trouble is not None and is_of_the_machine(trouble)):
                 raise UserError(
                     f"{self.folder / name}: cannot be read ({why or 'by another process'}). Nothing has been "
                     "changed. If that stays so, move this folder away: the one before it is then used"
                 ) from trouble
-            if processes.any_of_them(trouble is not None):
+            if distributed.any_of_them(trouble is not None):
                 damaged[name] = why or "damaged for another process"
                 continue
             if changed := changed_array(saved):  # all processes compare, together
                 damaged[name] = f"{changed} is not what was saved"
                 continue
-            processes.first(lambda: self._put_aside(damaged))
+            distributed.first(lambda: self._put_aside(damaged))
             self._manager.reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
-            return TrainState(position, saved["params"], saved.get("opt_state"))
+            return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
         if damaged:
             listed = "; ".join(f"{name}: {why}" for name, why in damaged.items())
             raise UserError(f"{self.folder}: no checkpoint in it can be read ({listed}).\nThey are left as "
@@ -139,13 +147,14 @@ class Checkpoints:
         """The `unlogged_losses` that were saved with `step`; none in a checkpoint of an older version."""
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
-    def restore_params(self, step: int, abstract_params):
-        """The parameters alone. Raises UserError if they are damaged."""
+    def restore_model(self, step: int, abstract_params, abstract_model_state):
+        """Returns parameters and model state. Raises UserError if they are damaged."""
         try:
-            saved = self._read(step, {"params": abstract_params})
+            saved = self._read(step, {"params": abstract_params} | (
+                {"model_state": abstract_model_state} if abstract_model_state else {}))
             if changed := changed_array(saved):
                 raise ValueError(f"{changed} is not what was saved")
-            return saved["params"]
+            return saved["params"], saved.get("model_state", {})
         except Exception as error:  # of all kinds, see above
             if is_of_the_machine(error):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({reason(error)})") from None
@@ -155,7 +164,8 @@ class Checkpoints:
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """What is saved, or what kept it from being read."""
-        items = dict(params=abstract.params) | (dict(opt_state=abstract.opt_state) if step else {})
+        items = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if step else {}) | (
+            {"model_state": abstract.model_state} if abstract.model_state else {})
         try:
             return self._read(step, items), None
         except Exception as error:  # of all kinds, see above

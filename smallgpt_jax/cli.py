@@ -19,7 +19,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from smallgpt_jax import processes
+from smallgpt_jax import distributed
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import Stopped, UserError
 from smallgpt_jax.files import local_path
@@ -50,7 +50,7 @@ def run(main: Callable[[], None]) -> None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
             # Where it cannot be written, programs are compiled again the next time.
             warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
-        processes.look_for_no_tpu()
+        distributed.look_for_no_tpu()
         execute(main)
 
     with best_effort("stderr"):  # the exit status stays what it is where nobody can read why

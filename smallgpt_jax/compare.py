@@ -100,7 +100,7 @@ def make(output: Path) -> list[tuple[str, Path]]:
             print(f"{run.folder}: has diverged before, and stays as it is (smallgpt_jax.main goes on with it)",
                   flush=True)
             continue
-        if not train.is_finished(run.folder, run.config, corpora[results.OWN]):
+        if not workdir.is_finished(run.folder, run.config, corpora[results.OWN]):
             print(f"\n[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}", flush=True)
             if trouble := train_one(run):
                 print(trouble, flush=True)

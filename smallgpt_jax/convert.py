@@ -75,7 +75,7 @@ def new_folder(flag: str, name: str | None) -> Path:
 
 
 def export(source: Path, output: Path) -> None:
-    model, params, tokenizer, step = inference.load_trained(source, _STEP.value)
+    model, params, _, tokenizer, step = inference.load_trained(source, _STEP.value)
     if _PATHS.value != "all":
         config, params = with_paths(model.config, params, inference.chosen_paths(model, params, _PATHS.value))
         model = models.LanguageModel(config)
@@ -89,10 +89,11 @@ def export(source: Path, output: Path) -> None:
 
 def read(source: str, folder: Path) -> None:
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
+    model_state = {}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
-        model, params, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
+        model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
         # How it came about goes with the weights, and so does where it was begun itself.
         origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
     else:
@@ -104,7 +105,7 @@ def read(source: str, folder: Path) -> None:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} entries, the model only "
                         f"{model.config.vocab_size:,}: not the one it was trained with. Name that with --tokenizer")
     with appearing(folder) as partial:
-        workdir.plant(partial, model, params, tokenizer, origin)
+        workdir.plant(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; the tokenizer is "
           f"{tokenizer.kind}, with {tokenizer.vocab_size:,} entries. Train it further with\n"
           f"  python -m smallgpt_jax.main {shlex.quote(f'--config=configs/run.py:{folder}')} "

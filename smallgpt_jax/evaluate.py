@@ -26,8 +26,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.files import local_path, write_atomically
+from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.words import duration
 
 SCORING = 1  # changes when scores do
 
@@ -76,9 +76,11 @@ def main() -> None:
     if limit == 0:
         raise UserError("--limit=0: leaves no question")
     results = run.evaluate(
-        lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value), params, trained.tokenizer, Told(), _SEED.value),
+        lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=trained.model_state), params,
+                         trained.tokenizer, Told(), _SEED.value, trained.model_state),
         _TASKS.value, data_dir,
-        cache=folder / f"cache-{which}-{digest(params, trained.tokenizer)}", num_fewshot=_NUM_FEWSHOT.value,
+        cache=folder / f"cache-{which}-{digest(params, trained.model_state, trained.tokenizer)}",
+        num_fewshot=_NUM_FEWSHOT.value,
         limit=int(limit) if limit and limit >= 1 else limit, random_seed=_SEED.value,
         numpy_random_seed=_SEED.value, torch_random_seed=_SEED.value, fewshot_random_seed=_SEED.value,
         gen_kwargs=_GEN_KWARGS.value, log_samples=_LOG_SAMPLES.value)
@@ -92,9 +94,10 @@ def main() -> None:
     print(f"{table}\n{folder / name}.json")
 
 
-def digest(params, tokenizer) -> str:
+def digest(params, model_state, tokenizer) -> str:
     """Changes with all that scores depend on: what was computed with something else is not for this model."""
-    content = [SCORING, bit_sums(params), tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
+    variables = [bit_sums(tree) for tree in (params, model_state) if tree]
+    content = [SCORING, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 

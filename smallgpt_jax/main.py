@@ -13,7 +13,7 @@ metrics.jsonl, TensorBoard files, checkpoints/ and tokenizer/; `smallgpt_jax.gen
 
 from absl import flags
 
-from smallgpt_jax import cli, processes, train
+from smallgpt_jax import cli, distributed, summary, train
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it is not there.")
@@ -28,10 +28,10 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> None:
-    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
-    with processes.ending_with_the_others():
+    distributed.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
+    with distributed.ending_with_the_others():
         train.train(_CONFIG.value, _WORKDIR.value)
-        train.conclude(_WORKDIR.value)
+        summary.closing(_WORKDIR.value)
 
 
 if __name__ == "__main__":

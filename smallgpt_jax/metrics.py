@@ -4,19 +4,134 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from smallgpt_jax import processes
+from smallgpt_jax import distributed
+from smallgpt_jax.errors import Diverged
 from smallgpt_jax.files import write_atomically
+from smallgpt_jax.formatting import duration
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of one update, read from the devices."""
+
+    step: int
+    values: dict[str, float]
+    is_finite: bool  # loss, gradient and updated weights
+
+
+class Logger:
+    """Logs a run's metrics to its files and to the terminal.
+
+    It holds the metrics of the newest update while the devices compute them: they are read only when the next update is
+    under way, so that no device waits for the host. What cannot be written does not end a run.
+    """
+
+    def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
+                 bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
+        """`unlogged_losses` are those of the steps since the last logged one, as `losses` was when it was saved."""
+        self._writer, self._progress = MetricsWriter(workdir, first_step, say=progress.note), progress
+        self._log_every, self._tokens_per_step = log_every, tokens_per_step
+        self._bytes_per_token, self._peak = bytes_per_token, peak_tokens_per_second
+        self._first_step, self._watch = first_step, Stopwatch()
+        self._logged_step, self._logged_seconds = first_step, 0.0
+        self.losses = list(unlogged_losses)
+        self._pending: tuple[int, dict] | None = None
+
+    def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
+        """Takes the metrics of a step, which are still being computed; returns those of the step before, read."""
+        previous = self.take() if self._pending else None
+        self._pending = (step, metrics)
+        return previous
+
+    def take(self) -> StepMetrics:
+        """Waits for the metrics that it holds, and returns them."""
+        (step, metrics), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.losses.append(values["loss"])
+        return StepMetrics(step, values, bool(values.pop("is_finite")))
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Writes the metrics of a step, if it is one that is logged."""
+        step, steps = metrics.step, self._progress.steps
+        if step % self._log_every and step < steps:
+            return
+        seconds = self._watch.seconds()
+        speed = (step - self._logged_step) * self._tokens_per_step / (seconds - self._logged_seconds)
+        self._logged_step, self._logged_seconds = step, seconds
+        values = metrics.values | {
+            "loss_mean": statistics.fmean(self.losses), "tokens": round(step * self._tokens_per_step),
+            "tokens_per_second": speed} | ({"mfu": speed / self._peak} if self._peak else {})
+        self.losses.clear()
+        self._writer.write(step, "train", values)
+        left = (steps - step) * seconds / (step - self._first_step)
+        self._progress.update(step, f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
+                              + (f"   MFU {values['mfu']:.1%}" if self._peak else "")
+                              + f"   {duration(left)} left")
+
+    def log_evaluation(self, step: int, nats: float, targets: int) -> None:
+        """Writes the validation loss in nats per token, the mean over so many targets."""
+        bits_per_byte = nats / math.log(2) / self._bytes_per_token
+        self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
+                                          "tokens": round(step * self._tokens_per_step)})
+        self._progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time inside out of tokens per second."""
+        with self._watch.paused():
+            yield
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class NonFiniteGuard:
+    """Decides what follows an update whose loss or gradient is not finite: `train.on_nonfinite`. One that was applied
+    and has left weights that are not finite is always the last."""
+
+    def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_of: Callable[[int], Sequence[int]],
+                 newest_checkpoint: Callable[[], int | None], say: Callable[[str], None] = print):
+        self._skips, self._max = on_nonfinite == "skip", max_nonfinite
+        self._row_numbers_of, self._newest_checkpoint, self._say = row_numbers_of, newest_checkpoint, say
+        self._in_a_row = 0
+
+    def check(self, metrics: StepMetrics) -> None:
+        """Reports an update that is not finite. Raises Diverged if the run is to end."""
+        if metrics.is_finite:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        values = metrics.values
+        was_applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        rows = ", ".join(map(str, self._row_numbers_of(metrics.step)))
+        trouble = (f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+                   + (", the updated weights are not finite" if was_applied else "")
+                   + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
+        skips = self._skips and not was_applied
+        if skips and self._in_a_row < self._max:
+            self._say(f"{trouble}. This update is skipped ({values['skipped']:.0f} so far)")
+            return
+        newest = self._newest_checkpoint()
+        why = (f"{self._in_a_row} updates in a row (config.train.max_nonfinite) were not finite" if skips
+               else "training has diverged")
+        good = ("There is no checkpoint" if newest is None else
+                f"The newest checkpoint, of step {newest}, is good")
+        remedy = "" if skips or was_applied else ", or --config.train.on_nonfinite=skip"
+        raise Diverged(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{remedy}")
 
 
 class MetricsWriter:
@@ -29,7 +144,7 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, first_step: int, say: Callable[[str], None] = print):
-        self._writes = processes.is_first()
+        self._writes = distributed.is_first()
         if not self._writes:
             return
         self._path, self._say, self._waiting = workdir / METRICS_FILE, say, ""
@@ -123,7 +238,7 @@ class Progress:
     """The line that shows how a run goes: rewritten in place on a terminal, else one a call."""
 
     def __init__(self, steps: int):
-        self._steps = steps
+        self.steps = steps
         self._in_place = sys.stdout.isatty()
         self._open = False
 
@@ -142,7 +257,7 @@ class Progress:
         self._open = False
 
     def _print(self, step: int, text: str, end: str) -> None:
-        counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        counter = f"step {step:>{len(str(self.steps))}}/{self.steps}"
         print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
 
     def _clear(self) -> str:

@@ -8,15 +8,17 @@ Exit status 1 if training or evaluation does not fit. --search finds the largest
 """
 
 import dataclasses
+import functools
 import json
 import sys
 
 from absl import flags
 
-from smallgpt_jax import cli, train
+from smallgpt_jax import cli, sharding, summary
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.program import Program, build_program
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
@@ -29,12 +31,15 @@ flags.mark_flags_as_required(["config", "topology"])
 def main() -> None:
     config, devices = _CONFIG.value, chips.devices(_TOPOLOGY.value)
     if _SEARCH.value:
-        if not chips.chip(devices[0].device_kind):
+        chip = chips.chip(devices[0].device_kind)
+        if not chip:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory is known")
         config.train.batch_size = largest_batch(
-            config, devices, say=lambda line: print(line, file=sys.stderr, flush=True))
-    result = estimate(config, devices)
-    print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(config, devices, result))
+            functools.partial(with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
+            say=lambda line: print(line, file=sys.stderr, flush=True))
+    program = build_program(config, devices)
+    result = estimate(program)
+    print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(program, result))
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
         gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
@@ -42,17 +47,28 @@ def main() -> None:
                         "parts (config.train.microbatches), config.mesh.fsdp or config.model.remat help")
 
 
-def words(config, devices, result: Estimate) -> str:
-    """The estimate as a person reads it."""
-    setup = train.set_up(config, devices)
-    layout = " × ".join(f"{axis} {length}" for axis, length in setup.mesh.shape.items() if length > 1)
+def batch_divisor(config, devices) -> int:
+    """Returns the number that divides every batch size: devices that split the batch × microbatches."""
+    return sharding.batch_parts(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
+
+
+def with_batch_size(config, devices, batch_size: int) -> Program:
+    config = config.copy_and_resolve_references()
+    config.train.batch_size = batch_size
+    return build_program(config, devices)
+
+
+def words(program: Program, result: Estimate) -> str:
+    """Returns the estimate as a person reads it."""
+    config = program.config
+    layout = " × ".join(f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1)
     lines = [
         f"{config.model.architecture} on {result.devices} × {result.device_kind}"
         + (f" ({layout})" if layout else "")
         + f", {config.train.batch_size} × {config.model.context_length} tokens a step"
         + (f" in {config.train.microbatches} parts" if config.train.microbatches > 1 else ""),
-        *train.exceptions(setup, config.data.separate_documents), "",
-        *parameters(setup, result), "",
+        *summary.exceptions(program), "",
+        *parameters(program, result), "",
         *memory_table(result), "",
         f"{result.flops_per_token:,.0f} FLOPs a token, {result.flops_per_step:.3e} a step",
         f"compiled in {result.compile_seconds:.0f} s"]
@@ -74,12 +90,12 @@ def words(config, devices, result: Estimate) -> str:
     return "\n".join(lines)
 
 
-def parameters(setup, result: Estimate) -> list[str]:
-    c = setup.model.config
+def parameters(program: Program, result: Estimate) -> list[str]:
+    c = program.model.config
     lines = [f"{result.parameters:,} parameters"]
-    lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(setup.model).items()]
+    lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
     rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
-    if c.architecture == "gpt":
+    if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads:
         lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} leaves out positions and an untied head")
     return lines
 

@@ -114,7 +114,7 @@ def shared_mesh():
     return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # 0 outside of any
 
 
-def gathered(weight, names: tuple[str, ...]):
+def gather_fsdp(weight, names: tuple[str, ...]):
     """A weight as products read it: its `fsdp` parts put together, other parts still apart.
 
     Said outright, since the compiler's own choice is to pass parts around while it multiplies, in
@@ -126,12 +126,6 @@ def gathered(weight, names: tuple[str, ...]):
     parts = divisible_spec(mesh, names, weight.shape)
     return jax.lax.with_sharding_constraint(
         weight, PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts)))
-
-
-def platform() -> str:
-    """"cpu", "gpu" or "tpu": what the function being traced is compiled for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()
 
 
 def per_device(function, names: tuple[tuple[str, ...], ...]):

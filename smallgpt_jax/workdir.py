@@ -20,12 +20,14 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import models, processes
+from smallgpt_jax import distributed, models
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import Corpus, same_text, tokenizers
+from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import InTraining, UserError
 from smallgpt_jax.files import InUse, locked, write_atomically
+from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # where an imported model comes from
@@ -107,7 +109,7 @@ def taken(workdir: Path) -> Iterator[None]:
             raise UserError(f"--workdir={workdir}: cannot be made or written to: {error.strerror}") from None
 
     with contextlib.ExitStack() as lock:
-        processes.first(take)
+        distributed.first(take)
         yield
 
 
@@ -145,15 +147,39 @@ def check_text(workdir: Path, corpus: Corpus) -> None:
                             f"text; set --config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
 
 
-def plant(workdir: Path, model: models.LanguageModel, params, tokenizer: Tokenizer, origin: dict) -> None:
+def plant(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer, origin: dict) -> None:
     """Makes an empty folder the workdir of a model from elsewhere, which can be trained further."""
     tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)
-    checkpoints.save_imported(params)
+    checkpoints.save_imported(params, model_state)
     checkpoints.close()
     write_atomically(workdir / CONFIG_FILE,
                      json.dumps({"model": dataclasses.asdict(model.config)}, indent=2) + "\n")
+
+
+def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
+    """Returns whether the workdir holds a run that has been trained for all steps of `config`, saved, and evaluated on
+    the rows that `config` asks for."""
+    steps = config.train.steps
+    return ((workdir / CHECKPOINT_FOLDER / str(steps)).is_dir()
+            and steps in evaluated_steps(workdir, config, corpus))
+
+
+def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
+    """Returns the steps whose last evaluation was on the rows that `config` asks for, recognized by the number of
+    targets.
+
+    Older versions did not record that number: their rows are those of the workdir's own config.
+    """
+    lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
+    if not lines:
+        return set()
+    wanted = num_validation_targets(
+        corpus, config.data, context_length=config.model.context_length, batch_size=config.train.batch_size,
+        eval_steps=config.train.eval_steps)
+    unrecorded = wanted if read_config(workdir).train.eval_steps == config.train.eval_steps else None
+    return {step for step, line in lines.items() if line.get("targets", unrecorded) == wanted}
 
 
 def what_changed(before: dict, now: dict) -> str:
@@ -197,7 +223,7 @@ def entry_name(path: tuple[str, ...]) -> str:
 def record(workdir: Path, facts: dict) -> None:
     """Adds to sessions.jsonl what happened to the run, now, here: it began, or went on, or diverged. A disk that has
     no room for that is no reason not to train."""
-    if not processes.is_first():
+    if not distributed.is_first():
         return
     versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "grain", "orbax-checkpoint")}
     told = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -214,7 +240,7 @@ def read_config(workdir: Path) -> ConfigDict:
         wanted = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
         if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in wanted):
             raise ValueError(f"it has not the groups {', '.join(wanted)}")
-        return ConfigDict({**groups, "model": models.completed(groups["model"])})
+        return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None
 

@@ -7,6 +7,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# All programs are kept, however small: the same few are compiled by many tests.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import atexit
 import functools
@@ -27,7 +30,7 @@ import numpy as np
 import pytest
 
 from smallgpt_jax import models
-from smallgpt_jax.data import store
+from smallgpt_jax.data import prepare, store
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -38,10 +41,12 @@ ARCHITECTURES = sorted(models.ARCHITECTURES)
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory):
-    """Stores and compiled programs of the tests, kept for the session only."""
-    folder = tmp_path_factory.mktemp("cache")
+    """Stores and compiled programs, shared by workers and the commands that they start, kept for the session."""
+    workers = tmp_path_factory.getbasetemp()
+    folder = (workers.parent if "PYTEST_XDIST_WORKER" in os.environ else workers) / "cache"
+    folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(folder / "smallgpt_jax" / "compiled"))
     return folder
 
 
@@ -127,7 +132,7 @@ def text_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def token_store(text_file, tmp_path_factory) -> store.TokenStore:
     folder = tmp_path_factory.mktemp("store") / "words"
-    return store.prepare(
+    return prepare.prepare_store(
         folder, source=str(text_file), tokenizer="bytes", validation_fraction=0.2,
         text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
 

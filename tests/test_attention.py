@@ -6,18 +6,25 @@ import numpy as np
 import pytest
 
 from smallgpt_jax import sharding
-from smallgpt_jax.models import attention
-from smallgpt_jax.models.attention import causal_attention, choose
+from smallgpt_jax.ops import attention as ops
+from smallgpt_jax.ops.attention import AttentionMask, attention, cached_attention, select_backend
 
 TIME = 256
 
 
-def oracle(q, k, v, segments, slopes=(0, 0)):
-    """softmax over the positions of the same document up to each one's own, in float64."""
+def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
+    """softmax over the positions that may be seen, in float64, one rule after another."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
+    k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
     scores = np.einsum("bhtk,bhsk->bhts", q, k) / np.sqrt(q.shape[-1])
-    scores += np.multiply.outer(slopes, np.subtract.outer(np.arange(TIME), np.arange(TIME)) * -1.0)
-    may_see = np.tril(np.ones((TIME, TIME), bool))[None]
+    distances = np.subtract.outer(np.arange(TIME), np.arange(TIME))
+    if slopes is not None:
+        scores -= np.multiply.outer(slopes, distances)
+    may_see = (distances >= 0) & (distances < (window or TIME))
+    may_see = np.repeat(may_see[None], len(q), axis=0)
+    for row, length in zip(may_see, [0] * len(q) if prefix is None else prefix):
+        row[:length, :length] = True
     if segments is not None:
         may_see = may_see & (segments[:, :, None] == segments[:, None])
     scores = np.where(may_see[:, None], scores, -np.inf)
@@ -25,8 +32,10 @@ def oracle(q, k, v, segments, slopes=(0, 0)):
     return np.einsum("bhts,bhsk->bhtk", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-def inputs(batch=2, heads=2, head_width=16):
-    return jax.random.normal(jax.random.key(0), (4, batch, heads, TIME, head_width))
+def inputs(batch=2, heads=2, head_width=16, groups=None):
+    """Queries, keys, values and weights of a sum of the outputs."""
+    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, TIME, head_width))
+    return q, k[:, :groups], v[:, :groups], weights
 
 
 def documents(batch: int) -> np.ndarray:
@@ -35,9 +44,9 @@ def documents(batch: int) -> np.ndarray:
     return np.array([np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)])
 
 
-def value_and_gradients(q, k, v, weights, segments, **options):
+def value_and_gradients(q, k, v, weights, mask, **options):
     def total(q, k, v):
-        y = causal_attention(q, k, v, segments, **options)
+        y = attention(q, k, v, mask, **options)
         return jnp.sum(y * weights), y
 
     gradients, y = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
@@ -45,24 +54,60 @@ def value_and_gradients(q, k, v, weights, segments, **options):
 
 
 @pytest.mark.parametrize("has_segments", [False, True])
-@pytest.mark.parametrize("backend, head_width", [
-    ("xla", 16), ("splash", 2), ("splash", 16), ("splash", 128)])
-def test_backends_compute_the_formula(backend, head_width, has_segments):
-    q, k, v, weights = inputs(head_width=head_width)
+@pytest.mark.parametrize("backend, head_width, groups, window", [
+    ("xla", 16, 2, 0), ("splash", 2, 2, 0), ("splash", 128, 2, 0),
+    ("xla", 16, 1, 0), ("splash", 16, 1, 0), ("reference", 16, 1, 3),
+    ("xla", 16, 2, 1), ("xla", 16, 1, 130), ("splash", 16, 2, 37)])
+def test_backends_compute_the_formula(backend, head_width, groups, window, has_segments):
+    """Keys shared by two heads or not, windows below and above a chunk of queries."""
+    q, k, v, weights = inputs(head_width=head_width, groups=groups)
     segments = documents(2) if has_segments else None
-    y, *gradients = value_and_gradients(q, k, v, weights, segments, backend=backend)
-    np.testing.assert_allclose(y, oracle(q, k, v, segments), rtol=1e-4, atol=1e-5)
+    mask = AttentionMask(window, segments)
+    y, *gradients = value_and_gradients(q, k, v, weights, mask, backend=backend)
+    np.testing.assert_allclose(y, oracle(q, k, v, segments, window=window), rtol=1e-4, atol=1e-5)
     # The gradients against those of the formula in JAX, whose value has just been checked.
-    expected = value_and_gradients(q, k, v, weights, segments, backend="xla")[1:]
+    expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
     for found, wanted in zip(gradients, expected):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_window_of_the_whole_row_is_full_attention_bit_for_bit():
+    q, k, v, weights = inputs()
+    full, wide = (value_and_gradients(q, k, v, weights, AttentionMask(window)) for window in (0, TIME))
+    assert all(np.array_equal(a, b) for a, b in zip(full, wide))
+
+
+def test_positions_of_a_prefix_see_each_other():
+    q, k, v, _ = inputs()
+    prefix = np.array([0, 150])
+    mask = AttentionMask(prefix_lengths_B=jnp.array(prefix))
+    for backend in ("xla", "reference", "splash"):  # splash has none, and falls back
+        np.testing.assert_allclose(attention(q, k, v, mask, backend=backend), oracle(q, k, v, prefix=prefix),
+                                   rtol=1e-4, atol=1e-5)
+    assert np.abs(oracle(q, k, v, prefix=prefix) - oracle(q, k, v))[1].max() > 0.1
+
+
+@pytest.mark.parametrize("groups, window, has_slopes", [(2, 0, False), (1, 5, True), (2, 3, True)])
+@pytest.mark.parametrize("time", [1, 4])
+def test_cached_attention_is_the_last_rows_of_the_formula(groups, window, has_slopes, time):
+    q, k, v, _ = inputs(groups=groups)
+    slopes = np.float32([0.3, 0.01]) if has_slopes else None
+    expected = oracle(q, k, v, slopes=slopes, window=window)
+    for start in (0, 100):
+        rows = slice(start, start + time)
+        queries = q[:, :, rows].reshape(2 * groups, 2 // groups, time, -1)
+        found = cached_attention(
+            queries, *(x.reshape(2 * groups, TIME, -1) for x in (k, v)),
+            jnp.tile(jnp.arange(start, start + time), (2 * groups, 1)), AttentionMask(window),
+            None if slopes is None else np.tile(slopes, 2).reshape(2 * groups, -1))
+        np.testing.assert_allclose(found.reshape(2, 2, time, -1), expected[:, :, rows], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend, has_segments", [("xla", False), ("splash", True)])
 def test_alibi_is_the_formula(backend, has_segments):
     q, k, v, _ = inputs()
     segments, slopes = documents(2) if has_segments else None, np.float32([0.3, 0.01])
-    y = causal_attention(q, k, v, segments, slopes, backend=backend)
+    y = attention(q, k, v, AttentionMask(segment_ids_BxT=segments), slopes, backend=backend)
     np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes), rtol=1e-4, atol=1e-5)
     assert np.abs(y - oracle(q, k, v, segments)).max() > 0.1
 
@@ -70,7 +115,7 @@ def test_alibi_is_the_formula(backend, has_segments):
 def test_gradient_of_plain_attention_is_the_slope_of_the_formula():
     q, k, v, weights = inputs()
     segments = documents(2)
-    gradients = value_and_gradients(q, k, v, weights, segments, backend="xla")[1:]
+    gradients = value_and_gradients(q, k, v, weights, AttentionMask(segment_ids_BxT=segments), backend="xla")[1:]
     direction = np.asarray(jax.random.normal(jax.random.key(1), (3, *q.shape)), np.float64)
     arguments, step = [np.asarray(x, np.float64) for x in (q, k, v)], 1e-5
     above, below = (
@@ -81,13 +126,16 @@ def test_gradient_of_plain_attention_is_the_slope_of_the_formula():
     assert slope == pytest.approx((above - below) / (2 * step), rel=1e-4)
 
 
-def test_kernel_on_a_mesh():
-    """Rows over two axes, heads over another: each device runs the kernel on its own part."""
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_kernel_on_a_mesh(groups):
+    """Rows over two axes, heads over another, which divides the heads of keys or does not: each device runs the kernel
+    on its own part."""
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
-    q, k, v, weights = inputs(batch=4)
+    q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
+    mask = AttentionMask(segment_ids_BxT=documents(4))
     with sharding.context(mesh):
-        found = value_and_gradients(q, k, v, weights, documents(4), backend="splash")
-    expected = value_and_gradients(q, k, v, weights, documents(4), backend="xla")
+        found = value_and_gradients(q, k, v, weights, mask, backend="splash")
+    expected = value_and_gradients(q, k, v, weights, mask, backend="xla")
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
@@ -102,7 +150,11 @@ def test_kernel_on_a_mesh():
     ("auto", "gpu", {"head_width": 4}, "xla", "multiples of 8"),
     ("auto", "gpu", {"head_width": 256}, "xla", "up to 128"),
     ("auto", "gpu", {"dtype": "float32"}, "xla", "bfloat16"),
-    ("auto", "gpu", {"has_segments": True}, "xla", "documents"),
+    ("auto", "gpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "xla", "documents"),
+    ("auto", "gpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "cuDNN's attention has no prefixes"),
+    ("auto", "tpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "splash attention has no prefixes"),
+    ("auto", "tpu", {"mask": AttentionMask(window=100)}, "splash", ""),
+    ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
     ("cudnn", "cpu", {}, "xla", "NVIDIA"),
     ("splash", "gpu", {}, "xla", "TPUs"),
     ("auto", "tpu", {"has_alibi": True}, "xla", "splash attention has no ALiBi"),
@@ -110,18 +162,18 @@ def test_kernel_on_a_mesh():
     ("auto", "cpu", {"has_alibi": True}, "xla", ""),
 ])
 def test_choice(asked, platform, change, name, why):
-    shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", **change}
-    assert choose(asked, platform, **shape)[0] == name
-    assert why in choose(asked, platform, **shape)[1]
-    assert bool(why) == bool(choose(asked, platform, **shape)[1])
+    shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", "mask": AttentionMask(), **change}
+    assert select_backend(asked, platform, **shape)[0] == name
+    assert why in select_backend(asked, platform, **shape)[1]
+    assert bool(why) == bool(select_backend(asked, platform, **shape)[1])
 
 
-@pytest.mark.parametrize("platform, called", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "xla")])
+@pytest.mark.parametrize("platform, called", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "chunked")])
 def test_attention_is_chosen_for_what_is_compiled_for(monkeypatch, platform, called):
     calls = []
-    for name in ("xla", "splash", "cudnn"):
-        monkeypatch.setattr(attention, name, lambda q, *_, name=name: calls.append(name) or q)
-    monkeypatch.setattr(attention.sharding, "platform", lambda: platform)
-    q, k, v, _ = inputs().astype("bfloat16")
-    causal_attention(q, k, v)
+    for name in ("chunked", "splash", "cudnn"):
+        monkeypatch.setattr(ops, name, lambda q, *_, name=name: calls.append(name) or q)
+    monkeypatch.setattr(ops, "platform", lambda: platform)
+    q, k, v, _ = (x.astype("bfloat16") for x in inputs())
+    attention(q, k, v, AttentionMask())
     assert calls == [called]

@@ -19,7 +19,7 @@ from test_data import parquet, zstd
 from smallgpt_jax import inference
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.comparison import measure
-from smallgpt_jax.data import store
+from smallgpt_jax.data import prepare
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import locked
 from smallgpt_jax.train import train
@@ -32,7 +32,7 @@ AGAIN = "Remove the folder and make the store again with smallgpt_jax.prepare"
 
 def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> Path:
     (folder / "good.jsonl").write_bytes(LINES)
-    return store.prepare(
+    return prepare.prepare_store(
         folder / name, source=str(folder / "good.jsonl"), tokenizer=tokenizer, validation_fraction=0.1,
         text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None).folder
 
@@ -304,7 +304,7 @@ def test_one_very_large_document_is_a_document(tmp_path, character):
     with (tmp_path / "a.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n"
                         for text in (large, *("small %d" % i for i in range(50))))  # noqa: UP031
-    made = store.prepare(
+    made = prepare.prepare_store(
         tmp_path / "store", source=str(tmp_path / "a.jsonl"), tokenizer="bytes", validation_fraction=0.3,
         text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
     split = max(made.train, made.validation, key=lambda split: split.tokens)

@@ -15,11 +15,12 @@ import pytest
 from conftest import ARCHITECTURES, build, forward, init, load_config
 
 from smallgpt_jax import data, sharding, train
-from smallgpt_jax.data import batches, packing, store
+from smallgpt_jax.data import batches, packing, prepare
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.models.layers import Mode
+from smallgpt_jax.metrics import METRICS_FILE, Stopwatch, read_lines
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.program import build_program
 from smallgpt_jax.step import eval_step, train_step
 
 MARK = 256  # end-of-text of the tokenizer "bytes"
@@ -32,7 +33,7 @@ def made_store(folder, lengths, seed=0, letters=b"abcdefgh"):
     folder.parent.mkdir(exist_ok=True)
     source = folder.with_name(folder.name + ".jsonl")
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return store.prepare(
+    return prepare.prepare_store(
         folder, source=str(source), tokenizer="bytes", validation_fraction=0.2, text_field="text",
         invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
 
@@ -199,16 +200,17 @@ def test_a_batch_depends_on_seed_and_step_only(documents):
 HASHES = """
 import hashlib, sys
 import jax
-from smallgpt_jax import processes, train
+from smallgpt_jax import distributed
 from smallgpt_jax.data import batches
+from smallgpt_jax.program import build_program
 from configs import gpt
 from jax.experimental import multihost_utils
 source, number, count, port, workers, first = sys.argv[1], *map(int, sys.argv[2:])
 if count > 1:
-    processes.join(f"127.0.0.1:{port}", count, number, 60)
+    distributed.join(f"127.0.0.1:{port}", count, number, 60)
 config = gpt.get_config("tiny")
 config.data.update(source=source, packing="best_fit", separate_documents=True)
-text = train.open_text(train.set_up(config), config)
+text = build_program(config).open_pipeline()
 for step, rows in zip(range(first, 51), batches.read_ahead(text.train_batches, first, workers)):
     whole = [multihost_utils.process_allgather(x, tiled=True) for x in text.to_devices(rows)]
     print(step, hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest(), flush=True)
@@ -313,7 +315,7 @@ def test_a_mixture_takes_rows_as_the_weights_say(two_stores):
 def test_training_on_a_mixture(two_stores, tmp_path, capsys, monkeypatch):
     config = load_config("gpt", data__mixture=two_stores, data__packing="best_fit", train__steps=20)
     clock = itertools.count(1)
-    monkeypatch.setattr(train.Stopwatch, "seconds", lambda self: float(next(clock)))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda self: float(next(clock)))
     train.train(config, str(tmp_path))
     small, large = (texts.padding for texts in data.mixture(two_stores).packed("train", "best_fit", False, 64))
     padding = 0.25 * small + 0.75 * large
@@ -355,7 +357,7 @@ def test_documents_of_a_row_are_computed_as_if_alone(name, fields):
 
     @jax.jit
     def logits(tokens, segments):
-        return model.apply({"params": params}, tokens, Mode(segments_BxT=segments))
+        return model.apply({"params": params}, tokens, Context(segment_ids_BxT=segments))
 
     together = logits(tokens, segments)
     start = 0
@@ -379,7 +381,7 @@ def test_nothing_passes_a_border(name):
 
     def later(table, segments):
         variables = {"params": {**params, "token_embedding": table}}
-        return jnp.sum(jnp.sin(model.apply(variables, tokens, Mode(segments_BxT=segments))[:, border:]))
+        return jnp.sum(jnp.sin(model.apply(variables, tokens, Context(segment_ids_BxT=segments))[:, border:]))
 
     gradient = jax.jit(jax.grad(later))
     apart = gradient(params["token_embedding"], segments)
@@ -395,14 +397,14 @@ def test_separated_documents_on_a_mesh_with_paths():
         config = load_config("pgpt", model__context_length=128, model__attention="splash",
                              data__packing="best_fit", data__separate_documents=True,
                              **{f"mesh__{axis}": length for axis, length in mesh.items()})
-        setup = train.set_up(config, jax.devices()[:devices])
-        state = train.initial_state(setup, config)
-        step = train.runnable(train.compile_train_step(setup, config), setup.mesh)
+        program = build_program(config, jax.devices()[:devices])
+        state = program.initial_state()
+        step = program.runnable(program.compile_train_step())
         rng = np.random.default_rng(0)
         segments = np.sort(rng.integers(1, 4, (8, 128)), axis=1).astype(np.int32)
         rows = Rows(rng.integers(0, 257, (8, 129), np.int32), segments, rng.random((8, 128)) < 0.8,
                     rng.integers(0, 257, (8, 128), np.int32))
-        rows = jax.device_put(rows, sharding.batch_sharding(setup.mesh))
+        rows = jax.device_put(rows, sharding.batch_sharding(program.mesh))
         for _ in range(3):
             state, metrics = step(state, rows)
         found.append(float(metrics["loss"]))
@@ -413,15 +415,15 @@ def test_separated_documents_on_a_mesh_with_paths():
 def test_only_what_counts_is_learned_from(microbatches):
     """The loss is the mean over the targets that count, whatever part of the batch they are in."""
     config = load_config("gpt", train__microbatches=microbatches, train__batch_size=4)
-    setup = train.set_up(config, jax.devices()[:1])
-    state = train.initial_state(setup, config)
+    program = build_program(config, jax.devices()[:1])
+    state = program.initial_state()
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 257, (4, 65), np.int32)
     counts = rng.random((4, 64)) < [[0.9], [0.1], [0.5], [0.0]]
     total, targets = eval_step(
-        state.params, Rows(tokens, None, counts), model=setup.model, microbatches=microbatches, loss_chunks=1)
+        state.params, {}, Rows(tokens, None, counts), model=program.model, microbatches=microbatches, loss_chunks=1)
     _, metrics = train_step(
-        state, Rows(tokens, None, counts), model=setup.model, optimizer=setup.optimizer,
+        state, Rows(tokens, None, counts), model=program.model, optimizer=program.optimizer,
         schedule=lambda count: 0.1, microbatches=microbatches, loss_chunks=1, seed=0)
     assert int(targets) == counts.sum()
     assert float(metrics["loss"]) == pytest.approx(float(total) / counts.sum(), rel=1e-5)
@@ -436,8 +438,8 @@ def test_targets_that_are_not_the_next_token():
     targets, counts = rng.integers(0, 257, (3, 16), np.int32), rng.random((3, 16)) < 0.7
     log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
     losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
-    evaluate = jax.jit(functools.partial(eval_step, model=model, loss_chunks=2))
-    total, number = evaluate(params, Rows(tokens, None, counts, targets))
+    evaluate = jax.jit(functools.partial(eval_step, model=model, microbatches=1, loss_chunks=2))
+    total, number = evaluate(params, {}, Rows(tokens, None, counts, targets))
     assert float(total) == pytest.approx(float(losses[counts].sum()), rel=1e-5) and int(number) == counts.sum()
 
 

@@ -93,7 +93,7 @@ def test_a_config_file_that_is_not_there(flags, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("body, words", [
-    ("config.model.num_layer = 3", ["line 4", "'num_layer'", "'num_layers'"]),
+    ("config.train.step = 3", ["line 4", "'step'", "'steps'"]),
     ("config.model.num_layers = 'three'", ["num_layers", "three"]),
     ("config.model.num_layers = three", ["line 4", "NameError", "three"]),
     ("config.model.num_layers = = 3", ["line 4", "SyntaxError"]),

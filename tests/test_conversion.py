@@ -16,12 +16,12 @@ import pytest
 from conftest import ARCHITECTURES, ROOT, build, forward, init, load_config, run
 
 from smallgpt_jax import inference, models, workdir
-from smallgpt_jax import train as train_module
 from smallgpt_jax.conversion import gpt_variations, hugging_face, tokenizer_files, torch_file
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import read_lines
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.program import build_program
 from smallgpt_jax.step import target_weights, weighted_loss
 from smallgpt_jax.train import train
 
@@ -534,10 +534,10 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, capsys, monke
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
     assert len(losses) == 12
     # The first loss is that of the weights that came in: of a model that is sure of what it says.
-    setup = train_module.set_up(workdir.read_config(folder), jax.devices()[:1])
-    batch = train_module.open_text(setup, workdir.read_config(folder)).train_batches[0]
-    expected = float(weighted_loss(sharp(init(model)), model, batch, target_weights(batch, 8 * 64), 1))
-    assert losses[0] == pytest.approx(expected, rel=1e-4) and expected > 8
+    program = build_program(workdir.read_config(folder), jax.devices()[:1])
+    batch = program.open_pipeline().train_batches[0]
+    expected, _ = weighted_loss(sharp(init(model)), {}, model, batch, target_weights(batch, 8 * 64), 1)
+    assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 8
     assert workdir.read_config(folder).model.activation == "gelu_tanh"
     trained = inference.load_trained(folder)
     assert trained.step == 12 and trained.model.config.use_bias

@@ -28,6 +28,7 @@ import sentencepiece
 from conftest import ROOT, load_config, run
 
 from smallgpt_jax import data
+from smallgpt_jax.data import prepare as preparing
 from smallgpt_jax.data import sources, store, tfrecord, tokenizers
 from smallgpt_jax.errors import UserError
 
@@ -49,7 +50,7 @@ def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse
 def prepare(folder, source, **changes):
     settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text",
                     invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
-    return store.prepare(folder, source=str(source), **{**settings, **changes})
+    return preparing.prepare_store(folder, source=str(source), **{**settings, **changes})
 
 
 def stream(split):
@@ -553,8 +554,8 @@ def test_an_interrupted_preparation_goes_on(corpus, tmp_path, monkeypatch):
     """Stopped by what is not the text's fault at several places, noting its progress in between."""
     whole = files_of(prepare(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(store, "JOURNAL_SECONDS", 0)
-    encode, trained, said = store.encode, [], []
+    monkeypatch.setattr(preparing, "JOURNAL_SECONDS", 0)
+    encode, trained, said = preparing.encode, [], []
     train = tokenizers.train_sentencepiece
     monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
     for most in (3, 1, 8):
@@ -566,11 +567,11 @@ def test_an_interrupted_preparation_goes_on(corpus, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             return encode(texts, tokenizer)
 
-        monkeypatch.setattr(store, "encode", encode_some)
+        monkeypatch.setattr(preparing, "encode", encode_some)
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", workers=1, say=said.append)
         assert not (tmp_path / "parts").exists()
-    monkeypatch.setattr(store, "encode", encode)
+    monkeypatch.setattr(preparing, "encode", encode)
     prepare(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", say=said.append)
     assert files_of(tmp_path / "parts") == whole
     assert len(trained) == 1
@@ -611,15 +612,15 @@ def edit(path, change):
 
 def tokenized(monkeypatch):
     """A list to which every text is added that is tokenized from now on."""
-    texts, encode = [], store.encode
-    monkeypatch.setattr(store, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
+    texts, encode = [], preparing.encode
+    monkeypatch.setattr(preparing, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
     return texts
 
 
 @contextlib.contextmanager
 def interrupted(monkeypatch, after):
     """A Ctrl-C when so many texts have been tokenized."""
-    texts, encode = [], store.encode
+    texts, encode = [], preparing.encode
 
     def encode_some(batch, tokenizer):
         texts.extend(batch)
@@ -628,8 +629,8 @@ def interrupted(monkeypatch, after):
         return encode(batch, tokenizer)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store, "JOURNAL_SECONDS", 0)
-        patch.setattr(store, "encode", encode_some)
+        patch.setattr(preparing, "JOURNAL_SECONDS", 0)
+        patch.setattr(preparing, "encode", encode_some)
         yield
 
 
@@ -719,7 +720,7 @@ def test_a_killed_preparation_goes_on(corpus, tmp_path):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 60))
     flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={path}",
              "--config.data.tokenizer=sentencepiece:400", "--workers=1"]
-    hasty = ("from smallgpt_jax.data import store; store.JOURNAL_SECONDS = 0.01; import runpy; "
+    hasty = ("from smallgpt_jax.data import prepare; prepare.JOURNAL_SECONDS = 0.01; import runpy; "
              "runpy.run_module('smallgpt_jax.prepare', run_name='__main__')")
 
     def place(journal):
@@ -777,14 +778,14 @@ def test_a_store_is_made_where_a_link_leads(corpus, tmp_path, monkeypatch):
 
 def test_a_store_that_another_process_made_meanwhile_is_compared(corpus, tmp_path, monkeypatch):
     """While this one waited for the lock."""
-    locked = store.locked
+    locked = preparing.locked
 
     def locked_after_another(*args, **kwargs):
-        monkeypatch.setattr(store, "locked", locked)
+        monkeypatch.setattr(preparing, "locked", locked)
         prepare(tmp_path / "store", corpus[0], tokenizer="sentencepiece:300")
         return locked(*args, **kwargs)
 
-    monkeypatch.setattr(store, "locked", locked_after_another)
+    monkeypatch.setattr(preparing, "locked", locked_after_another)
     with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300'; this config has"):
         prepare(tmp_path / "store", corpus[0])
 
@@ -803,8 +804,9 @@ def test_a_saved_tokenizer_outlives_a_loss_of_power(made, tmp_path, monkeypatch)
 def test_stores_are_told_by_their_content(tmp_path):
     """By fingerprints: of one text under two names they are the same, of another text of the same size not."""
     texts = [f"document {n:05d}" for n in range(1000)]
-    other = next(f"document {n:05d}" for n in range(1000, 2000) if not store.is_validation(f"document {n:05d}", 0.2))
-    changed = next(i for i, text in enumerate(texts) if not store.is_validation(text, 0.2))
+    other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))
+                 if not preparing.is_validation(text, 0.2))
+    changed = next(i for i, text in enumerate(texts) if not preparing.is_validation(text, 0.2))
     made = {}
     for name, documents in (("a", texts), ("b", texts), ("c", [*texts[:changed], other, *texts[changed + 1:]])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -860,10 +862,10 @@ def test_two_preparations_of_one_store(corpus, tmp_path):
 def test_very_long_documents_are_tokenized_in_pieces(made, monkeypatch):
     texts = [" ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)), "y" * 5000, "short"]
     for kind, tokenizer in made.items():
-        monkeypatch.setattr(store, "LONG_TEXT", 10**9)
-        whole = store.encode(texts, tokenizer)
-        monkeypatch.setattr(store, "LONG_TEXT", 1000)
-        pieces = store.encode(texts, tokenizer)
+        monkeypatch.setattr(preparing, "LONG_TEXT", 10**9)
+        whole = preparing.encode(texts, tokenizer)
+        monkeypatch.setattr(preparing, "LONG_TEXT", 1000)
+        pieces = preparing.encode(texts, tokenizer)
         assert np.array_equal(pieces[0], whole[0]) and np.array_equal(pieces[2], whole[2]), kind
         assert tokenizer.decode(pieces[1]) == texts[1], kind
 

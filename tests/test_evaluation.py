@@ -113,7 +113,7 @@ def test_a_rolling_score_is_that_of_the_whole_text():
 
 def test_texts_are_written_to_the_first_stop_string(trained):
     """Token by token what the model finds likeliest; contexts that are too long lose their beginning."""
-    model, params, tokenizer, _ = inference.load_trained(trained)
+    model, params, _, tokenizer, _ = inference.load_trained(trained)
     lm = harness_model(model, params, tokenizer)
     settings = {"until": ["house", "q"], "max_gen_toks": 20}
     contexts = ["the cat", "a dog ran to its warm", "", "while some dog " * 40]
@@ -266,7 +266,7 @@ def test_the_hf_backend_finds_the_same(eval_data, tmp_path):
         train(load_config(
             architecture, data__source=str(eval_data.parent / "text/tinyshakespeare.txt"), train__steps=40,
             data__tokenizer="sentencepiece:512", model__context_length=512), str(folder / "run"))
-        model, params, tokenizer, _ = inference.load_trained(folder / "run")
+        model, params, _, tokenizer, _ = inference.load_trained(folder / "run")
         (folder / "hf").mkdir()
         hugging_face.export(folder / "hf", model, params, tokenizer, "")
         ours, theirs = (evaluation.evaluate(
@@ -283,7 +283,7 @@ def test_the_hf_backend_finds_the_same(eval_data, tmp_path):
 
 
 def test_an_interrupted_evaluation_goes_on(trained, eval_data, tmp_path):
-    model, params, tokenizer, _ = inference.load_trained(trained)
+    model, params, _, tokenizer, _ = inference.load_trained(trained)
     counts = []
 
     class Interrupted(Exception):

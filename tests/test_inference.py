@@ -1,5 +1,6 @@
 """Decoding: the cache against the whole forward pass, sampling against plain formulas, the API."""
 
+import functools
 import re
 import shutil
 
@@ -9,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
+from absl import flags
 from conftest import ROOT, build, forward, init, load_config, run, spaced_model, spaced_tokenizer
 
-from smallgpt_jax import generate, inference, models
+from smallgpt_jax import inference, models
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling, filtered, sample
+from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
+from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.gpt import GPT
-from smallgpt_jax.models.layers import Mode, Trunk, blocks
 from smallgpt_jax.models.pgpt import path_weights, with_paths
-from smallgpt_jax.train import conclude, train
+from smallgpt_jax.summary import closing
+from smallgpt_jax.train import train
 
 CONTEXT = 24
 VARIANTS = [
@@ -54,7 +58,7 @@ def random_rows(model, lengths, seed=0):
 
 
 def texts_of(model, params, ids, **settings):
-    return decoder.Texts(model, decoder.unstacked(model, params), model.config.vocab_size, ids, **settings)
+    return decoder.Texts(model, layout.pack(model, params), model.config.vocab_size, ids, **settings)
 
 
 def assert_cache_gives_the_whole_pass(model, params):
@@ -132,31 +136,41 @@ def test_layers_that_are_shared_have_a_cache_for_each_use(monkeypatch):
     """The README's architecture, whose blocks are passed through twice."""
     names = {}
     readme = (ROOT / "README.md").read_text()
-    exec(re.search(r"```python\n(# smallgpt_jax/models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
+    exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
     monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
     config = load_config("gpt", model__architecture="twice", model__context_length=CONTEXT)
     model = models.build(**config.model)
     assert_cache_gives_the_whole_pass(model, init(model))
 
 
-class IgnoresDecoding(Trunk):
+class IgnoresDecoding(nn.Module):
     """Blocks that are computed as in training: attention sees the tokens of one call only."""
 
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
-        return blocks(self.config, self.config.num_layers, Mode(train=mode.train), name="blocks")(x_BxTxD)
+    def __call__(self, x_BxTxD, context: Context):
+        for i in range(2):
+            x_BxTxD = Block(self.config, name=f"block_{i}")(x_BxTxD, Context(train=context.train))
+        return x_BxTxD
 
 
-class FailsInDecoding(Trunk):
+class FailsInDecoding(nn.Module):
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
-        assert not mode.decode, "not written yet"
-        return blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+    def __call__(self, x_BxTxD, context: Context):
+        assert not context.decode, "not written yet"
+        return stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
 
 
 @pytest.mark.parametrize("trunk, words", [
-    (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "mode.decode"]),
-    (FailsInDecoding, ["AssertionError: not written yet", "mode.decode"]),
+    (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
+    (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
     (GPT, None)])
 def test_an_own_architecture_that_decodes_wrongly_is_refused(trunk, words, monkeypatch):
     """Untrained, without learned positions, so that only attention tells the positions apart."""
@@ -165,7 +179,7 @@ def test_an_own_architecture_that_decodes_wrongly_is_refused(trunk, words, monke
     model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
                                        model__position="none").model)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
-    monkeypatch.setattr(inference, "load_trained", lambda *_: inference.Trained(model, params, Bytes(), 1))
+    monkeypatch.setattr(inference, "load_trained", lambda *_: inference.Trained(model, params, {}, Bytes(), 1))
     if words is None:
         inference.load("a workdir")
         return
@@ -179,7 +193,7 @@ def test_an_architecture_that_cannot_be_decoded_is_trained_and_compared_all_the_
         raise UserError("no layer keeps a cache")
 
     monkeypatch.setattr(inference, "load", refuse)
-    conclude(str(tmp_path))
+    closing(str(tmp_path))
     assert "(none: no layer keeps a cache)" in capsys.readouterr().out
     said = []
     measure.measure_decoding(tmp_path, said.append)
@@ -201,8 +215,8 @@ def test_bytes_of_the_cache(architecture, fields, numbers_a_position, extra):
 
 def test_bfloat16_weights_and_caches():
     model, params = small("gpt", dtype="bfloat16")
-    weights = decoder.unstacked(model, params)
-    assert weights["trunk"]["blocks_3"]["mlp"]["up"]["matrix"].dtype == jnp.bfloat16
+    weights = layout.pack(model, params)
+    assert weights["params"]["trunk"]["blocks"]["mlp"]["up"]["kernel"][3].dtype == jnp.bfloat16
     texts = texts_of(model, params, random_rows(model, [5]))
     _, logits = texts.draw_with_logits(Sampling())
     assert logits.dtype == jnp.float32
@@ -212,7 +226,7 @@ def test_bfloat16_weights_and_caches():
 
 def test_nothing_is_compiled_twice():
     model, params = small("gpt", num_layers=1)
-    weights = decoder.unstacked(model, params)
+    weights = layout.pack(model, params)
 
     def generate(length, count, temperature):
         texts = decoder.Texts(model, weights, 300, random_rows(model, [length]))
@@ -330,7 +344,7 @@ def model(workdir):
 
 
 def test_greedy_text_is_the_likeliest_token_each_time(workdir, model):
-    trained, params, _, _ = inference.load_trained(workdir)
+    trained, params, *_ = inference.load_trained(workdir)
     ids = [256, *b"the dog"]
     for _ in range(12):
         logits = forward(trained, params, np.array([ids + (20 - len(ids)) * [0]]))[0, len(ids) - 1]
@@ -380,7 +394,7 @@ def spaced(request):
     """A model whose tokenizer puts a space in front of each text, and drops others or keeps them."""
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=request.param)
     model, params = spaced_model(tokenizer, context_length=CONTEXT)
-    return inference.TextModel(model, decoder.unstacked(model, params), tokenizer)
+    return inference.TextModel(model, layout.pack(model, params), tokenizer)
 
 
 def test_text_keeps_the_space_that_it_begins_with(spaced):
@@ -425,7 +439,7 @@ def test_a_character_begun_in_the_turn_before_is_completed():
 def cgpt():
     """One with convolutions that look back, whose cache is not a matter of positions alone."""
     model, params = small("cgpt", conv_kernel=3)
-    return inference.TextModel(model, decoder.unstacked(model, params), Bytes())
+    return inference.TextModel(model, layout.pack(model, params), Bytes())
 
 
 @pytest.mark.parametrize("settings", [
@@ -446,7 +460,7 @@ def test_a_conversation_with_convolutions(cgpt):
         return conversation._text
 
     said = text(["ab", "", "cde"])
-    fresh = decoder.Texts(cgpt.model, cgpt.params, 257, said.ids)
+    fresh = decoder.Texts(cgpt.model, cgpt.weights, 257, said.ids)
     _, logits = said.draw_with_logits(Sampling())
     np.testing.assert_allclose(logits, fresh.draw_with_logits(Sampling())[1], atol=1e-4, rtol=1e-4)
 
@@ -482,14 +496,14 @@ def test_end_of_text_is_not_penalised():
 
 def test_text_goes_on_past_the_context(model):
     """Beyond it, what is left of the context is read as a text of its own."""
-    text = decoder.Texts(model.model, model.params, 257, [[256, *b"the cat sat " * 5]])
+    text = decoder.Texts(model.model, model.weights, 257, [[256, *b"the cat sat " * 5]])
     greedy = Sampling(temperature=None)
     while len(text.ids[0]) <= 64:
         text.ids[0].append(int(text.draw(greedy)[0]))
     rest = text.ids[0][-32:]
     drawn = int(text.draw(greedy)[0])
     assert text.ids[0] == rest and text.forgotten == 33
-    assert drawn == int(decoder.Texts(model.model, model.params, 257, [rest]).draw(greedy)[0])
+    assert drawn == int(decoder.Texts(model.model, model.weights, 257, [rest]).draw(greedy)[0])
     assert len(model.generate("the cat sat " * 5, 100)) > 50
 
 
@@ -515,7 +529,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
     ids = conversation._text.ids[0]
     monkeypatch.undo()
-    fresh = decoder.Texts(model.model, model.params, 257, [ids[:-3]])
+    fresh = decoder.Texts(model.model, model.weights, 257, [ids[:-3]])
     np.testing.assert_allclose(logits[0], fresh.draw_with_logits(Sampling())[1], atol=1e-4, rtol=1e-4)
     assert bytes(ids[1:]).decode(errors="replace") == f"the cat\n{first}a dog ran\n{second}"
 
@@ -565,7 +579,14 @@ def test_a_misspelt_setting_names_the_method(model):
             method("the", max_tokens=3)
 
 
-def test_a_text_that_is_stopped_ends_its_line(capsys):
+def test_a_text_that_is_stopped_ends_its_line(capsys, monkeypatch):
+    # Commands and benchmarks define flags of the same names: this one's are its own.
+    own = flags.FlagValues()
+    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
+                 "mark_flag_as_required", "mark_flags_as_required"):
+        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
+    from smallgpt_jax import generate
+
     def pieces():
         yield " cat"
         raise KeyboardInterrupt
@@ -589,7 +610,7 @@ def test_characters_without_a_piece(model, tmp_path):
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=12,
         hard_vocab_limit=False, minloglevel=2)
     tokenizer = tokenizers.read_sentencepiece(tmp_path / "tokenizer.model")
-    narrow = inference.TextModel(model.model, model.params, tokenizer)
+    narrow = inference.TextModel(model.model, model.weights, tokenizer)
     with pytest.raises(UserError, match="no piece for 'x', 'é'"):
         narrow.generate("abcxé")
 
@@ -630,8 +651,8 @@ def test_the_command(workdir):
     turns = generate("--interactive", text="the cat\na dog\n")
     assert turns.returncode == 0 and len(turns.stdout.splitlines()) >= 2
     assert turns.stderr == ""  # two lines and their answers fit into the context
-    for flags, message in [
+    for given, message in [
             (["--prompt="], "error: --prompt is empty; leave it out to begin a new document\n"),
             (["--temperature=-1"], "error: temperature=-1.0: must be a number, not negative\n")]:
-        refused = generate(*flags)
+        refused = generate(*given)
         assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", message)

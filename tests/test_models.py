@@ -1,6 +1,7 @@
 """The architectures: their sizes, what they compute, what they refuse."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -13,8 +14,9 @@ from scipy.special import erf, softmax
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import positions
-from smallgpt_jax.models.layers import Mode
+from smallgpt_jax.models import layers
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.ops.activations import gelu
 
 VARIANTS = [
     ("gpt", {}),
@@ -130,13 +132,13 @@ def plain_logits(config, params, tokens_T):
         x = x + params["position_embedding"][:len(tokens_T)]
     trunk = params["trunk"]
     if config.architecture == "gpt":
-        x = plain_blocks(trunk["blocks"], x, config.num_heads, config.position)
+        x = plain_blocks(config, trunk["blocks"], x)
     elif config.architecture == "pgpt":
         paths = []
         for p in range(config.num_paths):
             path = jax.tree.map(lambda w: w[p], trunk["paths"])
             h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
-            paths.append(plain_blocks(path["blocks"], h, config.num_heads, config.position))
+            paths.append(plain_blocks(config, path["blocks"], h))
         weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
         if config.path_weights == "equal":
             weights = np.full(config.num_paths, 1 / config.num_paths)
@@ -144,7 +146,7 @@ def plain_logits(config, params, tokens_T):
     else:
         for i in range(config.num_layers // config.blocks_per_stage):
             heads = config.num_heads // (2**i if config.stage_heads == "scaled" else 1)
-            x = plain_blocks(trunk[f"stage_{i}"], x, heads, config.position)
+            x = plain_blocks(config, trunk[f"stage_{i}"], x, heads, i * config.blocks_per_stage)
             if f"compress_{i}" in trunk:
                 layer = trunk[f"compress_{i}"]
                 kernels = layer["kernel"] if config.architecture == "cgpt" else [layer["kernel"]]
@@ -153,31 +155,53 @@ def plain_logits(config, params, tokens_T):
                     for t in range(back, len(x)):
                         y[t] += x[t - back] @ kernel
                 x = y
-    x = plain_layer_norm(params["final_norm"], x)
+    x = plain_norm(config, params["final_norm"], x)
     return x @ params["token_embedding" if config.tie_embeddings else "head"].T
 
 
-def plain_blocks(stack, x, num_heads, position):
-    for i in range(len(stack["mlp_norm"]["scale"])):
-        block = jax.tree.map(lambda w: w[i], stack)
-        h = plain_layer_norm(block["attention_norm"], x)
+def plain_layers(stack):
+    """The parameters of each block of a stack, the first one first."""
+    if "mlp" in stack:
+        length = len(stack["mlp_norm"]["scale"])
+        return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
+    parts = [plain_layers(stack[name]) for name in sorted(stack)]  # in turns
+    return [part[i] for i in range(len(parts[0])) for part in parts]
+
+
+def plain_blocks(config, stack, x, num_heads=None, first=0):
+    num_heads = num_heads or config.num_heads
+    windows = config.attention_windows or (0,)
+    for number, block in enumerate(plain_layers(stack), start=first):
+        window = windows[number % len(windows)] or len(x)
+        h = plain_norm(config, block["attention_norm"], x)
+        qkv = block["attention"]["qkv"]["kernel"]
+        groups, per_group = qkv.shape[1], qkv.shape[2] - 2
+        assert groups * per_group == num_heads
+        bias = block["attention"]["qkv"].get("bias", np.zeros(qkv.shape[1:]))
         for head in range(num_heads):
-            q, k, v = (
-                h @ block["attention"]["qkv"]["kernel"][:, head, j]
-                + block["attention"]["qkv"].get("bias", np.zeros((num_heads, 3, 1)))[head, j]
-                for j in range(3))
-            if position == "rope":
+            group = head // per_group
+            q, k, v = (h @ qkv[:, group, j] + bias[group, j] for j in (head % per_group, per_group, per_group + 1))
+            if config.qk_norm:
+                q, k = (x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + config.norm_epsilon)
+                        * block["attention"][name]["scale"] for x, name in ((q, "q_norm"), (k, "k_norm")))
+            if config.position == "rope":
                 q, k = plain_rotation(q), plain_rotation(k)
             scores = q @ k.T / math.sqrt(q.shape[1])
-            if position == "alibi":
-                for i, j in np.ndindex(scores.shape):
+            for i, j in np.ndindex(scores.shape):
+                if config.position == "alibi":
                     scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * (i - j)
-            scores[np.triu_indices(len(x), k=1)] = -np.inf
+                if j > i or j <= i - window:
+                    scores[i, j] = -np.inf
             x = x + softmax(scores, axis=1) @ v @ block["attention"]["out"]["kernel"][head]
         x = x + block["attention"]["out"].get("bias", 0)
-        h = plain_layer_norm(block["mlp_norm"], x)
-        h = h @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"].get("bias", 0)
-        h = h * 0.5 * (1 + erf(h / math.sqrt(2)))
+        h = plain_norm(config, block["mlp_norm"], x)
+        mlp = {name: h @ layer["kernel"] + layer.get("bias", 0)
+               for name, layer in block["mlp"].items() if name != "down"}
+        if config.mlp == "gated":
+            h = mlp["gate"] / (1 + np.exp(-mlp["gate"])) * mlp["up"] if config.activation == "silu" else (
+                mlp["gate"] * 0.5 * (1 + erf(mlp["gate"] / math.sqrt(2))) * mlp["up"])
+        else:
+            h = mlp["up"] * 0.5 * (1 + erf(mlp["up"] / math.sqrt(2)))
         x = x + h @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"].get("bias", 0)
     return x
 
@@ -191,10 +215,15 @@ def plain_rotation(x_TxK):
     return np.concatenate([points.real, points.imag], axis=1)
 
 
-def plain_layer_norm(norm, x):
+def plain_norm(config, norm, x):
+    if config.norm == "rms":
+        return x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-5) * norm["scale"]
     centred = x - x.mean(axis=1, keepdims=True)
     return (centred / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5) * norm["scale"]
             + norm.get("bias", 0))
+
+
+rotated = functools.partial(layers.apply_rope, base=10_000.0)
 
 
 def test_rotation_is_that_of_llama():
@@ -205,18 +234,18 @@ def test_rotation_is_that_of_llama():
         hidden_size=72, num_attention_heads=3, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}))
     expected, _ = llama.apply_rotary_pos_emb(
         torch.tensor(x), torch.tensor(x), *rotary(torch.tensor(x), torch.tensor(places)))
-    found = positions.rotated(jnp.array(x), jnp.array(places))
+    found = rotated(jnp.array(x), jnp.array(places))
     np.testing.assert_allclose(found, expected, atol=5e-4)
     assert np.abs(found - x).max() > 1
     # In bfloat16 only what goes in and what comes out is rounded.
     coarse = jnp.array(x, "bfloat16")
-    exact = positions.rotated(coarse.astype("float32"), jnp.array(places))
-    assert np.array_equal(positions.rotated(coarse, jnp.array(places)), exact.astype("bfloat16"))
+    exact = rotated(coarse.astype("float32"), jnp.array(places))
+    assert np.array_equal(rotated(coarse, jnp.array(places)), exact.astype("bfloat16"))
 
 
 def test_rotated_scores_depend_on_the_distance_alone():
     q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 5, 16))
-    scores = [positions.rotated(jnp.array(q), at) @ jnp.swapaxes(positions.rotated(jnp.array(k), at), 2, 3)
+    scores = [rotated(jnp.array(q), at) @ jnp.swapaxes(rotated(jnp.array(k), at), 2, 3)
               for at in (jnp.arange(5)[None], 300 + jnp.arange(5)[None], 2 * jnp.arange(5)[None])]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-3)
     assert np.abs(scores[0] - scores[2]).max() > 0.5
@@ -224,9 +253,9 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
 def test_alibi_slopes_are_those_of_the_paper():
     """Section 3: for 8 heads 1/2, 1/4, … 1/256, for 16 heads 1/√2, 1/2, 1/(2√2), …"""
-    assert positions.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
-    np.testing.assert_allclose(positions.alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
-    np.testing.assert_allclose(positions.alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
+    assert layers.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    np.testing.assert_allclose(layers.alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
+    np.testing.assert_allclose(layers.alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("architecture, fields", [
@@ -268,24 +297,7 @@ def test_the_derivative_of_gelu_is_right():
     x = jnp.linspace(-6, 6, 201)
     expected = [jax.grad(lambda v: jax.nn.gelu(v, approximate=False))(v) for v in x]
     np.testing.assert_allclose(
-        jax.vmap(jax.grad(models.layers.gelu))(x), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_gelu_in_bfloat16_is_right_to_its_last_bit():
-    """x·Φ(x) and its derivative, in the negative tail too."""
-    x = jnp.linspace(-4, 4, 201, dtype=jnp.bfloat16)
-    value, vjp = jax.vjp(models.layers.gelu, x)
-    exact = np.asarray(x, np.float64)
-    cdf, density = (1 + erf(exact / math.sqrt(2))) / 2, np.exp(-exact**2 / 2) / math.sqrt(2 * math.pi)
-    assert value.dtype == jnp.bfloat16
-    np.testing.assert_allclose(value.astype("float32"), exact * cdf, rtol=2**-8, atol=1e-6)
-    np.testing.assert_allclose(
-        vjp(jnp.ones_like(x))[0].astype("float32"), cdf + exact * density, rtol=2**-8, atol=1e-6)
-
-
-def test_gelu_in_float32_has_the_bits_that_it_always_had():
-    x = jnp.linspace(-6, 6, 2001)
-    np.testing.assert_array_equal(models.layers.gelu(x), x * (0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5)))))
+        jax.vmap(jax.grad(gelu))(x), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -314,7 +326,7 @@ def test_dropout_is_for_training_only():
     tokens = random_tokens(model)
 
     def hidden(train, seed):
-        return np.asarray(model.apply({"params": params}, tokens, Mode(train=train), method="hidden",
+        return np.asarray(model.apply({"params": params}, tokens, Context(train=train), method="hidden",
                                       rngs={"dropout": jax.random.key(seed)}))
 
     assert np.array_equal(hidden(False, 0), hidden(False, 1))
@@ -331,12 +343,12 @@ def test_dropout_is_for_training_only():
     ("gpt", {"position": "rope", "d_model": 60}, ["position='rope'", "width 60 have 15"]),
     ("lgpt", {"position": "rope", "num_heads": 32}, ["position='rope'", "width 32 have 1;"]),
     ("cgpt", {"position": "rope", "d_model": 96, "num_heads": 16}, ["position='rope'", "width 48 have 3;"]),
-    ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such part"]),
-    ("gpt", {"architecture": "pgpt"}, ["num_paths=None", "pgpt needs"]),
+    ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such field"]),
+    ("gpt", {"architecture": "pgpt"}, ["num_paths: pgpt needs a value"]),
     ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
     ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
     ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
-    ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "gpt has no such part"]),
+    ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "gpt has no such field"]),
     ("pgpt", {"path_weights": "best"}, ["path_weights='best'", "'learned' or 'equal'"]),
     ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
     ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
@@ -348,6 +360,17 @@ def test_dropout_is_for_training_only():
     ("lgpt", {"d_model": 64, "num_heads": 64}, ["num_heads=64", "must divide 32"]),
     ("gpt", {"architecture": None}, ["architecture=None", "must be one of"]),
     ("lgpt", {"tie_embeddings": True}, ["tie_embeddings=True", "width 16"]),
+    ("gpt", {"num_layer": 3}, ["num_layer=3", "did you mean 'num_layers'"]),
+    ("gpt", {"num_kv_heads": 3}, ["num_kv_heads=3", "must divide config.model.num_heads=4"]),
+    ("gpt", {"num_kv_heads": -1}, ["num_kv_heads=-1"]),
+    ("lgpt", {"num_kv_heads": 1, "stage_heads": "scaled"}, ["num_kv_heads=1", "2^1=2 must divide"]),
+    ("gpt", {"attention_windows": (4, -1)}, ["attention_windows=(4, -1)"]),
+    ("gpt", {"norm": "batch"}, ["norm='batch'", "layer, rms"]),
+    ("gpt", {"mlp": "moe"}, ["mlp='moe'", "dense, gated"]),
+    ("gpt", {"norm_epsilon": 0.0}, ["norm_epsilon=0.0", "above 0"]),
+    ("gpt", {"architecture": "no_such_package.module:Class"}, ["no module 'no_such_package'", "PYTHONPATH"]),
+    ("gpt", {"architecture": "math:Class"}, ["math has no 'Class'"]),
+    ("gpt", {"architecture": "math:pi"}, ["needs a class attribute Config"]),
     ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
     ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
 ])

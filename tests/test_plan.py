@@ -8,13 +8,13 @@ import jax
 import pytest
 from conftest import ARCHITECTURES, load_config, run
 
-from smallgpt_jax import models
+from smallgpt_jax import models, summary
 from smallgpt_jax.analysis import chips, estimate, hlo, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.layers import Trunk, blocks
+from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.plan import words
-from smallgpt_jax.train import abstract_state, compile_eval_step, compile_train_step, exceptions, set_up
+from smallgpt_jax.program import Program, build_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
@@ -55,10 +55,14 @@ def test_components():
 
 def test_components_of_an_own_architecture(monkeypatch):
     """Modules that are not built in are told by their names; what is built in stays where it belongs."""
-    class Own(Trunk):
+    class Own(nn.Module):
+        config: models.ModelConfig
+
+        Config = models.ModelConfig
+
         @nn.compact
-        def __call__(self, x_BxTxD, mode):
-            x_BxTxD = blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+        def __call__(self, x_BxTxD, context):
+            x_BxTxD = stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
             for _ in range(2):
                 x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
             return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
@@ -74,12 +78,12 @@ def test_components_of_an_own_architecture(monkeypatch):
     ("alibi", ["attention with heads of width 64 is plain XLA's: splash attention has no ALiBi"])])
 def test_other_positions_than_learned_ones(position, fallback):
     config = load_config("gpt", "paper", model__position=position, model__attention="splash")
-    setup = set_up(config, jax.devices()[:1])
-    parts = memory.components(setup.model)
+    program = build_program(config, jax.devices()[:1])
+    parts = memory.components(program.model)
     assert sum(parts.values()) == PARAMETERS["gpt"] - S * D and "position embedding" not in parts
-    assert train_flops_per_token(setup.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
-    assert exceptions(setup, separate_documents=False) == fallback
-    layers, = memory.attention_layers(setup.model, setup.mesh, separate_documents=False)
+    assert train_flops_per_token(program.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
+    assert summary.exceptions(program) == fallback
+    layers, = memory.attention_layers(program.model, program.mesh, separate_documents=False)
     assert layers.backend == ("xla" if fallback else "splash")
 
 
@@ -89,8 +93,8 @@ def test_account_of_activations(fields, kept):
     """4 sequences a device at one time, two parts by tensor, bfloat16; splash attention keeps no weights."""
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
-    setup = set_up(config, jax.devices()[:8])
-    found = memory.account(setup.model, setup.mesh, abstract_state(setup, config), 4, 8, False)
+    program = build_program(config, jax.devices()[:8])
+    found = memory.account(program.model, program.mesh, program.abstract_state(), 4, 8, False)
     # On CPUs attention is XLA's: 128 queries at a time read the keys up to the last one's.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
@@ -106,9 +110,9 @@ def test_memory_is_that_of_the_step_that_main_runs():
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     config = load_config("gpt")
-    setup = set_up(config, jax.devices()[:8])
-    needs = compile_train_step(setup, config).memory_analysis()
-    eval_needs = compile_eval_step(setup, config).memory_analysis()
+    program = build_program(config, jax.devices()[:8])
+    needs = program.compile_train_step().memory_analysis()
+    eval_needs = program.compile_eval_step().memory_analysis()
     assert planned["temp_bytes"] == pytest.approx(needs.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == needs.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
@@ -192,17 +196,16 @@ def test_what_does_not_fit():
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_an_evaluation_that_does_not_fit(monkeypatch, refusal):
     """Refused by the compiler, or alone within the memory, but not beside the optimizer's state."""
-    def compile_eval(setup, config):
-        if refusal:
-            raise jax.errors.JaxRuntimeError(refusal)
-        return compile_eval_step(setup, config)
+    def refuse(program):
+        raise jax.errors.JaxRuntimeError(refusal)
 
-    config = load_config("gpt")
-    monkeypatch.setattr(estimate.train, "compile_eval_step", compile_eval)
-    known = estimate.estimate(config, jax.devices()[:1])
+    program = build_program(load_config("gpt"), jax.devices()[:1])
+    if refusal:
+        monkeypatch.setattr(Program, "compile_eval_step", refuse)
+    known = estimate.estimate(program)
     small = chips.Chip(1.0, known.eval_needed_bytes - 1)
     monkeypatch.setattr(estimate.chips, "chip", lambda kind: small)
-    planned = estimate.estimate(config, jax.devices()[:1])
+    planned = estimate.estimate(program)
     assert not planned.fits and planned.temp_bytes == known.temp_bytes
     if refusal:
         moments = 2 * 4 * planned.parameters
@@ -227,12 +230,11 @@ def test_a_program_without_text_is_read_from_the_dump(tmp_path):
 
 
 def test_memory_of_a_program_that_cannot_be_read(monkeypatch):
-    config = load_config("gpt")
-    monkeypatch.setattr(estimate, "compile_and_read",
-                        lambda setup, config: (compile_train_step(setup, config), None))
-    planned = estimate.estimate(config, jax.devices()[:1])
+    program = build_program(load_config("gpt"), jax.devices()[:1])
+    monkeypatch.setattr(estimate, "compile_and_read", lambda program: (program.compile_train_step(), None))
+    planned = estimate.estimate(program)
     assert planned.fits and planned.temp_bytes and planned.collectives is planned.estimated_cycles is None
-    assert "Cycles and collectives are not available" in words(config, jax.devices()[:1], planned)
+    assert "Cycles and collectives are not available" in words(program, planned)
 
 
 @pytest.mark.parametrize("message, needed", [
@@ -250,25 +252,22 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 
-    def stand_in(config, devices):
-        assert config.train.batch_size % 16 == 0  # 8 devices, 2 microbatches
-        sizes.append(config.train.batch_size // 16)
+    def stand_in(batch_size):
+        assert batch_size % 16 == 0
+        sizes.append(batch_size // 16)
         needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)
         return type("Estimate", (), {"peak_bytes": needed, "fits": needed <= hbm})
 
     monkeypatch.setattr(estimate, "estimate", stand_in)
-    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, hbm))
-    config = load_config("gpt", train__microbatches=2)
-    assert estimate.largest_batch(config, jax.devices()[:8], say=lambda line: None) == 16 * largest
+    assert estimate.largest_batch(lambda batch_size: batch_size, 16, hbm, say=lambda line: None) == 16 * largest
     assert len(sizes) == len(set(sizes)) <= 12
 
 
 def test_search_when_nothing_fits(monkeypatch):
     monkeypatch.setattr(estimate, "estimate", lambda *_: type(
         "Estimate", (), {"peak_bytes": 2, "fits": False}))
-    monkeypatch.setattr(estimate.chips, "chip", lambda kind: chips.Chip(1, 1))
     with pytest.raises(UserError, match="not even one sequence"):
-        estimate.largest_batch(load_config("gpt"), jax.devices()[:1], say=lambda line: None)
+        estimate.largest_batch(lambda batch_size: batch_size, 1, 1.0, say=lambda line: None)
 
 
 # ---------------------------------------------------------------------- reading a program

@@ -19,11 +19,12 @@ import optax
 import pytest
 from conftest import ROOT, XLA_FLAGS, load_config, run
 
-from smallgpt_jax import inference, train
+from smallgpt_jax import inference, summary, train
 from smallgpt_jax.checkpoint import Checkpoints, bit_sums
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import MetricsWriter, read_lines
+from smallgpt_jax.program import build_program
 from smallgpt_jax.step import TrainState, train_step
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -325,7 +326,7 @@ def test_a_run_does_not_need_its_standard_output(text_file, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "stdout", Gone(error))
     config = load_config("gpt", data__source=str(text_file), data__store=str(tmp_path / "store"), train__steps=10)
     train.train(config, str(tmp_path / "run"))
-    train.conclude(str(tmp_path / "run"))
+    summary.closing(str(tmp_path / "run"))
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [10, 10]
 
 
@@ -350,7 +351,7 @@ def test_what_the_machine_refuses_is_not_called_damaged(saved, tmp_path, monkeyp
     with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\)\. Nothing"):
         checkpoints.restore_newest(ABSTRACT)
     with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\)$"):
-        checkpoints.restore_params(20, ABSTRACT.params)
+        checkpoints.restore_model(20, ABSTRACT.params, {})
     assert checkpoints.steps() == [10, 20] and not (tmp_path / "damaged_checkpoints").exists()
     checkpoints.close()
 
@@ -427,14 +428,14 @@ def test_a_run_goes_on_on_other_devices(text_file, tmp_path, monkeypatch, archit
 def test_an_update_that_is_not_finite_is_not_made():
     """A batch with a token whose embedding is broken: its step leaves weights and optimiser alone."""
     config = load_config("gpt")
-    setup = train.set_up(config, jax.devices()[:1])
+    program = build_program(config, jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 257, (8, 65), np.int32)
     good, bad = Rows(tokens % 256), Rows(np.where(tokens % 9, tokens, 256))
-    state = train.initial_state(setup, config)
+    state = program.initial_state()
     table = state.params["token_embedding"].at[256].set(np.nan)
     state = state._replace(params={**state.params, "token_embedding": table})
     step = jax.jit(lambda state, batch: train_step(
-        state, batch, model=setup.model, optimizer=setup.optimizer, schedule=lambda count: 10.0 * count,
+        state, batch, model=program.model, optimizer=program.optimizer, schedule=lambda count: 10.0 * count,
         microbatches=1, loss_chunks=1, seed=0))
     first, metrics = step(state, good)
     assert metrics["skipped"] == 0
@@ -454,14 +455,14 @@ def test_an_update_that_is_not_finite_is_not_made():
 def test_weights_that_an_update_leaves_infinite_are_noticed(scale):
     """Those of a token that the batch lacks: neither loss nor gradient knows of them."""
     config = load_config("gpt")
-    setup = train.set_up(config, jax.devices()[:1])
-    state = train.initial_state(setup, config)
+    program = build_program(config, jax.devices()[:1])
+    state = program.initial_state()
     optimizer = optax.adamw(40.0, weight_decay=0.1)
 
     def step(row):
         params = {**state.params, "token_embedding": state.params["token_embedding"].at[256].set(row)}
         return jax.jit(functools.partial(
-            train_step, model=setup.model, optimizer=optimizer, schedule=lambda count: 40.0, microbatches=1,
+            train_step, model=program.model, optimizer=optimizer, schedule=lambda count: 40.0, microbatches=1,
             loss_chunks=1, seed=0))(TrainState(jnp.int32(0), params, optimizer.init(params)),
                                     Rows(np.random.default_rng(0).integers(0, 256, (8, 65), np.int32)))[1]
 

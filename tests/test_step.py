@@ -17,15 +17,8 @@ from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data.packing import Rows
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
+from smallgpt_jax.program import build_program
 from smallgpt_jax.step import cross_entropy, eval_step, weighted_loss
-from smallgpt_jax.train import (
-    abstract_state,
-    compile_eval_step,
-    compile_train_step,
-    initial_state,
-    runnable,
-    set_up,
-)
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -69,8 +62,8 @@ def test_gradients_in_bfloat16_are_those_of_float32():
     for dtype in ("float32", "bfloat16"):
         model = build("gpt", dtype=dtype)
         params = init(build("gpt"))
-        gradients[dtype] = jax.jit(jax.grad(weighted_loss), static_argnums=(1, 4))(
-            params, model, Rows(tokens), jnp.full((64, 64), 1 / 64**2), 1)
+        gradients[dtype], _ = jax.jit(jax.grad(weighted_loss, has_aux=True), static_argnums=(2, 5))(
+            params, {}, model, Rows(tokens), jnp.full((64, 64), 1 / 64**2), 1)
     for (path, wanted), found in zip(jax.tree_util.tree_leaves_with_path(gradients["float32"]),
                                      jax.tree.leaves(gradients["bfloat16"])):
         error = jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
@@ -140,14 +133,14 @@ def test_impossible_optimizers_are_refused(change, words):
 def losses(architecture, devices=1, steps=20, **fields):
     """The losses of the first training steps."""
     config = load_config(architecture, **fields)
-    setup = set_up(config, jax.devices()[:devices])
-    state = initial_state(setup, config)
-    step = runnable(compile_train_step(setup, config), setup.mesh)
+    program = build_program(config, jax.devices()[:devices])
+    state = program.initial_state()
+    step = program.runnable(program.compile_train_step())
     tokens = np.random.default_rng(0).integers(
         0, config.model.vocab_size, (steps, config.train.batch_size, 65)).astype(np.int32)
     found = []
     for batch in tokens:
-        state, metrics = step(state, Rows(jax.device_put(batch, sharding.batch_sharding(setup.mesh))))
+        state, metrics = step(state, Rows(jax.device_put(batch, sharding.batch_sharding(program.mesh))))
         found.append(float(metrics["loss"]))
     return np.array(found)
 
@@ -225,9 +218,9 @@ def test_what_the_mesh_does_not_divide_is_said_once():
 
 # ---------------------------------------------------------------------- traffic
 
-def compiled(architecture, function=compile_train_step, **fields):
+def compiled(architecture, **fields):
     config = load_config(architecture, **fields)
-    return hlo.Program(function(set_up(config, jax.devices()[:8]), config).as_text())
+    return hlo.Program(build_program(config, jax.devices()[:8]).compile_train_step().as_text())
 
 
 def test_copies_of_the_model_send_each_other_gradients_and_nothing_else():
@@ -241,11 +234,11 @@ def test_copies_of_the_model_send_each_other_gradients_and_nothing_else():
 def test_paths_meet_once():
     """pgpt's forward pass with each path on a device of its own: one all-reduce of what they found."""
     config = load_config("pgpt", mesh__data=1, mesh__path=2)
-    setup = set_up(config, jax.devices()[:2])
-    params = abstract_state(setup, config).params
-    tokens = jax.ShapeDtypeStruct((8, 64), "int32", sharding=sharding.batch_sharding(setup.mesh))
-    with sharding.context(setup.mesh):
-        forward = jax.jit(lambda params, tokens: setup.model.apply(
+    program = build_program(config, jax.devices()[:2])
+    params = program.abstract_state().params
+    tokens = jax.ShapeDtypeStruct((8, 64), "int32", sharding=sharding.batch_sharding(program.mesh))
+    with sharding.context(program.mesh):
+        forward = jax.jit(lambda params, tokens: program.model.apply(
             {"params": params}, tokens, method="hidden")).lower(params, tokens).compile()
     assert hlo.Program(forward.as_text()).collectives() == {
         "all-reduce": {"count": 1, "bytes": 4 * 8 * 64 * config.model.d_model}}
@@ -299,11 +292,11 @@ def test_evaluation_leaves_out_what_does_not_count(microbatches):
     params = init(model)
     tokens = jax.random.randint(jax.random.key(0), (4, 65), 0, 257)
     every = jnp.ones((1, 64), bool)
-    rows = [eval_step(params, Rows(tokens[i:i + 1], None, every), model=model, microbatches=1, loss_chunks=1)
+    rows = [eval_step(params, {}, Rows(tokens[i:i + 1], None, every), model=model, microbatches=1, loss_chunks=1)
             for i in range(4)]
     counts = jnp.broadcast_to(jnp.array([True, False, True, False])[:, None], (4, 64))
     loss, targets = eval_step(
-        params, Rows(tokens, None, counts), model=model, microbatches=microbatches, loss_chunks=4)
+        params, {}, Rows(tokens, None, counts), model=model, microbatches=microbatches, loss_chunks=4)
     assert int(targets) == 2 * 64
     assert float(loss) == pytest.approx(float(rows[0][0] + rows[2][0]), rel=1e-5)
 
@@ -311,7 +304,8 @@ def test_evaluation_leaves_out_what_does_not_count(microbatches):
 def test_parts_save_memory_in_evaluation_too():
     def temporaries(**fields):
         config = load_config("gpt", train__batch_size=64, **fields)
-        return compile_eval_step(set_up(config, jax.devices()[:1]), config).memory_analysis().temp_size_in_bytes
+        program = build_program(config, jax.devices()[:1])
+        return program.compile_eval_step().memory_analysis().temp_size_in_bytes
 
     assert temporaries(train__microbatches=8) < temporaries() / 4
 
@@ -331,12 +325,12 @@ def masks_of_two_steps(config, devices: int = 1, restart=lambda state: state) ->
         jax.debug.callback(lambda mask: found[-1].append((name, mask.tobytes())), scale != 0)
         return args[0] * scale
 
-    setup = set_up(config, jax.devices()[:devices])
+    program = build_program(config, jax.devices()[:devices])
     with nn.intercept_methods(record):
-        step = runnable(compile_train_step(setup, config), setup.mesh)
+        step = program.runnable(program.compile_train_step())
     batch = jnp.arange(config.train.batch_size * 65, dtype=jnp.int32).reshape(-1, 65) % config.model.vocab_size
-    batch = Rows(jax.device_put(batch, sharding.batch_sharding(setup.mesh)))
-    state = initial_state(setup, config)
+    batch = Rows(jax.device_put(batch, sharding.batch_sharding(program.mesh)))
+    state = program.initial_state()
     for _ in range(2):
         found.append([])
         state, _ = step(state, batch)
@@ -374,6 +368,6 @@ def test_dropout_masks_are_the_same_after_a_resume(tmp_path):
         checkpoints = Checkpoints(tmp_path, keep=1, say=print)
         checkpoints.save(int(state.step), state)
         checkpoints.finish()
-        return checkpoints.restore_newest(abstract_state(set_up(config, jax.devices()[:1]), config))
+        return checkpoints.restore_newest(build_program(config, jax.devices()[:1]).abstract_state())
 
     assert masks_of_two_steps(config, restart=restart) == masks_on_one_device()

@@ -19,15 +19,16 @@ from conftest import ARCHITECTURES, ROOT, forward, load_config, run
 
 from configs import run as run_config
 from smallgpt_jax import inference, metrics, models
-from smallgpt_jax import train as train_module
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.models.layers import Trunk, blocks
-from smallgpt_jax.train import conclude, train
+from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.program import Program, build_program
+from smallgpt_jax.summary import closing
+from smallgpt_jax.train import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -210,7 +211,7 @@ def test_a_run_whose_metrics_are_gone_has_last_words(text_file, tmp_path, capsys
     workdir = tmp_path / "my run"
     train(config_for(text_file, train__steps=10), str(workdir))
     (workdir / "metrics.jsonl").unlink()
-    conclude(str(workdir))
+    closing(str(workdir))
     assert capsys.readouterr().out.endswith(
         f"\nMore text:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n")
 
@@ -222,7 +223,7 @@ def test_a_trained_model_goes_on_at_a_longer_context(text_file, tmp_path, monkey
     train(config_for(text_file, model__position=position), str(tmp_path / "short"))
     trained = inference.load_trained(tmp_path / "short")
     longer = tmp_path / "longer"
-    run_folder.plant(longer, trained.model, trained.params, trained.tokenizer, {})
+    run_folder.plant(longer, trained.model, trained.params, {}, trained.tokenizer, {})
     config = run_config.get_config(str(longer))
     config.data.source = str(text_file)
     config.model.context_length = 128
@@ -270,7 +271,7 @@ def test_an_architecture_of_ones_own(text_file, tmp_path, monkeypatch):
     """The README's example: one class and one line."""
     readme = (ROOT / "README.md").read_text()
     names = {}
-    exec(re.search(r"```python\n(# smallgpt_jax/models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
+    exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
     monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
     config = config_for(text_file, model__architecture="twice")
     model, gpt = models.build(**config.model), models.build(**config_for(text_file).model)
@@ -281,12 +282,16 @@ def test_an_architecture_of_ones_own(text_file, tmp_path, monkeypatch):
     assert losses_in(tmp_path, "eval")[40] < 0.85 * math.log(257)
 
 
-class WithFlaxLayers(Trunk):
+class WithFlaxLayers(nn.Module):
     """A trunk with layers of flax, whose parameters name no axes."""
 
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
     @nn.compact
-    def __call__(self, x_BxTxD, mode):
-        x_BxTxD = blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+    def __call__(self, x_BxTxD, context):
+        x_BxTxD = stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
         return x_BxTxD + nn.Dense(self.config.d_model, name="plain")(nn.RMSNorm(name="rms")(x_BxTxD))
 
 
@@ -294,15 +299,15 @@ def test_parameters_that_name_no_axes_are_whole_on_each_device(text_file, tmp_pa
     monkeypatch.setitem(models.ARCHITECTURES, "plain", WithFlaxLayers)
     config = config_for(text_file, model__architecture="plain", model__num_layers=1, mesh__fsdp=2, mesh__tensor=2,
                         train__steps=2, train__eval_steps=1, train__checkpoint_every=1)
-    setup = train_module.set_up(config)
-    trunk = setup.shardings.params["trunk"]
+    program = build_program(config)
+    trunk = program.shardings.params["trunk"]
     whole = [trunk["plain"]["kernel"], trunk["plain"]["bias"], trunk["rms"]["scale"]]
     assert all(sharding.is_fully_replicated for sharding in whole)
     assert not trunk["blocks"]["mlp"]["up"]["kernel"].is_fully_replicated
-    ones = jax.tree.map(lambda x: jnp.ones(x.shape), nn.unbox(models.abstract_params(setup.model)))
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), nn.unbox(models.abstract_params(program.model)))
     zeros = jax.tree.map(jnp.zeros_like, ones)
-    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, setup.optimizer.init(ones))  # not step 0
-    decay = setup.optimizer.update(zeros, state, ones)[0]["trunk"]
+    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, program.optimizer.init(ones))  # not step 0
+    decay = program.optimizer.update(zeros, state, ones)[0]["trunk"]
     assert jnp.all(decay["plain"]["kernel"] < 0)
     assert not jnp.any(decay["plain"]["bias"]) and not jnp.any(decay["rms"]["scale"])
 
@@ -313,7 +318,7 @@ def test_parameters_that_name_no_axes_are_whole_on_each_device(text_file, tmp_pa
     model, params, *_ = inference.load_trained(tmp_path)
     ids = np.arange(12)[None] % 256
     whole_logits = forward(model, params, ids)[0, -1]
-    texts = decoder.Texts(model, decoder.unstacked(model, params), 512, ids[:, :5])
+    texts = decoder.Texts(model, layout.pack(model, params), 512, ids[:, :5])
     texts.draw(Sampling())
     texts.ids[0] += ids[0, 5:].tolist()
     np.testing.assert_allclose(texts.draw_with_logits(Sampling())[1][0], whole_logits, atol=1e-4)
@@ -343,7 +348,7 @@ def test_bigram_loss_is_that_of_the_formula():
     ({"model__vocab_size": 200}, ["vocab_size=200", "257"]),
     ({"model__num_heads": 5}, ["num_heads=5"]),
     ({"mesh__data": 3}, ["data=3"]),
-    ({"mesh__path": 2}, ["path=2", "only pgpt"]),
+    ({"mesh__path": 2}, ["path=2", "gpt has no paths"]),
     ({"data__packing": "best"}, ["packing='best'"]),
     ({"data__source": "nothing.txt"}, ["nothing.txt", "no such file"]),
     ({"data__source": "hf:some/corpus", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
@@ -371,10 +376,10 @@ def test_what_cannot_be_trained_leaves_no_workdir(text_file, tmp_path, fields, w
     ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem.", jax.errors.JaxRuntimeError, ["vmem"]),
     ("INTERNAL: failure", jax.errors.JaxRuntimeError, ["INTERNAL"])])
 def test_a_run_that_needs_more_memory_than_there_is(text_file, tmp_path, monkeypatch, report, raised, words):
-    def fail(setup, config):
+    def fail(program):
         raise jax.errors.JaxRuntimeError(report)
 
-    monkeypatch.setattr(train_module, "compile_train_step", fail)
+    monkeypatch.setattr(Program, "compile_train_step", fail)
     with pytest.raises(raised) as error:
         train(config_for(text_file), str(tmp_path / "run"))
     assert all(word in str(error.value) for word in words) and str(error.value).count("\n") <= 1

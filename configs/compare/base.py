@@ -46,7 +46,8 @@ def recipe(name: str, size: str) -> ConfigDict:
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
     """The fields of `config` that `common` has different, by group."""
-    found = {group: {field: value for field, value in fields.items() if value != common[group][field]}
+    found = {group: {field: value for field, value in fields.items()
+                     if field not in common[group] or value != common[group][field]}
              for group, fields in config.to_dict().items()}
     return {group: fields for group, fields in found.items() if fields}
 

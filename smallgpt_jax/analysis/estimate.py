@@ -5,14 +5,18 @@ import math
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
-from ml_collections import ConfigDict
 
-from smallgpt_jax import models, sharding, train
+from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis import chips, flops, hlo, memory
 from smallgpt_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from smallgpt_jax.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,58 +57,55 @@ class Estimate:
         return max(self.needed_bytes, self.eval_needed_bytes or 0)
 
 
-def estimate(config: ConfigDict, devices: list[jax.Device]) -> Estimate:
-    """Compiles the training and the evaluation step of `config` for `devices` and reads off what they take.
+def estimate(program: "Program") -> Estimate:
+    """Compiles the training and the evaluation step of `program` for its devices and reads off what they take.
 
     Raises UserError for what cannot be trained there, but not for what does not fit.
     """
-    setup = train.set_up(config, devices)
-    state = train.abstract_state(setup, config)
-    chip = chips.chip(devices[0].device_kind)
-    per_token = flops.train_flops_per_token(setup.model)
+    config, model, mesh = program.config, program.model, program.mesh
+    state, kind = program.abstract_state(), mesh.devices.flat[0].device_kind
+    chip = chips.chip(kind)
+    per_token = flops.train_flops_per_token(model)
     tokens = config.train.batch_size * config.model.context_length
-    sequences = config.train.batch_size / (
-        sharding.batch_parts(setup.mesh) * config.train.microbatches)
+    sequences = config.train.batch_size / (sharding.batch_parts(mesh) * config.train.microbatches)
     known = dict(
-        parameters=models.num_parameters(setup.model), flops_per_token=per_token,
-        flops_per_step=per_token * tokens, tokens_per_step=tokens, devices=len(devices),
-        device_kind=devices[0].device_kind, hbm_bytes=chip and int(chip.hbm),
-        account=memory.account(setup.model, setup.mesh, state, sequences, config.train.loss_chunks,
+        parameters=models.num_parameters(model), flops_per_token=per_token, flops_per_step=per_token * tokens,
+        tokens_per_step=tokens, devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
+        account=memory.account(model, mesh, state, sequences, config.train.loss_chunks,
                                config.data.separate_documents))
     started = time.monotonic()
     try:
-        program, text = compile_and_read(setup, config)
+        step, text = compile_and_read(program)
     except jax.errors.JaxRuntimeError as error:
         return Estimate(
             **known, argument_bytes=memory.bytes_on_device(state), temp_bytes=None,
             needed_bytes=bytes_needed(error, memory.bytes_on_device(state)), eval_temp_bytes=None,
             eval_needed_bytes=None, fits=False, **UNKNOWN_SPEED, collectives=None,
             compile_seconds=time.monotonic() - started)
-    eval_temp_bytes, eval_needed_bytes = evaluation_memory(setup, config, state)
+    eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, state)
     seconds = time.monotonic() - started
-    needs = program.memory_analysis()
+    needs = step.memory_analysis()
     return Estimate(
         **known, argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
         needed_bytes=total_bytes(needs), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
-        **(speed(text, config.model.context_length, chip, per_token * tokens / len(devices))
+        **(speed(text, config.model.context_length, chip, per_token * tokens / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
 
 
-def compile_and_read(setup: train.Setup, config: ConfigDict) -> tuple[jax.stages.Compiled, hlo.Program | None]:
-    """The compiled training step and its text, None if that cannot be read."""
-    if setup.mesh.devices.flat[0].platform != "tpu":
-        program = train.compile_train_step(setup, config)
-        return program, hlo.Program(program.as_text())
+def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
+    """Returns the compiled training step and its text, None if that cannot be read."""
+    if program.mesh.devices.flat[0].platform != "tpu":
+        step = program.compile_train_step()
+        return step, hlo.Program(step.as_text())
     with tempfile.TemporaryDirectory() as dump:
-        program = train.compile_train_step(
-            setup, config, compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
-        return program, read_program(program, Path(dump))
+        step = program.compile_train_step({"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+        return step, read_program(step, Path(dump))
 
 
 def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
-    """The text of a compiled training step: the one in the TPU compiler's dump, else its own; None if there is neither.
+    """Returns the text of a compiled training step: that of the TPU compiler's dump, else its own; None without both.
 
     Both are the same, but for TPU v5p and v6e `as_text()` can fail, and then writes a stack trace to standard error
     (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
@@ -118,11 +119,12 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
         return None
 
 
-def evaluation_memory(setup: train.Setup, config: ConfigDict, state) -> tuple[int | None, int]:
-    """Bytes of an evaluation step's temporaries, None if they do not fit, and of all that is in memory meanwhile."""
+def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
+    """Returns the bytes of an evaluation step's temporaries, None if they do not fit, and of all that is in memory
+    meanwhile."""
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
-        needs = train.compile_eval_step(setup, config).memory_analysis()
+        needs = program.compile_eval_step().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
     return needs.temp_size_in_bytes, total_bytes(needs) + optimizer_bytes
@@ -162,7 +164,8 @@ def speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_a_device
 
 # Products of (rows, positions) × (positions, head width) that each of the kernels takes. The last is what the
 # TPU compiler itself makes of plain attention: scores (its first operand) to weights, times values.
-KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
+KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
+                   "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
 
 def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
@@ -187,26 +190,22 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
             * max(head_width, 128) / chip.flops)
 
 
-def largest_batch(config: ConfigDict, devices: list[jax.Device], say) -> int:
-    """The largest batch size with which training and evaluation still fit.
+def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, say: Callable[[str], None]) -> int:
+    """Returns the largest batch size with which training and evaluation still fit into `hbm` bytes.
 
-    Few compilations: between one that fits and one that does not, where memory would end if it grew
-    evenly. Raises UserError if not even one sequence fits.
+    `build` returns the program with a batch size, `parts` divides all batch sizes. Few compilations: between one that
+    fits and one that does not, where memory would end if it grew evenly. Raises UserError if not even one sequence
+    fits.
     """
-    mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    parts = sharding.batch_parts(mesh) * config.train.microbatches
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
-        tried = config.copy_and_resolve_references()
-        tried.train.batch_size = sequences * parts
-        result = estimate(tried, devices)
+        result = estimate(build(sequences * parts))
         needed[sequences] = result.peak_bytes
         say(f"  {sequences} a device: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
         return result.fits
 
-    hbm = chips.chip(devices[0].device_kind).hbm
     if not fits(1):
         raise UserError("not even one sequence a device fits: use more devices with config.mesh.fsdp, "
                         "config.model.remat='full', or a smaller model")

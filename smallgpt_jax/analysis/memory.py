@@ -22,7 +22,9 @@ import re
 import flax.linen as nn
 import jax
 
-from smallgpt_jax.models import LanguageModel, abstract_params, attention
+from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.models.attention import Attention
+from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
 
 
 def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
@@ -32,12 +34,18 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
-    kept = {"none": 4 + (4 + 2 * c.mlp_ratio) / tensor, "dots": 3 + (4 + c.mlp_ratio) / tensor, "full": 1}
+    # Per position and unit of width. Queries and what attention finds, keys and values; of a gated MLP the activation's
+    # value and derivative, the other factor and the product.
+    qkv = 2 + 2 * c.kv_heads / c.num_heads
+    inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
+    kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
     activations = 0
     for layers in attention_layers(model, mesh, separate_documents):
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
-            keys = (c.context_length + min(c.context_length, attention.QUERIES)) / 2  # that a query reads, on average
+            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # that a query reads, on average
+            if layers.window:
+                keys = min(keys, layers.window + min(c.context_length, QUERIES) - 1)
             activations += layers.count * positions * keys * layers.heads * element / tensor
     weights = bytes_on_device(state.params)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
@@ -52,13 +60,6 @@ def bytes_on_device(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def is_exhausted(error: Exception) -> bool:
-    """Whether a compiler or a device says that its memory is too small. A TPU's vmem and smem are not meant: what
-    its kernels need there does not depend on the batch."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
-
-
 def in_words(size: float) -> str:
     """3e6 → '2.9 MiB'; 3e9 → '2.79 GiB'."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
@@ -66,30 +67,49 @@ def in_words(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """`count` equal ones on each device; `backend` computes them, `why` if not the one asked for."""
+    """`count` equal ones on each device; `backend` computes them, `why` if not the requested one."""
 
     count: int
     width: int
     heads: int
     head_width: int
+    window: int
     backend: str
     why: str
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """The attention layers of any architecture, told by the axes that their weights name."""
-    found, c = [], model.config
-    for box in jax.tree.leaves(abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
+    """Returns the attention layers of any architecture, recognized by the axes that their weights name."""
+    found, c, windows = [], model.config, attention_windows(model)
+    segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
+    for path, box in jax.tree_util.tree_leaves_with_path(
+            abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
         sizes = dict(zip(box.names, box.value.shape))
-        if "qkv" in sizes and "embed" in sizes:
-            backend, why = attention.choose(
-                c.attention, mesh.devices.flat[0].platform, time=c.context_length,
-                head_width=sizes["head_width"], dtype=c.dtype, has_segments=separate_documents,
-                has_alibi=c.position == "alibi")
-            count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
-            found.append(AttentionLayers(
-                count, sizes["embed"], sizes["heads"], sizes["head_width"], backend, why))
+        if "qkv" not in sizes or "embed" not in sizes:
+            continue
+        window = windows.get(tuple(key.key for key in path[:-2]), 0)
+        backend, why = select_backend(
+            c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
+            dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi")
+        count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        heads = sizes["heads"] * (sizes["qkv"] - 2)
+        found.append(AttentionLayers(count, sizes["embed"], heads, sizes["head_width"], window, backend, why))
     return found
+
+
+def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
+    """Returns the window of each attention module, by its path: it is not in the weights."""
+    windows = {}
+
+    def record(call, arguments, keywords, method):
+        if isinstance(method.module, Attention):
+            windows[method.module.path] = method.module.config.window
+        return call(*arguments, **keywords)
+
+    tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
+    with nn.intercept_methods(record):
+        jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return windows
 
 
 def components(model: LanguageModel) -> dict[str, int]:

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from smallgpt_jax import data, models, train, workdir
+from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import locked, safe_name, write_atomically
+from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 MOST_OFF = 0.01  # by how much a run may miss its budget of tokens, FLOPs or seconds
@@ -113,25 +115,32 @@ def names(config: ConfigDict) -> list[str]:
 def resolve(config: ConfigDict, name: str) -> ConfigDict:
     """The config of a run before its budget: what all share, with what the run has different."""
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
+    architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
+    own_fields = models.field_names(architecture)
+    if architecture != run.model.architecture:  # what only the common architecture has is not this run's
+        run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
             raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
                             "the fields that the run has different")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
+            if group == "model" and field in own_fields and field not in run.model:
+                run.model[field] = value
+                continue
             if field not in run[group]:
                 near = difflib.get_close_matches(field, run[group], n=1)
                 raise UserError(f"{where}: there is no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
             before = run[group][field]
             try:
-                if value is None and before is not None and field not in models.own_fields():
+                if value is None and before is not None:
                     raise TypeError
                 run[group][field] = value
             except TypeError:
                 raise UserError(f"{where}={value!r}: not of the type that it has to be (it was {before!r})") from None
     run = run.copy_and_resolve_references()
     try:
-        train.set_up(run)
+        build_program(run)
     except UserError as error:
         raise UserError(f"run {name!r}: {error}") from None
     return run
@@ -260,7 +269,8 @@ def cost(config: ConfigDict, budget: str) -> float:
         return inputs * train_flops_per_token(models.build(**config.model))
     if config.data.packing == "concat":  # has no padding, so the text need not be there
         return inputs
-    return inputs * (1 - train.mixture(data.find_or_make(config.data), "train", config).padding)
+    corpus = data.find_or_make(config.data)
+    return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
 
 
 def measured_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
@@ -288,10 +298,10 @@ def digest(run: ConfigDict) -> str:
 
 def steps_per_second(config: ConfigDict) -> float:
     """How fast such a run trains on this machine, measured for some seconds."""
-    setup = train.set_up(config)
-    state, step = train.initial_state(setup, config), train.compile_train_step(setup, config)
+    program = build_program(config)
+    state, step = program.initial_state(), program.compile_train_step()
     batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
-                         train.batch_shape(setup, config))
+                         program.abstract_batch())
     steps, started = -2, 0.0  # two that do not count
     while steps <= 0 or time.monotonic() - started < SPEED_SECONDS:
         if steps == 0:

@@ -1,5 +1,6 @@
 """What is measured of a finished run: its loss on other texts and in longer contexts, and how fast it writes."""
 
+import functools
 import json
 import math
 import time
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from smallgpt_jax import data, inference, sharding, train, workdir
+from smallgpt_jax import data, inference, sharding, workdir
 from smallgpt_jax.comparison.results import DECODING_FILE, OWN, TEXTS_FILE, read_json
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Rows
@@ -18,6 +19,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import appearing, local_path, locked, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.program import build_program
+from smallgpt_jax.train import mean_loss
 
 NEW_TOKENS = 64  # that are timed
 
@@ -124,16 +127,16 @@ def loss_on(folder: Path, stretch: Stretch, times: int) -> dict[str, float]:
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
     config.model.context_length *= times
     config.data.packing = "concat"  # as a Stretch is, whatever the run was trained on
-    mesh = train.set_up(config).mesh
+    mesh = build_program(config).mesh
     parts = sharding.batch_parts(mesh)
     # Batches of as many tokens as a microbatch of training has: what could be trained can be measured.
     rows_per_device = config.train.batch_size // (config.train.microbatches * parts * times)
     config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * parts, 1
-    setup = train.set_up(config)
-    run_eval = train.runnable(train.compile_eval_step(setup, config), mesh)
-    params = jax.device_put(trained.params, setup.shardings.params)
+    program = build_program(config)
+    eval_step = program.runnable(program.compile_eval_step())
+    params = jax.device_put(trained.params, program.shardings.params)
     place = sharding.batch_sharding(mesh)
-    nats, targets = train.mean_loss(run_eval, params, (
+    nats, targets = mean_loss(functools.partial(eval_step, params, trained.model_state), (
         jax.device_put(batch, place) for batch in stretch.batches(times, config.train.batch_size)))
     return {"loss": nats, "bits_per_byte": nats / math.log(2) / stretch.bytes_per_token,
             "tokens": targets}
@@ -159,7 +162,7 @@ def measure_decoding(folder: Path, say=print) -> None:
 def decoding_speed(text_model: inference.TextModel, count: int) -> float:
     """Tokens a second, after the first one. No text ends early: what is drawn is not looked at."""
     sampling = Sampling(temperature=0.0)
-    text = decoder.Texts(text_model.model, text_model.params, text_model.tokenizer.vocab_size,
+    text = decoder.Texts(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
                          [[text_model.tokenizer.end_of_text]])
     text.reserve(count + 1)
     drawn_BxN, left = text.draw_ahead(sampling, 1), count

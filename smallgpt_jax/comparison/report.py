@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from smallgpt_jax.comparison import figures, results
 from smallgpt_jax.comparison.results import OWN, Run, Spread
 from smallgpt_jax.files import safe_name, write_atomically
-from smallgpt_jax.words import duration
+from smallgpt_jax.formatting import duration
 
 MISSING = "–"
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",

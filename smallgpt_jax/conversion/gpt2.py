@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.layers import ModelConfig
+from smallgpt_jax.models import ModelConfig
 
 BLOCK_NAMES = {
     "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
@@ -86,7 +86,7 @@ def to_config(config: ModelConfig) -> dict:
     return {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
         "n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers,
-        "n_head": config.num_heads, "n_inner": config.mlp_ratio * config.d_model,
+        "n_head": config.num_heads, "n_inner": config.mlp_width,
         "activation_function": "gelu_new", "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
         "attn_pdrop": 0.0, "tie_word_embeddings": True, **FIXED}
 
@@ -119,5 +119,5 @@ def from_config(theirs: Mapping, where: str) -> dict:
     return dict(
         architecture="gpt", vocab_size=size("vocab_size"), context_length=size("n_positions", "n_ctx"),
         num_layers=size("n_layer", "num_hidden_layers"), num_heads=size("n_head", "num_attention_heads"),
-        d_model=width, mlp_ratio=inner // width, activation=ACTIVATIONS[activation], position="learned",
+        d_model=width, mlp_ratio=inner / width, activation=ACTIVATIONS[activation], position="learned",
         use_bias=True, tie_embeddings=is_tied)

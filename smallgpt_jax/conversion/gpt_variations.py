@@ -52,7 +52,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         (vocab_size, width), (context_length, _) = (
             theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
         first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
-        mlp_ratio = first_mlp.shape[0] // first_mlp.shape[1]
+        mlp_ratio = first_mlp.shape[0] / first_mlp.shape[1]
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
     except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
         raise UserError(f"{path}: not a checkpoint of the paper's code: no transformer.wte, transformer.wpe or "
@@ -94,7 +94,7 @@ def their_name(name: str, config: models.ModelConfig) -> str:
     place, part, leaf = re.fullmatch(r"trunk\.([a-z]+(?:\.\d+)+(?:\.blocks\.\d+)?)\.?(.*)\.(\w+)", name).groups()
     kind, *numbers = re.findall(r"[a-z]+|\d+", place.replace(".blocks", ""))
     numbers = [int(number) for number in numbers]
-    per_stage = config.blocks_per_stage or 0
+    per_stage = getattr(config, "blocks_per_stage", 0)
     module = {
         ("gpt", "blocks"): lambda i: f"h.{i}",
         ("pgpt", "paths"): lambda p, *i: f"h_{p + 1}.{i[0]}" if i else f"lin_{p + 1}",

@@ -18,14 +18,19 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import current_umask
-from smallgpt_jax.words import reason
+from smallgpt_jax.formatting import reason
 
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # that this code computes
+# The only values of these fields that it computes.
+FIXED = {"norm": "layer", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0, "qk_norm": False,
+         "attention_windows": (), "rope_base": 10_000.0}
+ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
-    "activation", "position", "use_bias", "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage",
-    "stage_heads", "conv_kernel")
+    "activation", "position", "use_bias")
+OWN_FIELDS = (  # of single architectures; null in the files of the others
+    "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # ours: theirs
 
@@ -46,6 +51,11 @@ def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokeniz
     if config.architecture not in ARCHITECTURES:
         raise UserError(f"config.model.architecture={config.architecture!r}: has no PyTorch code to bring along; "
                         "smallgpt_jax/conversion/exported/ computes " + ", ".join(ARCHITECTURES))
+    for field, value in FIXED.items():
+        if getattr(config, field) != value:
+            config.refuse(field, f"the exported PyTorch code computes only {value!r}")
+    if config.activation not in ACTIVATIONS:
+        config.refuse("activation", f"the exported PyTorch code computes only {', '.join(ACTIVATIONS)}")
     ours = tensors.from_params(model, params)
     theirs = gpt2.to_hugging_face(config, ours) if is_gpt2 else ours
     library("safetensors.numpy").save_file(
@@ -77,7 +87,7 @@ def own_config(config: models.ModelConfig) -> dict:
         "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
                      "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
-        **{name: fields[name] for name in SAME_FIELDS},
+        **{name: fields.get(name) for name in (*SAME_FIELDS, *OWN_FIELDS)},
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 
 
@@ -102,10 +112,10 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
     if kind == "gpt2":
         fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | gpt2.from_config(described, str(path))
     elif kind == "smallgpt":
-        described = models.completed(described)
+        described = models.upgrade_fields(described)
         if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
             raise UserError(f"{path}: {', '.join(missing)} missing: not written by this project, or damaged")
-        fields = {name: described[name] for name in SAME_FIELDS} | {
+        fields = {name: described[name] for name in (*SAME_FIELDS, *OWN_FIELDS) if name in described} | {
             ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()} | dict(scan_layers=False)
     else:
         raise UserError(f"{path}: a model of the type {kind!r}; gpt2 and smallgpt can be read")

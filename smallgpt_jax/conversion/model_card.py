@@ -5,8 +5,8 @@ from pathlib import Path
 
 from smallgpt_jax import models, workdir
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import in_millions
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.words import in_millions
 
 DESCRIPTIONS = {
     "gpt": "a GPT: {num_layers} blocks of width {d_model}",

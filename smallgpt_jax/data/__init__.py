@@ -11,7 +11,8 @@ import numpy as np
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.journal import MAY_BE_RELAXED
 from smallgpt_jax.data.packing import PACKINGS, Packing
-from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_made_from, open_store, prepare
+from smallgpt_jax.data.prepare import prepare_store
+from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_made_from, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
@@ -112,7 +113,8 @@ def make(data, workers: int | None = None, say=print) -> Corpus:
     """Makes the store of a config's `data` group, or goes on with one that was begun."""
     fields = {field: data[field] for field in STORE_FIELDS}
     unfinished = "" if data.store else unfinished_name(data)
-    return Corpus((prepare(store_folder(data), **fields, workers=workers, say=say, unfinished=unfinished),), (1.0,))
+    store = prepare_store(store_folder(data), **fields, workers=workers, say=say, unfinished=unfinished)
+    return Corpus((store,), (1.0,))
 
 
 def find_or_make(data) -> Corpus:

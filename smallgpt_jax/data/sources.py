@@ -33,7 +33,7 @@ from typing import NamedTuple
 from smallgpt_jax.data import tfrecord
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
-from smallgpt_jax.words import reason
+from smallgpt_jax.formatting import reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 KINDS = (".txt", *JSON_SUFFIXES, ".parquet")  # what a folder is searched for, each also compressed

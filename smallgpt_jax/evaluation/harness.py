@@ -27,21 +27,22 @@ class SmallGPT(TemplateLM):
 
     Contexts are read as they are, without a mark in front; an empty one is the end-of-text mark.
     What is longer than the model's context loses its beginning; the text to be scored never does.
-    `params` are those of the scorer's model; `progress` is called with what is done and how many there
-    are; `seed` is of texts that are drawn.
+    `params` and `model_state` are those of the scorer's model; `progress` is called with what is done and how many
+    there are; `seed` is of texts that are drawn.
     """
 
     def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
-                 seed: int = 0):
+                 seed: int = 0, model_state=None):
         super().__init__()
         self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
+        self._model_state = model_state
         self._progress, self._seed = progress, seed
         self.max_length = scorer.model.config.context_length
 
     @cached_property
     def _writer(self) -> TextModel:
         """Made when there is something to write: it has the weights once more."""
-        return text_model(self._scorer.model, self._params, self._tokenizer)
+        return text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
 
     @property
     def eot_token_id(self) -> int:
@@ -124,7 +125,7 @@ class SmallGPT(TemplateLM):
         chosen = {name: settings[name] for name in SETTINGS if settings.get(name)}  # top_k=0: all
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).check()
         room = max(self.max_length - most, self.max_length // 2, 1)  # for a context; the rest is to be written
-        text = Texts(self._writer.model, self._writer.params, self._tokenizer.vocab_size,
+        text = Texts(self._writer.model, self._writer.weights, self._tokenizer.vocab_size,
                      [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
         return self._writer.finish(text, prompts, most, settings["until"], sampling)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
-from smallgpt_jax.words import reason
+from smallgpt_jax.formatting import reason
 
 # arXiv 2404.14462, table 2, in its order; and the split that its numbers of examples are those of.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")

@@ -44,10 +44,11 @@ class Scorer:
     `batch_tokens`: of the positions computed at one time on each device.
     """
 
-    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None):
+    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
+                 model_state=None):
         self.model, self._batch_tokens = model, batch_tokens
         self.mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1, path=1, devices=devices)
-        self._params = jax.device_put(params, sharding.replicated(self.mesh))
+        self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
         """The number and the score of each sequence, the longest first, as they are computed."""
@@ -84,22 +85,22 @@ class Scorer:
         """Log-probability of the next token, and whether it is the likeliest, where that is asked for:
         (B, T) float32 and bool arrays, which are still being computed."""
         put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
-        return _run(self._params, put(batch.tokens_BxT1), put(batch.asked_BxT), self.model, self.mesh)
+        return _run(self._variables, put(batch.tokens_BxT1), put(batch.asked_BxT), self.model, self.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
-def _run(params, tokens_BxT1, asked_BxT, model: models.LanguageModel, mesh):
+def _run(variables, tokens_BxT1, asked_BxT, model: models.LanguageModel, mesh):
     rows = PartitionSpec(("data", "fsdp"))
     return jax.shard_map(
         functools.partial(log_probabilities, model=model), mesh=mesh, in_specs=(PartitionSpec(), rows, rows),
-        out_specs=(rows, rows), check_vma=False)(params, tokens_BxT1, asked_BxT)
+        out_specs=(rows, rows), check_vma=False)(variables, tokens_BxT1, asked_BxT)
 
 
-def log_probabilities(params, tokens_BxT1, asked_BxT, *, model: models.LanguageModel):
+def log_probabilities(variables, tokens_BxT1, asked_BxT, *, model: models.LanguageModel):
     """See `Scorer.run`. Logits are computed for the positions that are asked for only, CHUNK at a time."""
     batch, time = asked_BxT.shape
     x_BxTxW, head_VxW = model.apply(
-        {"params": params}, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
+        variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
     x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
     size = -(-batch * time // CHUNK) * CHUNK
     asked_S, = jnp.nonzero(asked_BxT.reshape(-1), size=size, fill_value=batch * time)

@@ -19,7 +19,7 @@ from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
-from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights, with_paths
@@ -33,7 +33,7 @@ class TextModel:
     """A model ready to write: its architecture, its weights as decoding wants them, its tokenizer."""
 
     model: models.LanguageModel
-    params: Any  # as `decoder.unstacked` gives them
+    weights: Any  # as `layout.pack` returns them
     tokenizer: tokenizers.Tokenizer
 
     def generate(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
@@ -127,7 +127,7 @@ class TextModel:
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"a prompt of {longest - 1:,} tokens: the model's context ends at {context:,} "
                             "(one of them marks the beginning); shorten it")
-        return decoder.Texts(self.model, self.params, self.tokenizer.vocab_size, ids, seed,
+        return decoder.Texts(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
                              unpenalised=self.tokenizer.end_of_text)
 
     def _write(self, text: decoder.Texts, prompt: str, max_new_tokens: int, stop: Sequence[str],
@@ -242,21 +242,23 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
     their numbers, "0,1" or [0, 1]. Raises UserError if the workdir holds no run, or no checkpoint
     of it, or for paths that the model has not.
     """
-    model, params, tokenizer, _ = load_trained(folder, step)
+    trained = load_trained(folder, step)
+    model, params = trained.model, trained.params
     if paths != "all":
         config, params = with_paths(model.config, params, chosen_paths(model, params, paths))
         model = models.LanguageModel(config)
-    return text_model(model, params, tokenizer)
+    return text_model(model, params, trained.tokenizer, trained.model_state)
 
 
-def text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer) -> TextModel:
-    """Returns a model with `params` as they were trained, ready to write.
+def text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer, model_state=None) -> TextModel:
+    """Returns a model with parameters and state as they were trained, ready to write.
 
     Raises UserError for an architecture that is not built in and that decodes wrongly.
     """
-    if models.ARCHITECTURES[model.config.architecture] not in models.BUILT_IN:
-        check_decoding(model, params)
-    return TextModel(model, decoder.unstacked(model, params), tokenizer)
+    weights = layout.pack(model, params, model_state)
+    if models.find_architecture(model.config.architecture) not in models.BUILT_IN:
+        check_decoding(model, params, model_state)
+    return TextModel(model, weights, tokenizer)
 
 
 class Trained(NamedTuple):
@@ -264,6 +266,7 @@ class Trained(NamedTuple):
 
     model: models.LanguageModel
     params: Any  # as they were trained
+    model_state: Any  # what modules carried from step to step
     tokenizer: tokenizers.Tokenizer
     step: int
 
@@ -285,11 +288,11 @@ def load_trained(folder: str | Path, step: int | None = None) -> Trained:
         raise UserError(f"{folder}: no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-                            nn.unbox(models.abstract_params(model)))
+                            (nn.unbox(models.abstract_params(model)), models.abstract_model_state(model)))
     step = steps[-1] if step is None else step
-    params = checkpoints.restore_params(step, abstract)
+    params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()
-    return Trained(model, params, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
+    return Trained(model, params, model_state, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
 
 
 def chosen_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

@@ -9,14 +9,14 @@ import functools
 import zlib
 from collections.abc import Sequence
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from smallgpt_jax import models
+from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.sampling import Sampling, sample
-from smallgpt_jax.models.layers import Mode
+from smallgpt_jax.models.context import Context
 
 AHEAD = 4  # tokens that one call draws at most: with more, a row that ends among them wastes more
 SHORTEST = 16  # lengths are rounded up to this, 32, 48, 64, 96, 128, 192, … and compiled once each
@@ -32,7 +32,7 @@ def bucket(length: int, longest: int) -> int:
     jax.jit,
     static_argnames=("model", "cache_length", "vocab_size", "unpenalised"),
     donate_argnames=("cache", "seen_BxV"))
-def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
+def advance(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
             model: models.LanguageModel, cache_length: int, vocab_size: int, unpenalised: int | None):
     """Reads the first `count_B` of each row's tokens, which begin at position `start_B`, and draws
     the next.
@@ -44,8 +44,8 @@ def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_
     A row's draw depends on nothing but the seed, its two numbers in `stream_Bx2`, its text and the
     settings.
     """
-    mode = Mode(cache_length=cache_length, start_B=start_B, length_B=count_B)
-    logits_BxV, kept = model.apply({"params": params, "cache": cache}, tokens_BxT, mode,
+    context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B)
+    logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
                                    method="next_logits", mutable=["cache", "calls"])
     logits_BxV = logits_BxV[:, :vocab_size]  # the embedding may have more rows than the tokenizer ids
     if seen_BxV is not None:
@@ -61,7 +61,7 @@ def advance(params, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_
     jax.jit,
     static_argnames=("model", "cache_length", "vocab_size", "unpenalised"),
     donate_argnames=("cache", "seen_BxV"))
-def advance_ahead(params, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
+def advance_ahead(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                   sampling: Sampling, **settings):
     """`advance` with one token of each row, then with the one drawn, and so on: `steps` times, at
     most AHEAD, without asking the host, which costs a small model a tenth of a step or more.
@@ -72,7 +72,7 @@ def advance_ahead(params, cache, seen_BxV, token_B, start_B, count_B, steps, see
     def step(i, carried):
         cache, seen_BxV, token_B, drawn_BxN = carried
         cache, seen_BxV, token_B, _ = advance(
-            params, cache, seen_BxV, token_B[:, None], start_B + i * count_B, count_B, seed,
+            weights, cache, seen_BxV, token_B[:, None], start_B + i * count_B, count_B, seed,
             stream_Bx2.at[:, 1].add(jnp.uint32(i)), sampling, **settings)
         return cache, seen_BxV, token_B, drawn_BxN.at[:, i].set(token_B)
 
@@ -90,36 +90,14 @@ def choose(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
     return sample(logits_BxV, seen_BxV, sampling, key_B)
 
 
-def unstacked(model: models.LanguageModel, params):
-    """`params` as decoding wants them: the weights of layers and paths that training stacks lie
-    apart, as NAME_0, NAME_1, …, those of `Dense` and of the head are matrices (inputs, outputs), and all but
-    vectors have the type that products are computed in."""
-    def apart(params, wanted):
-        if not isinstance(wanted, dict):
-            return params.astype(model.config.dtype) if params.ndim > 1 else params
-        parts = {}
-        for name in wanted:
-            if name in params:
-                part = params[name]
-            elif name == "matrix":
-                part = params["kernel"].reshape(wanted[name].shape)
-            elif name == "head_matrix":
-                part = params["head"].T
-            else:
-                stack, number = name.rsplit("_", 1)
-                part = jax.tree.map(lambda x: x[int(number)], params[stack])
-            parts[name] = apart(part, wanted[name])
-        return parts
-
-    return apart(params, nn.unbox(decoding_shapes(model, rows=1, cache_length=1)["params"]))
-
-
-def decoding_shapes(model: models.LanguageModel, rows: int, cache_length: int):
-    """The shapes of what decoding reads, nothing allocated: the collections "params" and "cache"."""
+def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
+    """Returns the shapes of a cache, nothing allocated."""
     numbers_B = jnp.ones(rows, jnp.int32)
-    mode = Mode(cache_length=cache_length, start_B=numbers_B, length_B=numbers_B)
-    return jax.eval_shape(
-        lambda: model.init(jax.random.key(0), numbers_B[:, None], mode, method="next_logits"))
+    context = Context(cache_length=cache_length, start_B=numbers_B, length_B=numbers_B)
+    _, kept = jax.eval_shape(
+        lambda weights: model.apply(layout.unpack(weights), numbers_B[:, None], context, method="next_logits",
+                                    mutable=["cache", "calls"]), weights)
+    return kept["cache"]
 
 
 class Texts:
@@ -133,11 +111,11 @@ class Texts:
     length, and for cgpt B·(conv_kernel − 1)·Σ(width of each convolution's input) more.
     """
 
-    def __init__(self, model: models.LanguageModel, params, vocab_size: int, ids: Sequence[Sequence[int]],
+    def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
                  seed: int = 0, unpenalised: int | None = None, samples: Sequence[int] | None = None):
-        """`params` are `unstacked`, `ids` have at least one token a row; the repetition penalty
+        """`weights` are as `layout.pack` returns them, `ids` have at least one token a row; the repetition penalty
         leaves out `unpenalised`. `samples` tell rows of the same text apart."""
-        self.model, self.params, self.vocab_size = model, params, vocab_size
+        self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
         self._seed, self._unpenalised = np.uint32(seed), unpenalised
         # What tells the rows' random streams apart: their text at the beginning, and their sample.
@@ -170,7 +148,7 @@ class Texts:
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
             if self._cache:
-                longer = decoding_shapes(self.model, len(self.ids), needed)["cache"]
+                longer = cache_shapes(self.model, self.weights, len(self.ids), needed)
                 self._cache = jax.tree.map(_padded, self._cache, longer)
             self._cache_length = needed
 
@@ -197,7 +175,7 @@ class Texts:
         for filled, row in zip(tokens_BxT, new):
             filled[:len(row)] = row
         self._cache, self._seen, drawn_B, self._logits = advance(
-            self.params, self._cache, seen_BxV, tokens_BxT, self._read, counts, self._seed, streams,
+            self.weights, self._cache, seen_BxV, tokens_BxT, self._read, counts, self._seed, streams,
             sampling, **self._settings())
         self._read = self._read + counts
         return drawn_B, self._logits
@@ -217,7 +195,7 @@ class Texts:
         self.reserve(steps - 1)
         token_B = np.array([row[0] if row else 0 for row in new], np.int32)
         self._cache, self._seen, drawn_BxN = advance_ahead(
-            self.params, self._cache, self._seen_before(sampling), token_B, self._read, counts, steps,
+            self.weights, self._cache, self._seen_before(sampling), token_B, self._read, counts, steps,
             self._seed, streams, sampling, **self._settings())
         self._read, self._logits = self._read + steps * counts, None
         return np.asarray(drawn_BxN)[:, :steps]

@@ -1,145 +1,122 @@
-"""Causal attention over whole rows: one call, several ways to compute it.
+"""Causal self-attention as a module, and its cache."""
 
-`xla` is plain JAX and runs anywhere. `splash` is JAX's Pallas kernel for TPUs, `cudnn` NVIDIA's
-fused kernel: neither ever holds the (time, time) scores. `auto` takes what suits the machine that
-the program is compiled for. What a kernel cannot take is computed by `xla`; `choose` says why.
-Decoding with a cache has an attention of its own, in `layers.py`.
-"""
-
-import functools
-import math
-
-import jax
+import flax.linen as nn
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
+import numpy as np
 
-from smallgpt_jax import sharding
-
-BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "whole" is for counting FLOPs
-QUERIES = 128  # positions that attend at one time, where no kernel does
-OUTPUT = "attention_output"  # what the splash kernel has found; rematerialisation may keep it
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.layers import INIT_STD, Dense, alibi_slopes, apply_rope, residual_std, rms_norm, zeros
+from smallgpt_jax.ops import attention as ops
+from smallgpt_jax.ops.platform import platform
 
 
-def choose(backend: str, platform: str, *, time: int, head_width: int, dtype: str,
-           has_segments: bool = False, has_alibi: bool = False) -> tuple[str, str]:
-    """Which backend computes such an attention on a "tpu", "gpu" or "cpu": its name, and why it is
-    not the one that was asked for ("" if it is)."""
-    if backend == "auto":
-        backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
-    if backend == "splash":
-        if time % splash_attention_kernel.NUM_LANES:
-            return "xla", "splash attention takes multiples of 128 positions"
-        if platform == "gpu":
-            return "xla", "splash attention is for TPUs"
-        if has_alibi:
-            return "xla", "splash attention has no ALiBi"
-    if backend == "cudnn":
-        if platform != "gpu":
-            return "xla", "cuDNN is for NVIDIA GPUs"
-        if dtype != "bfloat16":
-            return "xla", "cuDNN's attention takes bfloat16"
-        if head_width % 8 or head_width > 128:
-            return "xla", "cuDNN's attention takes head widths that are multiples of 8, up to 128"
-        if has_segments:  # handed a mask beside is_causal, it has let texts see each other
-            return "xla", "cuDNN's attention does not keep the documents of a row apart"
-        if has_alibi:  # it could be handed the biases, but written out, (time, time) for each head
-            return "xla", "cuDNN's attention has no ALiBi"
-    return backend, ""
+class QKVProjection(Dense):
+    """The fused projection to queries, keys and values: (B, T, D) → (B, H, T, K), (B, G, T, K), (B, G, T, K).
 
-
-def causal_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None, slopes_H=None, *,
-                     backend: str = "auto"):
-    """softmax(q·kᵀ/√K)·v over the positions up to each one's own, (B, H, T, K).
-
-    With `segments_BxT`, integers that number the documents of a row, only over those of the same
-    document. With `slopes_H` the scores of each head lose its slope times the distance (ALiBi). Scores
-    and softmax are float32 (Vaswani et al., arXiv 1706.03762, equation 1).
+    The kernel is (D, G, H/G + 2, K): for each head of keys and values its H/G queries, its key, its value. Heads come
+    first so that a mesh can split them. The products are computed apart, each in the layout that attention reads: TPUs
+    would else copy them. On CPUs, and in decoding, one product is faster, copies included.
     """
-    _, _, time, head_width = q_BxHxTxK.shape
-    name, _ = choose(backend, sharding.platform(), time=time, head_width=head_width,
-                     dtype=str(q_BxHxTxK.dtype), has_segments=segments_BxT is not None,
-                     has_alibi=slopes_H is not None)
-    q_BxHxTxK /= math.sqrt(head_width)
-    return {"xla": xla, "whole": whole, "splash": splash, "cudnn": cudnn}[name](
-        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H)
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        if context.decode or platform() == "cpu":
+            return split_heads(super().__call__(x_BxTxD, context))
+        kernel_DxGxJxK = self.kernel(x_BxTxD.shape[2:])
+        _, parts, _ = self.features
+        x_BxTxD = x_BxTxD.astype(self.dtype)
+        y = [jnp.einsum("btd,dgk->bgtk", x_BxTxD, kernel_DxGxJxK[:, :, j]) for j in range(parts)]
+        if self.use_bias:
+            bias_GxJxK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
+            y = [part + bias_GxJxK[None, :, j, None] for j, part in enumerate(y)]
+        *queries, k, v = y
+        if len(queries) == 1:
+            return queries[0], k, v
+        q_BxGxRxTxK = jnp.stack(queries, axis=2)
+        return q_BxGxRxTxK.reshape(len(x_BxTxD), -1, *q_BxGxRxTxK.shape[3:]), k, v
 
 
-def xla(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
-    """In parts of QUERIES positions, which look at no later keys."""
-    time = q_BxHxTxK.shape[2]
-    return jnp.concatenate([
-        whole(q_BxHxTxK[:, :, start:start + QUERIES], k_BxHxTxK[:, :, :start + QUERIES],
-              v_BxHxTxK[:, :, :start + QUERIES], segments_BxT, slopes_H)
-        for start in range(0, time, QUERIES)], axis=2)
+def split_heads(y_BxTxGxJxK):
+    """Returns queries, keys and values, (B, H, T, K), (B, G, T, K), (B, G, T, K)."""
+    batch, time, groups, parts, head_width = y_BxTxGxJxK.shape
+    if parts == 3:
+        return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
+    q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK = (
+        y_BxTxGxJxK[:, :, :, :-2], y_BxTxGxJxK[:, :, :, -2], y_BxTxGxJxK[:, :, :, -1])
+    q_BxTxHxK = q_BxTxGxRxK.reshape(batch, time, groups * (parts - 2), head_width)
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
 
 
-def whole(q_BxHxTxK, k_BxHxSxK, v_BxHxSxK, segments_BxS, slopes_H):
-    """Of the last T of S positions, no score left out (of which FLOPs are counted).
+class OutputProjection(Dense):
+    """The projection of the heads' outputs, (B, H, T, K) → (B, T, D); kernel (H, K, D)."""
 
-    Weights are divided by their sums after the product with the values: neither it nor its gradient then
-    passes over (T, S) once more.
+    @nn.compact
+    def __call__(self, x_BxHxTxK, context: Context):
+        if context.decode:
+            return super().__call__(jnp.swapaxes(x_BxHxTxK, 1, 2), context)
+        _, heads, _, head_width = x_BxHxTxK.shape
+        kernel_HxKxD = self.kernel((heads, head_width))
+        return self.with_bias(
+            jnp.einsum("bhtk,hkd->btd", x_BxHxTxK.astype(self.dtype), kernel_HxKxD))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; with `num_kv_heads` below `num_heads`, heads share keys and values.
+
+    When decoding, keys (with "rope" as they are rotated) and values of all positions so far are kept: 2·B·S·G·K numbers
+    of the model's type, S the cache's length.
     """
-    time, keys = q_BxHxTxK.shape[2], k_BxHxSxK.shape[2]
-    scores_BxHxTxS = jnp.einsum(
-        "bhtk,bhsk->bhts", q_BxHxTxK, k_BxHxSxK, preferred_element_type=jnp.float32)
-    may_see_BxTxS = jnp.tril(jnp.ones((time, keys), bool), keys - time)[None]
-    if segments_BxS is not None:
-        may_see_BxTxS &= segments_BxS[:, keys - time:keys, None] == segments_BxS[:, None, :keys]
-    if slopes_H is not None:  # the places in the row will do: distances in a document are the same
-        distances_TxS = jnp.arange(keys - time, keys)[:, None] - jnp.arange(keys)[None]
-        scores_BxHxTxS -= (slopes_H[:, None, None] * distances_TxS[None])[None]
-    scores_BxHxTxS += jnp.where(may_see_BxTxS, 0.0, -1e30)[:, None]
-    largest_BxHxTx1 = jax.lax.stop_gradient(jnp.max(scores_BxHxTxS, axis=-1, keepdims=True))
-    weights_BxHxTxS = jnp.exp(scores_BxHxTxS - largest_BxHxTx1)
-    y_BxHxTxK = jnp.einsum("bhts,bhsk->bhtk", weights_BxHxTxS.astype(v_BxHxSxK.dtype), v_BxHxSxK,
-                           preferred_element_type=jnp.float32)
-    return (y_BxHxTxK / jnp.sum(weights_BxHxTxS, axis=-1, keepdims=True)).astype(v_BxHxSxK.dtype)
 
+    config: ModelConfig
 
-def splash(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
-    """Each device runs the kernel on its own rows and heads; off a TPU it is interpreted, slowly."""
-    assert slopes_H is None, "see choose"
-    arguments = (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK)
-    names = (("batch", "heads", "time", "head_width"),) * 3
-    if segments_BxT is not None:
-        arguments, names = (*arguments, segments_BxT), (*names, ("batch", "time"))
-    interpret = sharding.platform() != "tpu"
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        c = self.config
+        q, k, v = QKVProjection(
+            (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width), ("embed", "heads", "qkv", "head_width"),
+            INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD, context)
+        if c.qk_norm:
+            q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
+        if c.position == "rope":
+            positions_BxT = context.positions(x_BxTxD.shape[1])
+            q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
+        slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
+        mask = context.attention_mask(c.window)
+        if context.decode:
+            y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
+        else:
+            y_BxHxTxK = ops.attention(q, k, v, mask, slopes_H, backend=c.attention)
+        return OutputProjection(
+            (c.d_model,), ("heads", "head_width", "embed"),
+            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, context)
 
-    def on_one_device(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT=None):
-        _, heads, time, head_width = q_BxHxTxK.shape
-        kernel = splash_kernel(heads, time, head_width, interpret)
-        if segments_BxT is None:
-            return jax.vmap(kernel)(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK)
-        segments = splash_attention_kernel.SegmentIds(segments_BxT, segments_BxT)
-        return jax.vmap(kernel)(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments)
+    def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
+        """Attends to each row's earlier positions too, which the cache holds; adds these to it.
 
-    return sharding.per_device(on_one_device, names)(*arguments)
-
-
-def splash_kernel(heads: int, time: int, head_width: int, interpret: bool):
-    """The kernel for (heads, time, head width) arrays; its causal mask is never written out."""
-    lanes = splash_attention_kernel.NUM_LANES
-    layouts = splash_attention_kernel.QKVLayout
-    # Memory is filled up to `lanes` along an array's last axis: narrow heads would waste most of it.
-    layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
-    block = math.gcd(time, 4 * lanes)
-    mask = splash_attention_mask.CausalMask((time, time))
-    return splash_attention_kernel.make_splash_mha_single_device(
-        mask=splash_attention_mask.MultiHeadMask([mask] * heads),
-        block_sizes=splash_attention_kernel.BlockSizes(
-            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
-            block_q_dq=block, block_kv_dq=block,
-            q_layout=layout, k_layout=layout, v_layout=layout),
-        residual_checkpoint_name=OUTPUT, interpret=interpret)
-
-
-def cudnn(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, segments_BxT, slopes_H):
-    assert segments_BxT is None and slopes_H is None, "see choose"
-    attention = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", scale=1.0)
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BxHxTxK, k_BxHxTxK, v_BxHxTxK))
-    names = (("batch", "time", "heads", "head_width"),) * 3
-    return jnp.swapaxes(sharding.per_device(attention, names)(q, k, v), 1, 2)
+        Slot s of the cache is position s. The padding of short rows is written as well, beyond their ends: nothing
+        reads it before it is overwritten. Rows and heads share an axis: with two, XLA's CPU compiler copies the whole
+        cache for each token.
+        """
+        batch, groups, time, head_width = k_BxGxTxK.shape
+        heads = q_BxHxTxK.shape[1]
+        shape = (batch * groups, context.cache_length, head_width)
+        keys, is_new = cache_variable(self, "keys", shape, k_BxGxTxK.dtype)
+        values, _ = cache_variable(self, "values", shape, v_BxGxTxK.dtype)
+        q = q_BxHxTxK.reshape(batch * groups, heads // groups, time, head_width)
+        k, v = (x.reshape(batch * groups, time, head_width) for x in (k_BxGxTxK, v_BxGxTxK))
+        slopes = None if slopes_H is None else np.tile(slopes_H, batch).reshape(batch * groups, -1)
+        if is_new:
+            room = ((0, 0), (0, context.cache_length - time), (0, 0))
+            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+            chunk = ops.QUERIES
+            y = jnp.concatenate([  # a chunk of queries at a time, which reads no later keys
+                ops.cached_attention(q[:, :, i:i + chunk], k[:, :i + chunk], v[:, :i + chunk],
+                                     jnp.arange(i, min(i + chunk, time))[None], mask, slopes)
+                for i in range(0, time, chunk)], axis=2)
+        else:
+            starts, positions = (jnp.repeat(x, groups, axis=0) for x in (context.start_B, context.positions(time)))
+            keys.value = ops.update_cache(keys.value, k, starts)
+            values.value = ops.update_cache(values.value, v, starts)
+            y = ops.cached_attention(q, keys.value, values.value, positions, mask, slopes)
+        return y.reshape(batch, heads, time, head_width)

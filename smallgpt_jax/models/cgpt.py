@@ -1,11 +1,15 @@
 """ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with convolutions over time between stages."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax.numpy as jnp
 
 from smallgpt_jax import sharding
-from smallgpt_jax.models.layers import Mode, ModelConfig, normal, remembered, zeros
-from smallgpt_jax.models.lgpt import LGPT
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.layers import normal, zeros
+from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 
 
 class CausalConv(nn.Module):
@@ -21,48 +25,55 @@ class CausalConv(nn.Module):
     dtype: str
 
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
+    def __call__(self, x_BxTxD, context: Context):
         batch, time, width = x_BxTxD.shape
         fan_in = self.kernel_size * width
         axes = ("conv_time", "embed", "embed_compressed")
         kernel = self.param("kernel", normal(fan_in**-0.5, *axes),
                             (self.kernel_size, width, self.features))
-        kernel = sharding.gathered(kernel.astype(self.dtype), axes)
+        kernel = sharding.gather_fsdp(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
-        padded = self.with_past(x_BxTxD.astype(self.dtype), mode)
+        padded = self.with_past(x_BxTxD.astype(self.dtype), context)
         y = bias.reshape(1, -1).astype(self.dtype)
         for j in range(self.kernel_size):  # two-dimensional products, see Dense
             past = padded[:, j:j + time]
-            if mode.segments_BxT is not None:
-                is_of_this_text_BxT = mode.positions(time) >= self.kernel_size - 1 - j
+            if context.segment_ids_BxT is not None:
+                is_of_this_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
                 past = jnp.where(is_of_this_text_BxT[:, :, None], past, 0)
             y += past.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
-    def with_past(self, x_BxTxD, mode: Mode):
-        """x with the kernel_size − 1 inputs before it in front, (B, kernel_size − 1 + T, D)."""
+    def with_past(self, x_BxTxD, context: Context):
+        """Returns x with the kernel_size − 1 inputs before it in front, (B, kernel_size − 1 + T, D)."""
         batch, _, width = x_BxTxD.shape
         taps = self.kernel_size - 1
-        if not mode.decode or taps == 0:
+        if not context.decode or taps == 0:
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
-        past, _ = remembered(self, "past", (batch, taps, width), x_BxTxD.dtype)
+        past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = mode.length_B[:, None] + jnp.arange(taps)[None]  # what fills up a row does not count
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # padding does not count
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CGPTConfig(LGPTConfig):
+    """The fields of a cgpt; configs/cgpt.py explains its own."""
+
+    conv_kernel: int
+
+    def validate(self) -> None:
+        super().validate()
+        if not 1 <= self.conv_kernel <= self.context_length:
+            self.refuse("conv_kernel", f"must be from 1 to config.model.context_length={self.context_length}")
 
 
 class CGPT(LGPT):
     """LGPT whose dense layers between the stages are causal convolutions of `conv_kernel` taps."""
 
-    own_fields = (*LGPT.own_fields, "conv_kernel")
+    config: CGPTConfig
 
-    @classmethod
-    def check(cls, config: ModelConfig) -> None:
-        super().check(config)
-        if not 1 <= config.conv_kernel <= config.context_length:
-            config.refuse("conv_kernel", "must be from 1 to config.model.context_length"
-                          f"={config.context_length}")
+    Config = CGPTConfig
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
         return CausalConv(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)

@@ -2,12 +2,18 @@
 
 import flax.linen as nn
 
-from smallgpt_jax.models.layers import Mode, Trunk, blocks
+from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context
 
 
-class GPT(Trunk):
-    """`num_layers` pre-LayerNorm blocks, (B, T, D) → (B, T, D)."""
+class GPT(nn.Module):
+    """`num_layers` blocks, (B, T, D) → (B, T, D)."""
+
+    config: ModelConfig
+
+    Config = ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
-        return blocks(self.config, self.config.num_layers, mode, name="blocks")(x_BxTxD)
+    def __call__(self, x_BxTxD, context: Context):
+        return stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)

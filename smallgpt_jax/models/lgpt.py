@@ -4,75 +4,93 @@ import dataclasses
 
 import flax.linen as nn
 
-from smallgpt_jax.models.layers import Dense, Mode, ModelConfig, Trunk, blocks
+from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.layers import Dense
 
 
-class LGPT(Trunk):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LGPTConfig(ModelConfig):
+    """The fields of an lgpt; configs/lgpt.py explains its own."""
+
+    blocks_per_stage: int
+    compress_last_stage: bool
+    stage_heads: str
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_layers // self.blocks_per_stage
+
+    @property
+    def num_compressions(self) -> int:
+        return self.num_stages if self.compress_last_stage else self.num_stages - 1
+
+    @property
+    def output_width(self) -> int:
+        return self.d_model // 2**self.num_compressions
+
+    def validate(self) -> None:
+        super().validate()
+        if self.blocks_per_stage < 1:
+            self.refuse("blocks_per_stage", "must be at least 1")
+        if self.num_layers % self.blocks_per_stage:
+            self.refuse("blocks_per_stage", f"must divide config.model.num_layers={self.num_layers}")
+        if self.stage_heads not in ("fixed", "scaled"):
+            self.refuse("stage_heads", "must be 'fixed' or 'scaled'")
+        halvings = self.num_compressions
+        if self.d_model % 2**halvings:
+            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it")
+        smallest = 2 ** (self.num_stages - 1)
+        for field in ("num_heads", "num_kv_heads"):
+            if self.stage_heads == "scaled" and getattr(self, field) % smallest:
+                self.refuse(field, f"is halved from each of the {self.num_stages} stages to the next, so "
+                            f"2^{self.num_stages - 1}={smallest} must divide it")
+        for stage in stages(self):
+            if stage.d_model % stage.num_heads:
+                self.refuse("num_heads", f"must divide {stage.d_model}, the width of one of the stages")
+            stage.validate_block()
+
+
+class LGPT(nn.Module):
     """Stages of `blocks_per_stage` blocks, each followed by a dense layer that halves the width.
 
-    (B, T, D) → (B, T, D / 2^compressions); the last stage is followed by one too if
-    `compress_last_stage`. With `stage_heads` "fixed" every stage has `num_heads` heads, which
-    narrow with the width (the paper's form); with "scaled" the heads keep their width and each
-    stage has half as many.
+    (B, T, D) → (B, T, D / 2^compressions); the last stage is followed by one too if `compress_last_stage`. With
+    `stage_heads` "fixed" every stage has `num_heads` heads, which narrow with the width (the paper's form); with
+    "scaled" the heads keep their width and each stage has half as many.
     """
 
-    own_fields = ("blocks_per_stage", "compress_last_stage", "stage_heads")
+    config: LGPTConfig
 
-    @classmethod
-    def check(cls, config: ModelConfig) -> None:
-        if config.blocks_per_stage < 1:
-            config.refuse("blocks_per_stage", "must be at least 1")
-        if config.num_layers % config.blocks_per_stage:
-            config.refuse(
-                "blocks_per_stage", f"must divide config.model.num_layers={config.num_layers}")
-        if config.stage_heads not in ("fixed", "scaled"):
-            config.refuse("stage_heads", "must be 'fixed' or 'scaled'")
-        halvings = num_compressions(config)
-        if config.d_model % 2**halvings:
-            config.refuse(
-                "d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it")
-        num_stages = config.num_layers // config.blocks_per_stage
-        if config.stage_heads == "scaled" and config.num_heads % 2 ** (num_stages - 1):
-            config.refuse("num_heads", f"is halved from each of the {num_stages} stages to the next, so "
-                          f"2^{num_stages - 1}={2 ** (num_stages - 1)} must divide it")
-        for stage in stages(config):
-            if stage.d_model % stage.num_heads:
-                config.refuse("num_heads", f"must divide {stage.d_model}, the width of one of the stages")
-            stage.check_rotation()
-
-    @classmethod
-    def output_width(cls, config: ModelConfig) -> int:
-        return config.d_model // 2 ** num_compressions(config)
+    Config = LGPTConfig
 
     @nn.compact
-    def __call__(self, x, mode: Mode):
+    def __call__(self, x, context: Context):
+        length = self.config.blocks_per_stage
         for i, stage in enumerate(stages(self.config)):
-            x = blocks(stage, self.config.blocks_per_stage, mode, name=f"stage_{i}")(x)
-            if i < num_compressions(self.config):
-                x = self.compress(stage, name=f"compress_{i}")(x, mode)
+            configs = layer_configs(stage, length, first=i * length)
+            x = stack_blocks(configs, context, name=f"stage_{i}")(x)
+            if i < self.config.num_compressions:
+                x = self.compress(stage, name=f"compress_{i}")(x, context)
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """The layer from this stage's width to half of it, (B, T, D) → (B, T, D/2).
+        """Returns the layer from this stage's width to half of it, (B, T, D) → (B, T, D/2).
 
-        Its initial weights keep the variance of what passes: GPT-2's 0.02 would shrink the
-        residual stream of the narrow stages below the epsilon of their LayerNorms.
+        Its initial weights keep the variance of their input: GPT-2's 0.02 would shrink the residual stream of the
+        narrow stages below the epsilon of their norms.
         """
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)
 
 
-def num_compressions(config: ModelConfig) -> int:
-    num_stages = config.num_layers // config.blocks_per_stage
-    return num_stages if config.compress_last_stage else num_stages - 1
-
-
-def stages(config: ModelConfig) -> list[ModelConfig]:
-    """The configuration of each stage's blocks: `config` with that stage's width and heads."""
-    heads_shrink = config.stage_heads == "scaled"
+def stages(config: LGPTConfig) -> list[LGPTConfig]:
+    """Returns the config of each stage's blocks: `config` with that stage's width and heads."""
+    shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(
             config, d_model=config.d_model // 2**i,
-            num_heads=config.num_heads // 2**i if heads_shrink else config.num_heads)
-        for i in range(config.num_layers // config.blocks_per_stage)
+            num_heads=config.num_heads // 2**i if shrink else config.num_heads,
+            num_kv_heads=config.num_kv_heads // 2**i if shrink else config.num_kv_heads)
+        for i in range(config.num_stages)
     ]

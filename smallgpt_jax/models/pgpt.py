@@ -8,61 +8,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.models.layers import Dense, Mode, ModelConfig, Trunk, blocks
+from smallgpt_jax.models.block import PER_LAYER, apply_slice, layer_configs, stack_blocks
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.layers import Dense
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PGPTConfig(ModelConfig):
+    """The fields of a pgpt; configs/pgpt.py explains its own."""
+
+    num_paths: int
+    path_weights: str = "learned"
+
+    def validate(self) -> None:
+        super().validate()
+        if self.num_paths < 1:
+            self.refuse("num_paths", "must be at least 1")
+        if self.num_layers % self.num_paths:
+            self.refuse("num_paths", f"must divide config.model.num_layers={self.num_layers}")
+        if self.path_weights not in ("learned", "equal"):
+            self.refuse("path_weights", "must be 'learned' or 'equal'")
 
 
 class Path(nn.Module):
-    """One path: its own dense layer with a bias, then `length` blocks; (B, T, D) → (B, T, D).
+    """One path: its own dense layer with a bias, then num_layers / num_paths blocks; (B, T, D) → (B, T, D).
 
-    The dense layer starts with weights that keep the variance: GPT-2's 0.02 would shrink the
-    embeddings of narrow models.
+    The dense layer starts with weights that keep the variance: GPT-2's 0.02 would shrink the embeddings of narrow
+    models.
     """
 
-    config: ModelConfig
-    length: int
+    config: PGPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
+    def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        x_BxTxD = Dense(
-            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
-                x_BxTxD, mode)
-        return blocks(c, self.length, mode, name="blocks")(x_BxTxD)
+        x_BxTxD = Dense((c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
+            x_BxTxD, context)
+        return stack_blocks(layer_configs(c, c.num_layers // c.num_paths), context)(x_BxTxD)
 
 
-class PGPT(Trunk):
+class PGPT(nn.Module):
     """`num_paths` paths of num_layers / num_paths blocks; (B, T, D) → (B, T, D).
 
-    The weights of the paths are a softmax over P logits, the last of which stays at zero: with two
-    paths that is the released code's sigmoid(w)·path0 + (1 − sigmoid(w))·path1. The other logits
-    start at 0.5, as w does there. With `path_weights` "equal" each path has 1/P. Path parameters are stacked
-    on a leading `path` axis.
+    The weights of the paths are a softmax over P logits, the last of which stays at zero: with two paths that is the
+    released code's sigmoid(w)·path0 + (1 − sigmoid(w))·path1. The other logits start at 0.5, as w does there. With
+    `path_weights` "equal" each path has 1/P. Path parameters are stacked on a leading `path` axis.
     """
 
-    own_fields = ("num_paths", "path_weights")
+    config: PGPTConfig
 
-    @classmethod
-    def check(cls, config: ModelConfig) -> None:
-        if config.num_paths < 1:
-            config.refuse("num_paths", "must be at least 1")
-        if config.num_layers % config.num_paths:
-            config.refuse("num_paths", f"must divide config.model.num_layers={config.num_layers}")
-        if config.path_weights not in ("learned", "equal"):
-            config.refuse("path_weights", "must be 'learned' or 'equal'")
+    Config = PGPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, mode: Mode):
+    def __call__(self, x_BxTxD, context: Context):
         num_paths = self.config.num_paths
-        length = self.config.num_layers // num_paths
-        if mode.decode:  # weights apart, as those of `blocks`
-            y_PxBxTxD = jnp.stack([Path(self.config, length, name=f"paths_{p}")(x_BxTxD, mode)
-                                   for p in range(num_paths)])
+        if context.decode:
+            path = Path(self.config, name="paths")
+            y_PxBxTxD = jnp.stack([apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)])
         else:
             paths = nn.vmap(
-                Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes={"params": 0},
+                Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes=PER_LAYER,
                 split_rngs={"params": True, "dropout": True}, spmd_axis_name="path",
                 metadata_params={nn.PARTITION_NAME: "path"})
-            y_PxBxTxD = paths(self.config, length, name="paths")(x_BxTxD, mode)
+            y_PxBxTxD = paths(self.config, name="paths")(x_BxTxD, context)
         if num_paths == 1:
             return y_PxBxTxD[0]
         if self.config.path_weights == "equal":
@@ -78,15 +87,15 @@ class PGPT(Trunk):
 
 
 def path_weights(params) -> np.ndarray:
-    """The weights of a pgpt's paths, (P,) float64; they sum to 1."""
+    """Returns the weights of a pgpt's paths, (P,) float64; they sum to 1."""
     equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
     logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
     return exponentials / exponentials.sum()
 
 
-def with_paths(config: ModelConfig, params, paths: Sequence[int]):
-    """The pgpt that is left with these paths only: its config and parameters.
+def with_paths(config: PGPTConfig, params, paths: Sequence[int]):
+    """Returns the config and the parameters of the pgpt with these paths only.
 
     The weights of the paths are those it has, renormalised over the chosen ones.
     """

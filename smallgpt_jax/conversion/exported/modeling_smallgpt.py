@@ -67,8 +67,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config, width):
         super().__init__()
-        self.up = nn.Linear(width, config.mlp_ratio * width, bias=config.use_bias)
-        self.down = nn.Linear(config.mlp_ratio * width, width, bias=config.use_bias)
+        inner = round(config.mlp_ratio * width)
+        self.up = nn.Linear(width, inner, bias=config.use_bias)
+        self.down = nn.Linear(inner, width, bias=config.use_bias)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x):

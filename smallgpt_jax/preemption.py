@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from smallgpt_jax import processes
+from smallgpt_jax import distributed
 from smallgpt_jax.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -35,9 +35,9 @@ class Stop:
         With several processes, what is answered is the question of the call before this one: nobody
         waits for it.
         """
-        if processes.alone():
+        if distributed.alone():
             return self.asked is not None
-        answer, self._answer = self._answer, processes.ask_all(self.asked is not None)
+        answer, self._answer = self._answer, distributed.ask_all(self.asked is not None)
         return answer is not None and bool(answer)
 
     def end(self, step: int):

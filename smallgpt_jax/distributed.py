@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.words import reason
+from smallgpt_jax.formatting import reason
 
 LOST_AFTER = 30  # seconds without a sign of life after which a process counts as dead
 
@@ -54,7 +54,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
               "at about the same time, with the same flags but for --process_id", file=sys.stderr, flush=True)
         os._exit(1)
 
-    jax.config.update("jax_enable_preemption_service", False)  # stopping.py does that for itself
+    jax.config.update("jax_enable_preemption_service", False)  # preemption.py does that for itself
     # JAX itself would end this process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
     watchdog.daemon = True
@@ -125,7 +125,7 @@ def ask_all(is_so: bool) -> jax.Array:
     bool() of the result waits for the answer."""
     shardings, program = _asking()
     said = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
-    # Simulated devices share a few threads, see train.runnable.
+    # Simulated devices share a few threads, see program.Program.runnable.
     return jax.block_until_ready(program(said)) if jax.default_backend() == "cpu" else program(said)
 
 

@@ -1,0 +1,81 @@
+"""The architectures by name, and how one from another package is found.
+
+An architecture is a Linen module, the trunk between the embedding and the final norm: it has the field `config`, maps
+(B, T, D) activations and the context to (B, T, config.output_width), and names the class of its config as `Config`, a
+subclass of `ModelConfig` that adds its own fields and validates them.
+"""
+
+import dataclasses
+import difflib
+import importlib
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.block import REMAT
+from smallgpt_jax.models.cgpt import CGPT
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.models.layers import MLPS, NORMS
+from smallgpt_jax.models.lgpt import LGPT
+from smallgpt_jax.models.pgpt import PGPT
+
+PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # the tables that fields of the config name entries of
+
+ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
+BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # whose decoding the tests compare with the full forward pass
+
+
+def find_architecture(name: str):
+    """Returns the trunk class: of the table, or `package.module:Class`.
+
+    Raises UserError if there is none.
+    """
+    where = f"config.model.architecture={name!r}"
+    module, colon, class_name = str(name).partition(":")
+    if not colon:
+        if str(name) not in ARCHITECTURES:
+            near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1)
+            raise UserError(f"{where}: must be one of {', '.join(ARCHITECTURES)}, or package.module:Class"
+                            + (f"; did you mean {near[0]!r}?" if near else ""))
+        return ARCHITECTURES[name]
+    try:
+        trunk = getattr(importlib.import_module(module), class_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: no module {error.name!r}; start the command in the folder that holds it, or add "
+                        "that folder to PYTHONPATH") from None
+    except AttributeError:
+        raise UserError(f"{where}: the module {module} has no {class_name!r}") from None
+    config_class = getattr(trunk, "Config", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
+        raise UserError(f"{where}: needs a class attribute Config, which is smallgpt_jax.models.ModelConfig or a "
+                        "subclass of it")
+    return trunk
+
+
+def field_names(architecture: str) -> tuple[str, ...]:
+    """Returns the fields that the `model` group of this architecture has."""
+    return tuple(field.name for field in dataclasses.fields(find_architecture(architecture).Config))
+
+
+def make_config(**fields) -> ModelConfig:
+    """Returns the validated config of the architecture that `fields` name.
+
+    Raises UserError for unknown or missing fields, and for a model that cannot be built.
+    """
+    architecture = fields.get("architecture")
+    config_class = find_architecture(architecture).Config
+    known = {field.name: field for field in dataclasses.fields(config_class)}
+    if unknown := [name for name in fields if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        raise UserError(f"config.model.{unknown[0]}={fields[unknown[0]]!r}: {architecture} has no such field; "
+                        + (f"did you mean {near[0]!r}?" if near else "remove it"))
+    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in fields]:
+        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value here")
+    config = config_class(**fields)
+    for field, table in PARTS.items():
+        config.validate_choice(field, table)
+    config.validate()
+    if config.tie_embeddings and config.output_width != config.d_model:
+        config.refuse("tie_embeddings", f"the trunk of {architecture} ends at width {config.output_width}, the "
+                      f"embedding has {config.d_model}; they cannot share a matrix")
+    return config

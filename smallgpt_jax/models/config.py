@@ -1,0 +1,123 @@
+"""The fields of a model that all architectures share."""
+
+import dataclasses
+import typing
+from collections.abc import Iterable
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.ops.activations import ACTIVATIONS
+from smallgpt_jax.ops.attention import BACKENDS
+
+POSITIONS = ("learned", "rope", "alibi", "none")
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
+              tuple: "integers, separated by commas"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The `model` group of a config; configs/base.py explains each field.
+
+    An architecture with fields of its own subclasses this. Fields with a default came after the first release: configs
+    of runs from before have the default.
+    """
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    num_layers: int
+    num_heads: int
+    d_model: int
+    mlp_ratio: float
+    dropout: float
+    use_bias: bool
+    tie_embeddings: bool
+    dtype: str
+    scan_layers: bool
+    activation: str = "gelu"
+    position: str = "learned"
+    attention: str = "auto"
+    remat: str = "none"
+    norm: str = "layer"
+    norm_epsilon: float = 1e-5
+    mlp: str = "dense"
+    num_kv_heads: int = 0
+    qk_norm: bool = False
+    attention_windows: tuple[int, ...] = ()
+    rope_base: float = 10_000.0
+
+    def __post_init__(self):
+        if isinstance(self.attention_windows, list):  # from JSON
+            object.__setattr__(self, "attention_windows", tuple(self.attention_windows))
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values per block."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def window(self) -> int:
+        """The attention window of the first block, which is that of a block whose config this is; 0: all positions."""
+        return self.attention_windows[0] if self.attention_windows else 0
+
+    @property
+    def mlp_width(self) -> int:
+        return round(self.mlp_ratio * self.d_model)
+
+    @property
+    def output_width(self) -> int:
+        """The width of the trunk's output."""
+        return self.d_model
+
+    def refuse(self, field: str, rule: str):
+        """Raises UserError naming a field of the model group, its value and the rule that it breaks."""
+        raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
+
+    def validate(self) -> None:
+        """Raises UserError for a model that cannot be built. Subclasses call this first."""
+        self.validate_types()
+        for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio"):
+            if not getattr(self, field) >= 1:
+                self.refuse(field, "must be at least 1")
+        if not 0 <= self.dropout < 1:
+            self.refuse("dropout", "must be at least 0 and below 1")
+        for field, allowed in (
+                ("dtype", ("float32", "bfloat16")), ("activation", ACTIVATIONS), ("position", POSITIONS),
+                ("attention", BACKENDS)):
+            self.validate_choice(field, allowed)
+        for field in ("norm_epsilon", "rope_base"):
+            if not 0 < getattr(self, field) < float("inf"):
+                self.refuse(field, "must be above 0")
+        if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
+            self.refuse("attention_windows", "must be numbers of positions; 0 is full attention")
+        if self.num_kv_heads < 0:
+            self.refuse("num_kv_heads", "must not be negative; 0 means as many as num_heads")
+        self.validate_block()
+
+    def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
+        """Raises UserError for a value that is not one of these."""
+        if getattr(self, field) not in allowed:
+            self.refuse(field, f"must be one of {', '.join(allowed)}")
+
+    def validate_types(self) -> None:
+        """Raises UserError for a value of another type than its field's: a config.json can hold anything."""
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
+            if not isinstance(value, (float, int) if kind is float else kind) or (
+                    isinstance(value, bool) and kind is not bool):
+                self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
+
+    def validate_block(self) -> None:
+        """Raises UserError if a block of this width cannot have these heads."""
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
+        if self.num_heads % self.kv_heads:
+            self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
+        if self.position == "rope" and self.head_width % 2:
+            self.refuse("position", f"heads must have an even width, those of blocks of width {self.d_model} have "
+                        f"{self.head_width}; set another config.model.num_heads")
+        if self.mlp_width < 1:
+            self.refuse("mlp_ratio", f"leaves no width for the MLP of blocks of width {self.d_model}")

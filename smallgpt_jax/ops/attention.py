@@ -1,0 +1,249 @@
+"""Attention of whole rows: one call, several backends, each tested against one formula.
+
+`chunked` (`config.model.attention="xla"`) is plain JAX and runs anywhere. `splash` is JAX's Pallas kernel for TPUs,
+`cudnn` NVIDIA's fused kernel: neither ever holds the (time, time) scores. `auto` is the one for the platform that the
+program is compiled for. What a kernel does not support is computed by `chunked`; `select_backend` says why. Attention
+to a cache is in `cached_attention`.
+
+Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
+key–value heads, head h attends to the keys of h // (H / G).
+"""
+
+import math
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from smallgpt_jax import sharding
+from smallgpt_jax.ops.platform import platform
+
+BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "reference" is for counting FLOPs
+QUERIES = 128  # queries per chunk
+OUTPUT = "attention_output"  # the name of the kernel's output for rematerialization policies
+
+
+@flax.struct.dataclass
+class AttentionMask:
+    """Who sees whom: a position sees itself and what came before it in its text, less what these fields exclude.
+
+    Every backend takes the mask whole; what it does not support `select_backend` names.
+    """
+
+    window: int = flax.struct.field(pytree_node=False, default=0)  # of this many positions, itself included; 0: all
+    segment_ids_BxT: jax.Array | None = None  # positions of equal ids are of one text; None: a row is one text
+    prefix_lengths_B: jax.Array | None = None  # positions of a row that all see each other (prefix LM)
+
+    def allowed(self, start: int, time: int, keys: slice):
+        """Returns which of the positions `keys` the queries from position `start` on see, (B or 1, time, keys) bool."""
+        queries_Tx1 = jnp.arange(start, start + time)[:, None]
+        keys_1xS = jnp.arange(keys.start, keys.stop)[None]
+        allowed_BxTxS = (keys_1xS <= queries_Tx1)[None]
+        if self.window:
+            allowed_BxTxS &= (keys_1xS > queries_Tx1 - self.window)[None]
+        if self.prefix_lengths_B is not None:
+            prefix_Bx1x1 = self.prefix_lengths_B[:, None, None]
+            allowed_BxTxS |= (keys_1xS[None] < prefix_Bx1x1) & (queries_Tx1[None] < prefix_Bx1x1)
+        if self.segment_ids_BxT is not None:
+            ids_BxT = self.segment_ids_BxT
+            allowed_BxTxS &= ids_BxT[:, start:start + time, None] == ids_BxT[:, None, keys]
+        return allowed_BxTxS
+
+
+def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
+                   has_alibi: bool = False) -> tuple[str, str]:
+    """Returns the backend that computes such an attention on a "tpu", "gpu" or "cpu", and why it is not the requested
+    one ("" if it is)."""
+    if backend == "auto":
+        backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
+    if backend == "splash":
+        if time % splash_attention_kernel.NUM_LANES:
+            return "xla", "splash attention takes multiples of 128 positions"
+        if platform == "gpu":
+            return "xla", "splash attention is for TPUs"
+        if has_alibi:
+            return "xla", "splash attention has no ALiBi"
+        if mask.prefix_lengths_B is not None:
+            return "xla", "splash attention has no prefixes"
+    if backend == "cudnn":
+        if platform != "gpu":
+            return "xla", "cuDNN is for NVIDIA GPUs"
+        if dtype != "bfloat16":
+            return "xla", "cuDNN's attention takes bfloat16"
+        if head_width % 8 or head_width > 128:
+            return "xla", "cuDNN's attention takes head widths that are multiples of 8, up to 128"
+        if mask.segment_ids_BxT is not None:  # handed a mask beside is_causal, it has let texts see each other
+            return "xla", "cuDNN's attention does not keep the documents of a row apart"
+        if mask.prefix_lengths_B is not None:
+            return "xla", "cuDNN's attention has no prefixes"
+        if has_alibi:  # it takes biases only written out, (time, time) per head
+            return "xla", "cuDNN's attention has no ALiBi"
+    return backend, ""
+
+
+def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
+    """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
+
+    With `slopes_H` the scores of each head lose its slope times the distance (ALiBi). Scores and softmax are float32
+    (Vaswani et al., arXiv 1706.03762, equation 1).
+    """
+    _, _, time, head_width = q_BxHxTxK.shape
+    if mask.window >= time:
+        mask = mask.replace(window=0)
+    name, _ = select_backend(backend, platform(), time=time, head_width=head_width, dtype=str(q_BxHxTxK.dtype),
+                             mask=mask, has_alibi=slopes_H is not None)
+    q_BxHxTxK /= math.sqrt(head_width)
+    return {"xla": chunked, "reference": reference, "splash": splash, "cudnn": cudnn}[name](
+        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
+
+
+def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """All scores at once, none left out: the form whose FLOPs are counted."""
+    time = q_BxHxTxK.shape[2]
+    return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
+
+
+def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """In chunks of QUERIES queries, which read no later keys, and none before the window."""
+    time, parts = q_BxHxTxK.shape[2], []
+    for start in range(0, time, QUERIES):
+        keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
+        if mask.prefix_lengths_B is not None:
+            keys = slice(0, time)
+        parts.append(_weighted_values(q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys],
+                                      v_BxGxTxK[:, :, keys], mask, slopes_H, start, keys))
+    return jnp.concatenate(parts, axis=2)
+
+
+def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
+    """Of the queries from position `start` on, for the keys at the positions `keys`, (B, H, T, K).
+
+    Weights are divided by their sums after the product with the values: neither it nor its gradient then passes over
+    (T, S) once more.
+    """
+    batch, heads, time, head_width = q_BxHxTxK.shape
+    groups = k_BxGxSxK.shape[1]
+    per_group = heads // groups
+    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries of a group's heads
+    scores_BxGxRxS = jnp.einsum(
+        "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
+    if slopes_H is not None:  # places in the row serve: distances within a text are the same
+        distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
+        biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
+        scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
+    allowed_BxTxS = mask.allowed(start, time, keys)
+    allowed_BxRxS = jnp.tile(allowed_BxTxS, (1, per_group, 1)) if per_group > 1 else allowed_BxTxS
+    scores_BxGxRxS += jnp.where(allowed_BxRxS, 0.0, -1e30)[:, None]
+    largest_BxGxRx1 = jax.lax.stop_gradient(jnp.max(scores_BxGxRxS, axis=-1, keepdims=True))
+    weights_BxGxRxS = jnp.exp(scores_BxGxRxS - largest_BxGxRx1)
+    y_BxGxRxK = jnp.einsum("bhts,bhsk->bhtk", weights_BxGxRxS.astype(v_BxGxSxK.dtype), v_BxGxSxK,
+                           preferred_element_type=jnp.float32)
+    y_BxGxRxK = (y_BxGxRxK / jnp.sum(weights_BxGxRxS, axis=-1, keepdims=True)).astype(v_BxGxSxK.dtype)
+    return y_BxGxRxK.reshape(batch, heads, time, head_width)
+
+
+def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Each device runs the kernel on its own rows and heads; off a TPU it is interpreted, slowly."""
+    assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
+    batch, heads, time, head_width = q_BxHxTxK.shape
+    groups = k_BxGxTxK.shape[1]
+    interpret = platform() != "tpu"
+    queries, names = q_BxHxTxK, [("batch", "heads", "time", "head_width")] * 3
+    if heads > groups:  # the mesh splits queries as it splits keys
+        queries = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
+        names[0] = ("batch", "heads", "per_group", "time", "head_width")
+    arguments = (queries, k_BxGxTxK, v_BxGxTxK)
+    if mask.segment_ids_BxT is not None:
+        arguments, names = (*arguments, mask.segment_ids_BxT), [*names, ("batch", "time")]
+
+    def on_one_device(queries, k_BxGxTxK, v_BxGxTxK, segment_ids_BxT=None):
+        segments = () if segment_ids_BxT is None else (
+            splash_attention_kernel.SegmentIds(segment_ids_BxT, segment_ids_BxT),)
+        kernel = splash_kernel(queries.shape[-3], time, head_width, mask.window, heads > groups, interpret)
+        if heads > groups:
+            kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None)[:3 + len(segments)])
+        return jax.vmap(kernel)(queries, k_BxGxTxK, v_BxGxTxK, *segments)
+
+    return sharding.per_device(on_one_device, tuple(names))(*arguments).reshape(q_BxHxTxK.shape)
+
+
+def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_keys: bool, interpret: bool):
+    """The kernel for (heads, time, head width) queries; its mask is never written out. With `shares_keys` all heads
+    read the same keys and values, (time, head width)."""
+    lanes = splash_attention_kernel.NUM_LANES
+    layouts = splash_attention_kernel.QKVLayout
+    # Memory is filled up to `lanes` along an array's last axis: narrow heads would waste most of it.
+    layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
+    block = math.gcd(time, 4 * lanes)
+    mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
+            splash_attention_mask.CausalMask((time, time)))
+    make = (splash_attention_kernel.make_splash_mqa_single_device if shares_keys else
+            splash_attention_kernel.make_splash_mha_single_device)
+    return make(
+        mask=splash_attention_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
+            block_q_dq=block, block_kv_dq=block,
+            q_layout=layout, k_layout=layout, v_layout=layout),
+        residual_checkpoint_name=OUTPUT, interpret=interpret)
+
+
+def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Each device runs the kernel on its own rows and heads."""
+    assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None and slopes_H is None, "see select_backend"
+    batch, heads, time, head_width = q_BxHxTxK.shape
+    groups = k_BxGxTxK.shape[1]
+    window = {"local_window_size": (mask.window - 1, 0)} if mask.window else {}
+    q_BxTxGxRxK = jnp.moveaxis(q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width), 3, 1)
+    k_BxTxGxK, v_BxTxGxK = (jnp.swapaxes(x, 1, 2) for x in (k_BxGxTxK, v_BxGxTxK))
+    names = (("batch", "time", "heads", "per_group", "head_width"), *(("batch", "time", "heads", "head_width"),) * 2)
+
+    def on_one_device(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK):
+        q_BxTxHxK = q_BxTxGxRxK.reshape(*q_BxTxGxRxK.shape[:2], -1, head_width)
+        y_BxTxHxK = jax.nn.dot_product_attention(
+            q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation="cudnn", scale=1.0, **window)
+        return y_BxTxHxK.reshape(q_BxTxGxRxK.shape)
+
+    y_BxTxGxRxK = sharding.per_device(on_one_device, names)(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK)
+    return jnp.moveaxis(y_BxTxGxRxK, 1, 3).reshape(q_BxHxTxK.shape)
+
+
+def update_cache(cache_GxSxK, x_GxTxK, start_G):
+    """Returns the cache with `x` in the slots from each row's start on; slots beyond S are dropped."""
+    rows, time, _ = x_GxTxK.shape
+    if time > 1:
+        slots_GxT = start_G[:, None] + jnp.arange(time)[None]
+        return cache_GxSxK.at[jnp.arange(rows)[:, None], slots_GxT].set(x_GxTxK, mode="drop")
+    if rows == 1:  # XLA's CPU compiler makes something slower of the form below
+        return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
+    return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
+        cache_GxSxK, x_GxTxK, start_G)
+
+
+def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
+    """Returns softmax(q·keysᵀ/√K)·values over the slots that `mask` allows, (G, R, T, K): R heads read the keys and
+    values of each of the G rows of the cache, whose slot s holds position s. `slopes_GxR` as in `attention`.
+    """
+    assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
+    rows, per_group, time, head_width = q_GxRxTxK.shape
+    # A single query is a matrix–vector product, which XLA's CPU compiler sees only without the axis.
+    t = "" if per_group * time == 1 else "t"
+    q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width)
+    q = (q_GxQxK if t else q_GxQxK[:, 0]) / math.sqrt(head_width)
+    scores = jnp.einsum(f"h{t}k,hsk->h{t}s", q, keys_GxSxK, preferred_element_type=jnp.float32)
+    slots_1x1xS = jnp.arange(keys_GxSxK.shape[1])[None, None]
+    allowed_GxTxS = slots_1x1xS <= positions_GxT[:, :, None]
+    if mask.window:
+        allowed_GxTxS &= slots_1x1xS > positions_GxT[:, :, None] - mask.window
+    if slopes_GxR is not None:
+        distances_GxTxS = positions_GxT[:, :, None] - slots_1x1xS
+        scores -= (slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]).reshape(scores.shape)
+    if per_group > 1:
+        allowed_GxTxS = jnp.tile(allowed_GxTxS, (1, per_group, 1))
+    weights = jax.nn.softmax(jnp.where(allowed_GxTxS.reshape(-1, *scores.shape[1:]), scores, -1e30))
+    y = jnp.einsum(f"h{t}s,hsk->h{t}k", weights.astype(values_GxSxK.dtype), values_GxSxK)
+    return y.reshape(q_GxRxTxK.shape)

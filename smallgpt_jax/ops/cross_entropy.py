@@ -1,0 +1,112 @@
+"""The loss of a vocabulary's logits, computed in chunks with its gradient."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax import sharding
+from smallgpt_jax.ops.platform import platform
+
+# In training, the most that a logit exceeds its target's by, in nats: the sum of a vocabulary's exponentials then stays
+# below the largest float32. The loss of a token less likely than exp(−70) is understated; in evaluation it is not.
+MAX_DIFFERENCE = 70.0
+
+
+def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
+    """Returns Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
+
+    Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) never exists whole; `chunks` divides
+    T. The gradients are computed with the value, chunk by chunk: three products, where keeping or recomputing the
+    logits would cost more, or a fourth. Logits and softmax are float32, the products take the type of x and head.
+    """
+    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
+                          _in_chunks(weights_BxT, chunks))
+
+
+def _in_chunks(x_BxT, chunks: int):
+    """(B, T, …) → (chunks, B, T / chunks, …)."""
+    batch, time, *rest = x_BxT.shape
+    return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
+
+
+def _rows(x_BxCxW):
+    return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
+
+
+def _chunk_loss(chunk, head_VxW):
+    """Returns the weighted loss of one chunk."""
+    x_BxCxW, _, weights_BxC = chunk
+    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    log_probabilities = _target_logits(chunk, head_VxW) - jax.nn.logsumexp(logits_RxV, axis=1)
+    return -jnp.sum(weights_BxC.reshape(-1) * log_probabilities)
+
+
+def _target_logits(chunk, head_VxW):
+    """Returns the logit of each row's target, (B·C,) float32."""
+    x_BxCxW, targets_BxC, _ = chunk
+    return jnp.einsum("rw,rw->r", _rows(x_BxCxW), jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
+                      preferred_element_type=jnp.float32)
+
+
+def _chunk_loss_and_gradient(chunk, head_VxW):
+    """Returns the weighted loss of one chunk, and its gradient by the logits, (B·C, V) in the type of x.
+
+    The loss of a row is log Σⱼ exp(lⱼ − l) with l the logit of its target, which is computed beforehand: no pass over
+    the logits looks for the largest. Differences are cut at MAX_DIFFERENCE.
+    """
+    x_BxCxW, targets_BxC, weights_BxC = chunk
+    targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
+    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    differences_RxV = logits_RxV - _target_logits(chunk, head_VxW)[:, None]
+    # Not jnp.minimum, which drops NaN on CPUs.
+    ratios_RxV = jnp.exp(jnp.where(differences_RxV > MAX_DIFFERENCE, MAX_DIFFERENCE, differences_RxV))
+    sums = jnp.sum(ratios_RxV, axis=1)
+    loss = jnp.sum(weights * jnp.log(sums))
+    is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # what is kept of the logits
+    d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
+    return loss, d_logits_RxV.astype(x_BxCxW.dtype)
+
+
+@jax.custom_vjp
+def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+    def add_chunk(total, chunk):
+        return total + _chunk_loss(chunk, head_VxW), None
+
+    chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
+    return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
+
+
+def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+    # Each device adds up its own part of the head's gradient; they are summed once, after the loop.
+    parts = sharding.batch_parts()
+    # On a CPU it is transposed until then: XLA has a faster product for a wide result than for a tall one.
+    axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
+        "pvw", ("batch", "vocab", None))
+
+    def add_chunk(carry, chunk):
+        total, d_head = carry
+        x_BxCxW = chunk[0]
+        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW)
+        d_head += jnp.einsum(
+            f"prv,prw->{axes}", d_logits.reshape(parts, -1, len(head_VxW)),
+            x_BxCxW.reshape(parts, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
+        d_x = jnp.dot(d_logits, head_VxW).reshape(x_BxCxW.shape)
+        return (total + loss, nn.with_logical_constraint(d_head, names)), d_x
+
+    chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
+    vocabulary, width = head_VxW.shape
+    shape = (parts, vocabulary, width) if axes == "pvw" else (parts, width, vocabulary)
+    (total, d_head), d_x_NxBxCxW = jax.lax.scan(
+        add_chunk, (jnp.float32(0), jnp.zeros(shape, jnp.float32)), chunks)
+    d_x = jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape)
+    d_head_VxW = jnp.einsum(f"{axes}->vw", d_head)
+    return total, (d_x, d_head_VxW.astype(head_VxW.dtype))
+
+
+def _cross_entropy_backward(gradients, cotangent):
+    d_x, d_head = gradients
+    return *(cotangent.astype(d.dtype) * d for d in (d_x, d_head)), None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

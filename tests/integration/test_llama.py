@@ -1,0 +1,100 @@
+"""The Llama-shaped block against transformers' LlamaForCausalLM, and everywhere that a model goes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import forward, init, load_config
+
+from smallgpt_jax import inference, models
+from smallgpt_jax.analysis.estimate import estimate
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.conversion import hugging_face
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.program import build_program
+from smallgpt_jax.train import train
+
+
+def llama(qk_norm: bool = False):
+    """configs/llama.py, tiny: four heads, two of keys and values."""
+    return models.build(**{**load_config("llama").model, "qk_norm": qk_norm, "num_layers": 2})
+
+
+def copied_weights(theirs, params, qk_norm: bool) -> dict:
+    """Our parameters as the state dict of a Llama, written out layer by layer."""
+    import torch
+
+    state = {"model.embed_tokens.weight": params["token_embedding"], "lm_head.weight": params["head"],
+             "model.norm.weight": params["final_norm"]["scale"]}
+    blocks = params["trunk"]["blocks"]
+    for i in range(theirs.config.num_hidden_layers):
+        block, name = jax.tree.map(lambda x, i=i: np.asarray(x[i]), blocks), f"model.layers.{i}."
+        qkv_DxGxJxK = block["attention"]["qkv"]["kernel"]
+        width = qkv_DxGxJxK.shape[0]
+        parts = {"q": qkv_DxGxJxK[:, :, :-2], "k": qkv_DxGxJxK[:, :, -2], "v": qkv_DxGxJxK[:, :, -1]}
+        for part, columns in parts.items():
+            state[f"{name}self_attn.{part}_proj.weight"] = columns.reshape(width, -1).T
+        state[f"{name}self_attn.o_proj.weight"] = block["attention"]["out"]["kernel"].reshape(-1, width).T
+        if qk_norm:
+            for part in "qk":
+                state[f"{name}self_attn.{part}_norm.weight"] = block["attention"][f"{part}_norm"]["scale"]
+        for part in ("gate", "up", "down"):
+            state[f"{name}mlp.{part}_proj.weight"] = block["mlp"][part]["kernel"].T
+        state[f"{name}input_layernorm.weight"] = block["attention_norm"]["scale"]
+        state[f"{name}post_attention_layernorm.weight"] = block["mlp_norm"]["scale"]
+    return {name: torch.tensor(np.asarray(x)) for name, x in state.items()}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_logits_are_those_of_transformers(name):
+    """Qwen3 is Llama with norms of queries and keys."""
+    torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
+    model = llama(qk_norm=name == "Qwen3")
+    params, c = init(model), model.config
+    theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(
+        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.mlp_width, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.kv_heads, head_dim=c.head_width,
+        max_position_embeddings=c.context_length, rms_norm_eps=c.norm_epsilon, hidden_act="silu",
+        attention_bias=False, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base})).eval()
+    missing = theirs.load_state_dict(copied_weights(theirs, params, c.qk_norm), strict=True)
+    assert not missing.missing_keys
+    tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 40))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(forward(model, params, jnp.asarray(tokens)), expected, atol=1e-4)
+
+
+def test_its_sizes_at_full_size():
+    """Four matrices of attention, of which two are a third as wide, three of the MLP, 8/3 the width; no positions."""
+    model = models.build(**load_config("llama", "paper").model)
+    width, layers, vocabulary = 768, 12, 50_304
+    multiplied = layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
+    assert models.num_parameters(model) == multiplied + vocabulary * width + 25 * width
+    assert train_flops_per_token(model) == 6 * multiplied + 12 * 1024 * layers * width
+
+
+def test_it_trains_resumes_shards_decodes_and_plans(text_file, tmp_path):
+    config = load_config("llama", data__source=str(text_file), data__validation_fraction=0.2, model__num_layers=2,
+                         mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__steps=2, train__eval_every=2,
+                         train__eval_steps=1, train__checkpoint_every=2)
+    config.model.update(d_model=32)
+    train(config, str(tmp_path))
+    config.train.steps = 3
+    train(config, str(tmp_path))
+    trained = inference.load_trained(tmp_path)
+    assert trained.step == 3
+    check_decoding(trained.model, trained.params)
+    # Half as many heads of keys as of queries: half the cache.
+    text = inference.load(tmp_path)._begin([""], seed=0)
+    text.reserve(63)
+    text.draw(inference.Sampling())
+    assert text.cache_bytes() == 2 * 64 * 2 * 16 * 4
+    planned = estimate(build_program(config))
+    assert planned.parameters == models.num_parameters(trained.model) and planned.fits
+
+
+def test_an_export_says_that_it_has_no_code_for_it(tmp_path):
+    with pytest.raises(UserError, match=r"config.model.norm='rms': the exported PyTorch code computes only 'layer'"):
+        hugging_face.export(tmp_path, llama(), {}, None, "")

@@ -1,0 +1,150 @@
+"""The training loop, driven with stand-ins: the order of its events, however a run goes. Nothing is compiled."""
+
+import contextlib
+import math
+
+import pytest
+
+from smallgpt_jax.errors import Diverged
+from smallgpt_jax.metrics import NonFiniteGuard, StepMetrics
+from smallgpt_jax.train import Schedule, train_loop
+
+
+class Run:
+    """Stand-ins for all that the loop calls, which note what happens in `events`.
+
+    The state is the number of updates. `stop_after` is a step after which the run is asked to stop,
+    `stop_in_evaluation` one whose evaluation it is asked to stop in, `bad_steps` have losses that are not finite.
+    """
+
+    def __init__(self, stop_after=None, stop_in_evaluation=None, bad_steps=(), on_nonfinite="stop", max_nonfinite=2):
+        self.events, self.has_something_to_save, self.losses = [], False, []
+        self._stop_after, self._stop_in_evaluation, self._bad_steps = stop_after, stop_in_evaluation, bad_steps
+        self._pending = None
+        self.guard = NonFiniteGuard(on_nonfinite, max_nonfinite, lambda step: [step], lambda: None,
+                                    say=lambda line: self.events.append("skip"))
+
+    def go(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
+        batches = iter(range(first_step + 1, 1000))
+        schedule = Schedule(steps, eval_every, checkpoint_every)
+        result = train_loop(first_step, first_step, batches, self.train_step, self.evaluate, self, self, self.guard,
+                            self, schedule)
+        self.unread_batch = next(batches)
+        return result
+
+    def train_step(self, state, batch):
+        assert batch == state + 1, "the batch of another step"
+        self.events.append(f"update {batch}")
+        return state + 1, batch
+
+    # The logger.
+    def exchange(self, step, metrics):
+        previous = self.take() if self._pending else None
+        self._pending = metrics
+        assert step == metrics
+        return previous
+
+    def take(self):
+        step, self._pending = self._pending, None
+        self.events.append(f"read {step}")
+        loss = math.nan if step in self._bad_steps else 1.0
+        return StepMetrics(step, {"loss": loss, "grad_norm": 1.0, "skipped": 1.0}, step not in self._bad_steps)
+
+    def log(self, metrics):
+        self.events.append(f"log {metrics.step}")
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.events.append("pause")
+        yield
+        self.events.append("unpause")
+
+    # The checkpoints.
+    def save(self, step, state, losses):
+        assert step == state
+        self.events.append(f"save {step}")
+
+    # The evaluation.
+    def evaluate(self, step, state):
+        assert step == state
+        self.events.append(f"evaluate {step}")
+        return step != self._stop_in_evaluation
+
+    # The stop.
+    def is_agreed(self):
+        assert self.has_something_to_save
+        updates = [event for event in self.events if event.startswith("update")]
+        return updates[-1] == f"update {self._stop_after}"
+
+
+def test_metrics_are_read_when_the_next_update_is_under_way():
+    run = Run()
+    run.go(steps=3, eval_every=10, checkpoint_every=10)
+    assert run.events[:5] == ["update 1", "update 2", "read 1", "log 1", "update 3"]
+
+
+def test_a_step_that_saves_and_evaluates():
+    """Its metrics are read first, so that nothing bad is saved; it is saved before it is evaluated."""
+    run = Run()
+    run.go(steps=4, eval_every=2, checkpoint_every=2)
+    assert run.events == [
+        "update 1",
+        "update 2", "read 1", "log 1", "read 2", "log 2", "pause", "save 2", "unpause", "evaluate 2",
+        "update 3",
+        "update 4", "read 3", "log 3", "read 4", "log 4", "pause", "save 4", "unpause", "evaluate 4"]
+
+
+def test_what_is_due_at_different_steps():
+    run = Run()
+    assert run.go(steps=7, eval_every=3, checkpoint_every=2) == (7, 7, False)
+    assert [event for event in run.events if event.split()[0] in ("save", "evaluate")] == [
+        "save 2", "evaluate 3", "save 4", "save 6", "evaluate 6", "save 7", "evaluate 7"]
+    assert run.unread_batch == 8  # no batch is taken that is not trained on
+
+
+def test_a_resumed_run_makes_the_steps_that_are_left():
+    run = Run()
+    assert run.go(steps=7, eval_every=3, checkpoint_every=3, first_step=5) == (7, 7, False)
+    assert [event for event in run.events if "update" in event] == ["update 6", "update 7"]
+    assert run.events.count("save 7") == run.events.count("evaluate 7") == 1
+
+
+def test_a_run_with_no_steps_left_does_nothing():
+    run = Run()
+    assert run.go(steps=5, eval_every=3, checkpoint_every=3, first_step=5) == (5, 5, False)
+    assert run.events == [] and run.unread_batch == 6
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
+def test_a_stopped_run_saves_the_step_and_evaluates_no_more(stop_after):
+    """At a step on which nothing else is due, one that is saved anyway, one that would be evaluated, the last one."""
+    run = Run(stop_after=stop_after)
+    assert run.go(steps=6, eval_every=4, checkpoint_every=3) == (stop_after, stop_after, True)
+    assert run.events[-5:] == [f"read {stop_after}", f"log {stop_after}", "pause", f"save {stop_after}", "unpause"]
+    assert f"evaluate {stop_after}" not in run.events
+
+
+@pytest.mark.parametrize("step, is_saved", [(2, False), (4, True)])
+def test_a_run_stopped_while_it_evaluates(step, is_saved):
+    run = Run(stop_in_evaluation=step)
+    assert run.go(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
+    assert run.events[-1] == f"evaluate {step}"
+    assert (f"save {step}" in run.events) == is_saved  # if not, `run` saves it at the end
+
+
+@pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
+def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
+    """Step 3 is saved: its metrics are read before. Step 2's are read while step 3 is under way."""
+    run = Run(bad_steps=(bad_step,))
+    with pytest.raises(Diverged, match=f"step {bad_step}: loss nan"):
+        run.go(steps=9, eval_every=3, checkpoint_every=3)
+    assert run.events[-1] == last_event
+    assert not any("save" in event or "evaluate" in event for event in run.events)
+
+
+def test_skipped_updates_are_logged_and_too_many_in_a_row_end_the_run():
+    run = Run(bad_steps=(1, 3, 4), on_nonfinite="skip")
+    with pytest.raises(Diverged, match="2 updates in a row"):
+        run.go(steps=9, eval_every=9, checkpoint_every=9)
+    assert [event for event in run.events if event.split()[0] in ("skip", "log")] == [
+        "skip", "log 1", "log 2", "skip", "log 3"]

@@ -27,8 +27,9 @@ class Chip:
 
 # The key is how JAX names the device; the name of a GPU goes on with its form and memory.
 # TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; their clocks follow from the peak and the matrix
-# units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s. GPUs: NVIDIA's data sheets "A100 Tensor Core GPU", "H100
-# Tensor Core GPU" (SXM, PCIe, NVL) and "H200 Tensor Core GPU" (SXM, NVL), whose figures with sparsity are halved.
+# units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+# GPUs: NVIDIA's published dense figures, half of those with sparsity; those of H100 PCIe, H100 NVL and H200 NVL have
+# not been checked against the data sheets themselves.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),

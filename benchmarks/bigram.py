@@ -1,10 +1,10 @@
-"""Has a model learned more than word pairs? Its validation loss beside a bigram model's.
+"""Validation loss of a run compared with that of a bigram model.
 
     python benchmarks/bigram.py --workdir=runs/pgpt
 
-Counts bigrams on the training tokens of the run's own token store, smooths them by adding k to each
-count (the best of several k, chosen on the validation split: in the bigram's favour) and prints both
-losses on the same validation tokens. Exit status 1 if the model is not better.
+Counts bigrams on the training tokens of the run's token store, with add-k smoothing (the best of several k on the
+validation split, in favour of the bigram model), and prints both losses on the same validation tokens. Exit status 1
+if the run's model is not better.
 """
 
 import json
@@ -18,36 +18,36 @@ from smallgpt_jax import cli, data, metrics, workdir
 from smallgpt_jax.data import batches
 from smallgpt_jax.errors import UserError
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
                 k: float) -> float:
-    """Mean −log p(following | current) in nats, p = (count + k) / (count of current + k·vocabulary)."""
+    """Returns the mean of −log p(following | current) in nats, p = (count + k) / (count of current + k·vocab_size)."""
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
-    wanted = current.astype(np.int64) * vocab_size + following
-    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    pair_counts = np.where(pairs[place] == wanted, counts[place], 0)
+    pair = current.astype(np.int64) * vocab_size + following
+    place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
+    pair_counts = np.where(pairs[place] == pair, counts[place], 0)
     current_counts = np.bincount(train[:-1], minlength=vocab_size)[current]
     return -np.mean(np.log((pair_counts + k) / (current_counts + k * vocab_size)))
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Losses in nats a token on the run's validation batches: bigram_loss (and its k), model_loss
-    (the run's last evaluation, at `step`)."""
+    """Returns losses in nats per token on the run's validation batches: bigram_loss (with its k) and model_loss (the
+    run's last evaluation, at `step`)."""
     config = workdir.read_config(folder)
-    corpus = data.find(config.data)
+    corpus = data.open_existing(config.data)
     trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
     if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
-        raise UserError(f"{folder}: the token store it was trained on is not there any more")
+        raise UserError(f"{folder}: its token store has changed or is missing; prepare it again")
     evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
                    if line["split"] == "eval"]
     if not evaluations:
-        raise UserError(f"{folder}: this run has no evaluation yet")
+        raise UserError(f"{folder}: the run has no evaluation yet; train it further")
     train = np.concatenate([store.train.stream for store in corpus.stores])
-    validation = batches.Mixture(corpus.packed(
+    validation = batches.Mixture(corpus.pack(
         "validation", config.data.packing, config.data.separate_documents, config.model.context_length),
         corpus.weights)
     rows = batches.validation_batches(validation, config.train.batch_size, config.train.eval_steps)

@@ -1,12 +1,11 @@
-"""Does a run that is killed again and again end like one that was left alone?
+"""Compares runs that are killed at random moments with an undisturbed run.
 
     python benchmarks/chaos.py --kills=100
 
-Trains each architecture once undisturbed. Then starts the same run again, as a user would, kills it with
-SIGKILL at a random moment, starts it again, and so on, until it ends; and compares: every bit of
-parameters and optimiser state, every loss of metrics.jsonl, each step once. Half of the moments lie
-between the start of the process and its first step, half after that. Prints where the kills hit, and as
-its last line a JSON object. Exit status 1 if anything differs. A kill costs about 10 seconds.
+Trains each architecture once undisturbed, then again with SIGKILL at random moments, restarting until the run ends, and
+compares every bit of parameters and optimizer state and every loss of metrics.jsonl. Half of the kills come before the
+first step, half after it. Prints the kills by phase and, as its last line, a JSON object. Exit status 1 if anything
+differs. About 10 seconds per kill.
 """
 
 import collections
@@ -25,7 +24,7 @@ import orbax.checkpoint as ocp
 from absl import flags, logging
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.checkpoint import UNFINISHED
+from smallgpt_jax.checkpoint import UNFINISHED_PATTERN
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.workdir import CHECKPOINT_FOLDER
 
@@ -34,7 +33,7 @@ EVERY = 10  # steps between checkpoints, and between evaluations
 
 
 class Run:
-    """One workdir, and the process that trains in it."""
+    """A workdir and the process that trains in it."""
 
     def __init__(self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()):
         self.workdir, self.steps = workdir, steps
@@ -43,26 +42,26 @@ class Run:
             sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40", *overrides]  # long enough to be hit
+            "--config.train.eval_steps=40", *overrides]  # long enough to be hit by kills
 
     def start(self) -> None:
         with self._output.open("w") as file:
             self.process = subprocess.Popen(self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._output.read_text()
 
-    def wait_for(self, words: str) -> None:
-        """Returns when the process has said `words`, or has ended."""
-        while words not in self.said() and self.process.poll() is None:
+    def wait_for(self, text: str) -> None:
+        """Returns when the process has printed `text`, or has ended."""
+        while text not in self.output() and self.process.poll() is None:
             time.sleep(0.01)
 
     def finish(self) -> None:
         if self.process.wait():
-            raise RuntimeError(f"{self.workdir}: the run failed:\n{self.said()[-2000:]}")
+            raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
 
     def kill(self) -> str | None:
-        """Kills the process; where it was, None if it had ended already."""
+        """Kills the process; returns its phase, or None if it had ended already."""
         self.process.kill()
         if self.process.wait() >= 0:
             self.finish()
@@ -70,12 +69,12 @@ class Run:
         return self.phase()
 
     def phase(self) -> str:
-        """What the process was about when it was killed, told from what it has left."""
-        said, checkpoints = self.said(), self.workdir / CHECKPOINT_FOLDER
-        if list(checkpoints.glob(UNFINISHED)):
+        """Returns the phase that the killed process was in, inferred from its output and files."""
+        logged, checkpoints = self.output(), self.workdir / CHECKPOINT_FOLDER
+        if list(checkpoints.glob(UNFINISHED_PATTERN)):
             return "saving"
-        if "compiled in" not in said:
-            return "compiling" if " parameters, on " in said else "starting"
+        if "compiled in" not in logged:
+            return "compiling" if " parameters, on " in logged else "starting"
         lines = read_lines(self.workdir / METRICS_FILE)
         evaluated = max((line["step"] for line in lines if line["split"] == "eval"), default=0)
         trained = max((line["step"] for line in lines if line["split"] == "train"), default=0)
@@ -84,15 +83,15 @@ class Run:
         return "evaluating" if trained > evaluated and trained % EVERY == 0 else "training"
 
     def outcome(self) -> tuple[dict[str, np.ndarray], dict]:
-        """All arrays of the last checkpoint, and all losses that were logged."""
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
+        """Returns all arrays of the last checkpoint and all logged losses."""
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever it was when saved
         arrays = {}
         for item in ("params", "opt_state"):
             folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item
             with ocp.StandardCheckpointer() as checkpointer:
                 shapes = checkpointer.metadata(folder).item_metadata.tree
                 restored = checkpointer.restore(folder, jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes))
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes))
             arrays |= {item + jax.tree_util.keystr(path): np.asarray(x)
                        for path, x in jax.tree_util.tree_leaves_with_path(restored)}
         lines = read_lines(self.workdir / METRICS_FILE)
@@ -102,7 +101,7 @@ class Run:
 
 
 def differences(one: Run, other: Run) -> list[str]:
-    """The names of arrays and losses in which two runs are not the same to the last bit."""
+    """Returns the names of the arrays and losses in which two runs differ by any bit."""
     found = []
     for a, b in zip(one.outcome(), other.outcome()):
         for name in sorted(a.keys() | b.keys(), key=str):
@@ -112,13 +111,12 @@ def differences(one: Run, other: Run) -> list[str]:
     return found
 
 
-def torment(architecture: str, folder: Path, kills: int, steps: int, chance: random.Random, say=print,
-            overrides: tuple[str, ...] = ()) -> tuple[collections.Counter, list[str], int]:
-    """Kills runs of an architecture `kills` times in all: where that hit, what differs in the end, and
-    how many runs it took."""
+def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
+              overrides: tuple[str, ...] = ()) -> tuple[collections.Counter, list[str], int]:
+    """Kills runs of an architecture `kills` times; returns kills by phase, differences, and the number of runs."""
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     seconds = []
-    for _ in range(2):  # the second time its programs are compiled already
+    for _ in range(2):  # the second one finds its programs in the compilation cache
         subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
         undisturbed.start()
         seconds = [time.monotonic()]
@@ -133,11 +131,11 @@ def torment(architecture: str, folder: Path, kills: int, steps: int, chance: ran
         victim = Run(folder / f"victim-{runs}", architecture, steps, overrides)
         while sum(hits.values()) < kills:
             victim.start()
-            if chance.random() < 0.5:
-                time.sleep(chance.uniform(0, to_first_step))
+            if rng.random() < 0.5:
+                time.sleep(rng.uniform(0, to_first_step))
             else:
                 victim.wait_for("compiled in")
-                time.sleep(chance.uniform(0, from_there / 2))
+                time.sleep(rng.uniform(0, from_there / 2))
             where = victim.kill()
             if where is None:
                 break
@@ -146,27 +144,27 @@ def torment(architecture: str, folder: Path, kills: int, steps: int, chance: ran
             victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
-        say(f"{architecture}: {sum(hits.values())} kills, {runs} runs ended, {len(different)} differences")
+        log(f"{architecture}: {sum(hits.values())} kills, {runs} runs ended, {len(different)} differences")
     return hits, different, runs
 
 
-_KILLS = flags.DEFINE_integer("kills", 20, "How many kills, over all architectures.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 300, "Steps of a run.", lower_bound=EVERY)
-_ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Which ones.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+_KILLS = flags.DEFINE_integer("kills", 20, "Number of kills, over all architectures.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Steps per run.", lower_bound=EVERY)
+_ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Architectures to train.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    logging.set_verbosity(logging.ERROR)  # orbax misses the description of an item that is read by itself
-    chance = random.Random(_SEED.value)
+    logging.set_verbosity(logging.ERROR)  # orbax warns about items that are read alone
+    rng = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         for i, name in enumerate(names):
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
             (Path(folder) / name).mkdir()
-            results[name] = torment(name, Path(folder) / name, kills, _STEPS.value, chance)
+            results[name] = kill_runs(name, Path(folder) / name, kills, _STEPS.value, rng)
     phases = [phase for phase, _ in sum((hits for hits, _, _ in results.values()),
                                         collections.Counter()).most_common()]
     print("\n| | " + " | ".join(phases) + " | all | runs ended | differences |\n"

@@ -1,10 +1,9 @@
-"""What do checkpoints cost a run?
+"""Measures the overhead of checkpoints.
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Takes stretches of so many training steps in turn, one with a checkpoint begun before its first step (and
-written while the others go on; its end is waited for), one without. Prints both times and their ratio, and as
-its last line a JSON object.
+Alternates --every training steps with a checkpoint, started before the first of them and waited for, and as many
+without. Prints both times and their ratio and, as its last line, a JSON object.
 """
 
 import json
@@ -22,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
 
 from smallgpt_jax import cli, sharding
 from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.data.packing import Rows
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Steps between two checkpoints.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "Stretches of each kind.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "Measurements of each kind.", lower_bound=1)
 
 
 def main() -> None:
@@ -35,13 +34,13 @@ def main() -> None:
     program = build_program(config)
     shape = (config.train.batch_size, config.model.context_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
-    batch = Rows(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
+    batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
     state, step = program.initial_state(), program.compile_train_step()
     run_step = program.runnable(step)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), config.train.keep_checkpoints)
 
-        def stretch(saves: bool) -> float:
+        def measure(saves: bool) -> float:
             nonlocal state
             started = time.perf_counter()
             if saves:
@@ -49,11 +48,11 @@ def main() -> None:
             for _ in range(_EVERY.value):
                 state, metrics = run_step(state, batch)
             jax.block_until_ready(metrics)
-            checkpoints.finish()
+            checkpoints.wait_until_finished()
             return time.perf_counter() - started
 
-        stretch(True)
-        pairs = [(stretch(True), stretch(False)) for _ in range(_ROUNDS.value)]
+        measure(True)
+        pairs = [(measure(True), measure(False)) for _ in range(_ROUNDS.value)]
         checkpoints.close()
     with_it, without = (statistics.median(times) for times in zip(*pairs))
     cost = statistics.median(a / b for a, b in pairs) - 1

@@ -1,13 +1,12 @@
-"""How fast text becomes tokens, and tokens batches.
+"""Speed of `prepare` and of the loader, in tokens per second.
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-`prepare` with each tokenizer, on all cores, from files to a finished store; with GPT-2's also beside
-tiktoken's own batch encoding of the same documents with as many threads. Then the loader, from a store on
-disk to batches in memory as a step takes them: shuffled, packed, segments numbered, read ahead; beside it a
-plain NumPy loader of random windows out of a memory map, which knows neither epochs nor documents. Prints a
-table, and as its last line a JSON object. FOLDER holds GPT-2's encoder.json and vocab.bpe; without it
-tiktoken downloads them.
+`prepare`: each tokenizer on all cores, from files to a finished store; for GPT-2's also tiktoken's own batch encoding
+of the same documents with as many threads. Loader: from a store on disk to batches in memory, shuffled, packed, with
+segment ids, read ahead; for comparison a plain NumPy loader of random windows from a memory map, without epochs or
+documents. Prints a table, and a JSON object as its last line. FOLDER contains GPT-2's encoder.json and vocab.bpe; by
+default tiktoken downloads them.
 """
 
 import json
@@ -25,37 +24,41 @@ from smallgpt_jax import cli
 from smallgpt_jax.data import batches, packing, prepare, sources, store, tokenizers
 from smallgpt_jax.errors import UserError
 
-_SOURCE = flags.DEFINE_string("source", "python_stdlib", "What to tokenize, as config.data.source.")
-_GPT2 = flags.DEFINE_string("gpt2", "gpt2", "GPT-2's tokenizer, as config.data.tokenizer.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of each measurement; the median counts.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "Of a round of the loader.", lower_bound=0.1)
+_SOURCE = flags.DEFINE_string("source", "python_stdlib", "Text, as in config.data.source.")
+_GPT2 = flags.DEFINE_string("gpt2", "gpt2", "GPT-2's tokenizer, as in config.data.tokenizer.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds per measurement; the median is reported.", lower_bound=1)
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of the loader.", lower_bound=0.1)
 
 RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip")
-SHAPES = ((8, 128), (16, 256), (512, 1024))  # rows × positions: quickstart, small, the paper's
+SHAPES = ((8, 128), (16, 256), (512, 1024))  # rows × tokens: quickstart, small, the paper's
 
 
 def median_rate(measure) -> tuple[float, list[float]]:
-    """The median of several rounds of what `measure` gives in tokens/s, and all of them."""
+    """Returns the median and all results of several rounds of `measure`, in tokens per second."""
     rates = [measure() for _ in range(_ROUNDS.value)]
     return statistics.median(rates), rates
 
 
+def prepare_source(folder: Path, tokenizer: str) -> store.TokenStore:
+    return prepare.prepare_store(folder, source=_SOURCE.value, tokenizer=tokenizer, validation_fraction=0.05, **RULES,
+                                 log=lambda _: None)
+
+
 def prepare_rate(tokenizer: str, folder: Path) -> float:
     started = time.perf_counter()
-    made = prepare.prepare_store(folder / f"{time.monotonic_ns()}", source=_SOURCE.value, tokenizer=tokenizer,
-                         validation_fraction=0.05, **RULES, say=lambda _: None)
-    return (made.train.tokens + made.validation.tokens) / (time.perf_counter() - started)
+    token_store = prepare_source(folder / f"{time.monotonic_ns()}", tokenizer)
+    return (token_store.train.tokens + token_store.validation.tokens) / (time.perf_counter() - started)
 
 
 def tiktoken_rate(tokenizer: tokenizers.GPT2) -> float:
-    """Of `Encoding.encode_ordinary_batch` alone, the documents in memory already."""
+    """Returns the speed of `Encoding.encode_ordinary_batch` on documents in memory."""
     texts = list(sources.documents(_SOURCE.value, **RULES))
     started = time.perf_counter()
     encoded = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
     return sum(map(len, encoded)) / (time.perf_counter() - started)
 
 
-def rate_of(batches_of_tokens, tokens: int) -> float:
+def loader_rate(batches_of_tokens, tokens: int) -> float:
     next(batches_of_tokens)
     started, count = time.perf_counter(), 0
     while time.perf_counter() - started < _SECONDS.value:
@@ -65,7 +68,7 @@ def rate_of(batches_of_tokens, tokens: int) -> float:
 
 
 def random_windows(split: store.Split, rows: int, positions: int):
-    """Batches of windows at random places, copied one by one out of a memory map."""
+    """Yields batches of random windows, copied one by one from a memory map."""
     stream = np.memmap(store.tokens_file(split.folder, split.name), split.dtype, "r")
     rng = np.random.default_rng(0)
     while True:
@@ -74,7 +77,7 @@ def random_windows(split: store.Split, rows: int, positions: int):
                np.stack([stream[i + 1:i + 1 + positions].astype(np.int64) for i in places]))
 
 
-def loader(split: store.Split, kind: str, separate: bool, rows: int, positions: int, first_step: int):
+def open_loader(split: store.Split, kind: str, separate: bool, rows: int, positions: int, first_step: int):
     mixture = batches.Mixture([packing.PACKINGS[kind](split, positions, separate)], [1.0])
     return batches.read_ahead(batches.train_batches(mixture, rows, seed=0), first_step, workers=2)
 
@@ -83,40 +86,39 @@ def main() -> None:
     results = {"machine": platform.machine(), "cpus": os.cpu_count(), "source": _SOURCE.value}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        print(f"prepare, {sources.size(_SOURCE.value) / 1e6:.0f} MB, on {os.cpu_count()} cores, M tokens/s")
+        print(f"prepare, {sources.local_bytes(_SOURCE.value) / 1e6:.0f} MB, on {os.cpu_count()} cores, M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
-            if spec == "trained":  # the training itself is not what is measured
-                made = tokenizers.make(name, sources.documents(_SOURCE.value, **RULES))
-                tokenizers.save(made, folder / "sentencepiece")
+            if spec == "trained":  # its training is not measured
+                tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, **RULES))
+                tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:
                 rate, rates = median_rate(lambda spec=spec: prepare_rate(spec, folder))
             except UserError as error:
-                print(f"  {name:20} left out: {error}")
+                print(f"  {name:20} skipped: {error}")
                 continue
             results[f"prepare {name}"] = rates
             print(f"  {name:20} {rate / 1e6:8.2f}", flush=True)
         if "prepare gpt2" in results:
-            tokenizer = tokenizers.make(_GPT2.value, [])
+            tokenizer = tokenizers.from_spec(_GPT2.value, [])
             own, rates = median_rate(lambda: tiktoken_rate(tokenizer))
             results["tiktoken batch"] = rates
             ratio = statistics.median(results["prepare gpt2"]) / own
             results["prepare gpt2 / tiktoken batch"] = ratio
-            print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare is at {ratio:.2f} of it")
+            print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare: {ratio:.2f} of that")
 
-        made = prepare.prepare_store(folder / "store", source=_SOURCE.value, tokenizer=str(folder / "sentencepiece"),
-                             validation_fraction=0.05, **RULES, say=lambda _: None)
-        print("loader, M tokens/s\n  rows × positions   " + "".join(
+        token_store = prepare_source(folder / "store", str(folder / "sentencepiece"))
+        print("loader, M tokens/s\n  rows × tokens      " + "".join(
             f"{head:>22}" for head in ("NumPy, random windows", "concat", "concat, separate",
                                        "best_fit, separate")))
         for rows, positions in SHAPES:
             row = {}
             first_step = 1000 if rows < 100 else 0
-            row["numpy"], _ = median_rate(lambda: rate_of(
-                random_windows(made.train, rows, positions), rows * positions))
+            row["numpy"], _ = median_rate(lambda: loader_rate(
+                random_windows(token_store.train, rows, positions), rows * positions))
             for kind, separate in (("concat", False), ("concat", True), ("best_fit", True)):
-                row[kind + ", separate" * separate], _ = median_rate(lambda: rate_of(
-                    loader(made.train, kind, separate, rows, positions, first_step),
+                row[kind + ", separate" * separate], _ = median_rate(lambda: loader_rate(
+                    open_loader(token_store.train, kind, separate, rows, positions, first_step),
                     rows * positions))
             results[f"loader {rows}x{positions}"] = row
             print(f"  {rows:4} × {positions:<12}" + "".join(f"{rate / 1e6:22.1f}" for rate in row.values()),

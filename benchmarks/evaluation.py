@@ -1,10 +1,10 @@
-"""What does evaluating cost beyond the forward passes that it needs?
+"""Overhead of evaluation over its forward passes.
 
     python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
 
-A gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) is evaluated on a whole task;
-then the same batches go through the same program alone. Prints both times and their ratio, with the
-compiling of the programs and without, and as its last line a JSON object.
+Evaluates a gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) on a whole task, then runs the
+same batches through the same program alone. Prints both times and their ratio, with and without compilation; the last
+line is a JSON object.
 """
 
 import json
@@ -23,12 +23,12 @@ from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.step import init_state
 
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of the benchmarks' original files.", required=True)
-_TASK = flags.DEFINE_string("task", "piqa", "Which one.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files.", required=True)
+_TASK = flags.DEFINE_string("task", "piqa", "Task.")
 
 
-class Watched(Scorer):
-    """Remembers what it has scored."""
+class RecordingScorer(Scorer):
+    """A Scorer that stores its last sequences."""
 
     sequences = ()
 
@@ -45,15 +45,15 @@ def timed(function) -> float:
 
 def main() -> None:
     texts = sources.documents("python_stdlib", "text", "refuse", "refuse")
-    tokenizer = tokenizers.make("sentencepiece:2048", texts)
+    tokenizer = tokenizers.from_spec("sentencepiece:2048", texts)
     model = models.build(
         architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
         mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)
     params = init_state(model, optax.identity(), 0).params
-    scorer = Watched(model, params)
+    scorer = RecordingScorer(model, params)
 
     def language_model():
-        from smallgpt_jax.evaluation.harness import SmallGPT  # whose import is part of what it takes
+        from smallgpt_jax.evaluation.harness import SmallGPT  # its import is part of the measurement
 
         return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 

@@ -1,18 +1,20 @@
-"""What writing text costs: prefill, decoding and memory of the four architectures at one size.
+"""Inference: prefill, decoding speed and memory of the four architectures at one size.
 
     pip install -e '.[bench]'
     python benchmarks/inference.py --output=docs/inference
 
-For gpt, pgpt (all paths, and one), lgpt and cgpt with the same layers, heads and width, over batch
-sizes and contexts: milliseconds to read a prompt that leaves room for --new_tokens in the context;
-tokens/s of greedy decoding with the context all but full; bytes of weights and cache; and the share
-of the machine's memory bandwidth that decoding reaches (bytes of weights and cache read a token ×
-steps/s, over that of summing an array larger than any cache of the processor). Beside them, in the
-same run, `transformers`' GPT-2 with its cache. Weights are random: they do not change the cost.
+For gpt, pgpt (all paths, and one), lgpt and cgpt with the same layers, heads and width, and for `transformers`' GPT-2
+with its cache, over batch sizes and contexts:
 
-Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png; the last line of standard
-output is the same as JSON. This project's cache is counted as it is allocated, the other as it is
-filled. Each figure is the median of --repeats; what is compared takes turns.
+- prefill: milliseconds for a prompt that leaves room for --new_tokens in the context
+- tokens/s of greedy decoding at the end of the context
+- bytes of weights and cache (this project's as allocated, transformers' as filled)
+- bandwidth: bytes of weights and cache read per step × steps/s, relative to summing an array larger than any CPU cache
+
+Weights are random, which does not affect speed. Each figure is the median of --repeats; models alternate.
+
+Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png; the last line of standard output is the table as
+JSON.
 """
 
 import json
@@ -39,17 +41,17 @@ SIZES = {  # layers, heads, width, vocabulary
 }
 GREEDY = Sampling(temperature=None)
 
-_SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and vocabulary of all.")
-_BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Rows that are written at once.")
-_CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Positions, prompt and text together.")
-_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens that are written and timed.", lower_bound=2)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Timings of each.", lower_bound=1)
-_ONLY = flags.DEFINE_list("only", None, "These rows only, by name.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where the table and the plots go; none if unset.")
+_SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and vocabulary of all models.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes.")
+_CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Context lengths: prompt and new tokens together.")
+_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens to generate per timing.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Timings per model.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "Models, by name. Default: all.")
+_OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: none are written.")
 
 
 def our_model(architecture: str, context: int):
-    """A model of the chosen size with random weights, and the weights as training has them."""
+    """Returns a model of the chosen size and random weights in the training layout."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
     own = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
@@ -68,37 +70,37 @@ def our_model(architecture: str, context: int):
     return model, params
 
 
-class Ours:
+class OurModel:
     """One of this project's architectures."""
 
     def __init__(self, architecture: str, context: int, paths=None):
         model, params = our_model(architecture, context)
         if paths is not None:
-            config, params = with_paths(model.config, params, paths)
+            config, params, _ = with_paths(model.config, params, {}, paths)
             model = models.LanguageModel(config)
         self.model, self.weights = model, layout.pack(model, params)
         self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.weights))
-        # A token reads one row of the token and position embeddings, not all.
+        # Per token, one row of the token and position embeddings is read.
         self.read_bytes = self.weight_bytes - sum(
             self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
 
     def run(self, prompts_BxT, new_tokens: int):
-        """Seconds to read the prompts and draw a token, seconds of the other tokens, cache bytes."""
-        texts = decoder.Texts(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
-        texts.reserve(new_tokens)
+        """Returns the seconds of prefill and the first token, of the other tokens, and the cache bytes."""
+        session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
+        session.reserve(new_tokens)
         started = time.perf_counter()
-        drawn_BxN, written = texts.draw_ahead(GREEDY, new_tokens), 1
-        read = time.perf_counter()
-        while written < new_tokens:
-            for row, tokens in zip(texts.ids, drawn_BxN.tolist()):
+        drawn_BxN, generated = session.sample_steps(GREEDY, new_tokens), 1
+        prefilled = time.perf_counter()
+        while generated < new_tokens:
+            for row, tokens in zip(session.ids, drawn_BxN.tolist()):
                 row += tokens
-            drawn_BxN = texts.draw_ahead(GREEDY, new_tokens - written)
-            written += drawn_BxN.shape[1]
-        return read - started, time.perf_counter() - read, texts.cache_bytes()
+            drawn_BxN = session.sample_steps(GREEDY, new_tokens - generated)
+            generated += drawn_BxN.shape[1]
+        return prefilled - started, time.perf_counter() - prefilled, session.cache_bytes()
 
 
 class Transformers:
-    """`transformers`' GPT-2 with its key-value cache, in PyTorch, eager, as most people run it."""
+    """`transformers`' GPT-2 with its key-value cache, in eager PyTorch."""
 
     def __init__(self, context: int):
         import torch
@@ -106,12 +108,13 @@ class Transformers:
 
         layers, heads, width, vocabulary = SIZES[_SIZE.value]
         if jax.default_backend() != "cpu":
-            raise UserError("PyTorch is compared on the CPU only: JAX_PLATFORMS=cpu, or --only without it")
+            raise UserError("transformers GPT-2: is measured on the CPU only; set JAX_PLATFORMS=cpu, or leave it out "
+                            "with --only")
         self.torch = torch
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        self.read_bytes = self.weight_bytes - 4 * width * context  # its head is the token embedding
+        self.read_bytes = self.weight_bytes - 4 * width * context  # tied embeddings
 
     def run(self, prompts_BxT, new_tokens: int):
         with self.torch.inference_mode():
@@ -119,28 +122,28 @@ class Transformers:
             started = time.perf_counter()
             result = self.model(tokens, use_cache=True, logits_to_keep=1)
             drawn = result.logits[:, -1].argmax(-1, keepdim=True)
-            read = time.perf_counter()
+            prefilled = time.perf_counter()
             for _ in range(new_tokens - 1):
                 result = self.model(drawn, past_key_values=result.past_key_values, use_cache=True)
                 drawn = result.logits[:, -1].argmax(-1, keepdim=True)
-            seconds = time.perf_counter() - read
+            seconds = time.perf_counter() - prefilled
         batch, length = prompts_BxT.shape
         c = self.model.config
-        return read - started, seconds, 2 * 4 * c.n_layer * c.n_embd * batch * (length + new_tokens - 1)
+        return prefilled - started, seconds, 2 * 4 * c.n_layer * c.n_embd * batch * (length + new_tokens - 1)
 
 
-CONTENDERS = {
-    "gpt": lambda context: Ours("gpt", context),
-    "pgpt": lambda context: Ours("pgpt", context),
-    "pgpt (one path)": lambda context: Ours("pgpt", context, paths=[0]),
-    "lgpt": lambda context: Ours("lgpt", context),
-    "cgpt": lambda context: Ours("cgpt", context),
+MODELS = {
+    "gpt": lambda context: OurModel("gpt", context),
+    "pgpt": lambda context: OurModel("pgpt", context),
+    "pgpt (one path)": lambda context: OurModel("pgpt", context, paths=[0]),
+    "lgpt": lambda context: OurModel("lgpt", context),
+    "cgpt": lambda context: OurModel("cgpt", context),
     "transformers GPT-2": Transformers,
 }
 
 
-def bandwidth() -> float:
-    """Bytes a second that the machine reads from memory: the best of several sums of 1 GiB."""
+def memory_bandwidth() -> float:
+    """Returns the memory bandwidth in bytes per second: the best of several runs that sum a 1 GiB array."""
     x = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     total(x).block_until_ready()
@@ -154,51 +157,51 @@ def bandwidth() -> float:
 
 
 def measure() -> list[dict]:
-    names = _ONLY.value or list(CONTENDERS)
-    if unknown := set(names) - set(CONTENDERS):
-        raise UserError(f"--only={', '.join(unknown)}: choose from {', '.join(CONTENDERS)}")
+    names = _ONLY.value or list(MODELS)
+    if unknown := set(names) - set(MODELS):
+        raise UserError(f"--only={', '.join(unknown)}: choose from {', '.join(MODELS)}")
     if min(map(int, _CONTEXTS.value)) <= _NEW_TOKENS.value:
         raise UserError(f"--contexts: each must be longer than --new_tokens={_NEW_TOKENS.value}")
-    peak, rows = bandwidth(), []
+    peak, rows = memory_bandwidth(), []
     for context in map(int, _CONTEXTS.value):
-        contenders = {name: CONTENDERS[name](context) for name in names}
+        compared = {name: MODELS[name](context) for name in names}
         for batch in map(int, _BATCHES.value):
             prompts = np.random.default_rng(0).integers(
                 0, SIZES[_SIZE.value][3], (batch, context - _NEW_TOKENS.value))
             timings = {name: [] for name in names}
-            for repeat in range(_REPEATS.value + 1):  # the first one compiles
-                for name, contender in contenders.items():
-                    time.sleep(0.3)  # idle threads of the one before it may still be spinning
-                    timing = contender.run(prompts, _NEW_TOKENS.value)
+            for repeat in range(_REPEATS.value + 1):  # the first compiles
+                for name, model in compared.items():
+                    time.sleep(0.3)  # threads of the previous model may still be spinning
+                    timing = model.run(prompts, _NEW_TOKENS.value)
                     if repeat:
                         timings[name].append(timing)
-            for name, contender in contenders.items():
+            for name, model in compared.items():
                 prefill, decode = (statistics.median(t[i] for t in timings[name]) for i in (0, 1))
                 steps_per_second = (_NEW_TOKENS.value - 1) / decode
                 cache_bytes = timings[name][0][2]
                 rows.append({
                     "model": name, "batch": batch, "context": context, "prefill_ms": 1000 * prefill,
                     "decode_tokens_per_second": batch * steps_per_second,
-                    "weight_bytes": contender.weight_bytes, "cache_bytes": cache_bytes,
-                    "bandwidth_share": (contender.read_bytes + cache_bytes) * steps_per_second / peak})
-                print(line(rows[-1]), file=sys.stderr, flush=True)
+                    "weight_bytes": model.weight_bytes, "cache_bytes": cache_bytes,
+                    "bandwidth_share": (model.read_bytes + cache_bytes) * steps_per_second / peak})
+                print(table_row(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def line(row: dict) -> str:
+def table_row(row: dict) -> str:
     return (f"| {row['model']} | {row['batch']} | {row['context']} | {row['prefill_ms']:,.1f} "
             f"| {row['decode_tokens_per_second']:,.0f} | {row['weight_bytes'] / 1e6:,.1f} "
             f"| {row['cache_bytes'] / 1e6:,.1f} | {row['bandwidth_share']:.0%} |")
 
 
-def table(rows: list[dict]) -> str:
+def results_table(rows: list[dict]) -> str:
     head = ("| model | batch | context | prefill ms | decode tokens/s | weights MB | cache MB | bandwidth |\n"
             "|---|---|---|---|---|---|---|---|")
-    return "\n".join([head, *map(line, rows)])
+    return "\n".join([head, *map(table_row, rows)])
 
 
 def plot(rows: list[dict], path: Path, label: str, value) -> None:
-    """One panel a batch size: `value` of each model against the context."""
+    """Plots `value` of each model against the context, one panel per batch size."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -220,12 +223,12 @@ def plot(rows: list[dict], path: Path, label: str, value) -> None:
 
 def main() -> None:
     rows = measure()
-    print(table(rows))
+    print(results_table(rows))
     if _OUTPUT.value:
         output = Path(_OUTPUT.value)
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".md").write_text(table(rows) + "\n")
-        plot(rows, output.with_name(output.name + "-latency.png"), "ms a decoding step",
+        output.with_name(output.name + ".md").write_text(results_table(rows) + "\n")
+        plot(rows, output.with_name(output.name + "-latency.png"), "ms per decoding step",
              lambda row: 1000 * row["batch"] / row["decode_tokens_per_second"])
         plot(rows, output.with_name(output.name + "-memory.png"), "weights + cache, MB",
              lambda row: (row["weight_bytes"] + row["cache_bytes"]) / 1e6)

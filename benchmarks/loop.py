@@ -1,11 +1,11 @@
-"""What does training cost beyond its steps: reading text, telling, logging, saving?
+"""Measures the overhead of the training loop: reading data, logging, saving.
 
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
-In turns, --rounds times: a run of --steps steps as `main` makes it, with its lines, metrics.jsonl, TensorBoard and
-checkpoints, in a workdir of its own; and as many steps of the same compiled program on one batch, nothing read in
-between. A run's time is that of the speeds it logs, from its first line on: compiling and evaluating are left out.
-Prints both times a step and their ratio, and as its last line a JSON object.
+Alternates, --rounds times, a full run of --steps steps (progress, metrics.jsonl, TensorBoard, checkpoints) with as many
+steps of the same compiled program on one batch. The time of a run is taken from the speeds that it logs after its first
+line, without compilation and evaluation. Prints seconds per step of both and their ratio and, as its last line, a JSON
+object.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
-_STEPS = flags.DEFINE_integer("steps", 400, "Steps of each run.", lower_bound=2)
+_STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each kind.", lower_bound=1)
 
 
 def run_seconds(config) -> float:
-    """Seconds a step of a run."""
+    """Returns the seconds per step of a run."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
             train.train(config, folder)
@@ -43,7 +43,7 @@ def run_seconds(config) -> float:
 
 
 def step_seconds(config) -> float:
-    """Seconds a step of the bare program."""
+    """Returns the seconds per step of the compiled program alone."""
     program = build_program(config)
     text = program.open_pipeline()
     batch = text.to_devices(text.train_batches[0])
@@ -63,11 +63,11 @@ def main() -> None:
         config.train.steps, config.train.eval_every, config.train.eval_steps = _STEPS.value, _STEPS.value, 1
     if _STEPS.value % config.train.log_every or _STEPS.value == config.train.log_every:
         cli.fail(f"--steps={_STEPS.value}: must be a multiple of config.train.log_every={config.train.log_every}, "
-                 "and more")
+                 "at least twice it")
     pairs = [(run_seconds(config), step_seconds(config)) for _ in range(_ROUNDS.value)]
     whole, bare = (statistics.median(times) for times in zip(*pairs))
     cost = statistics.median(a / b for a, b in pairs) - 1
-    print(f"a step of a run: {1000 * whole:.2f} ms, the bare step: {1000 * bare:.2f} ms: {cost:+.1%}")
+    print(f"per step: {1000 * whole:.2f} ms in a run, {1000 * bare:.2f} ms alone: {cost:+.1%}")
     print(json.dumps({"steps": _STEPS.value, "run_seconds": whole, "step_seconds": bare, "cost": cost,
                       "pairs": pairs}))
 

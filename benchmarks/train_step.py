@@ -1,19 +1,18 @@
-"""What a training step costs: this project's beside PyTorch's, in one run, in turns.
+"""Training throughput of this project and of PyTorch, measured alternately in one run.
 
     pip install -e '.[bench]'
     python benchmarks/train_step.py
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-Ours is the compiled step that `train` runs. The peer is `transformers`' GPT-2 of the same sizes, with
-exact GELU and a head of its own, as our gpt has them; it also has biases. It takes the same AdamW step
-with the same clipping, on a CPU eagerly, on a GPU with `torch.compile` and PyTorch's fused attention.
-Both train on one device and one batch of random tokens, again and again: if the loss does not fall, that
-is an error. A round is --steps steps without waiting in between, and the contenders take turns. Printed
-are the median tokens/s over the rounds; their ratio to the peer's in the same round, median and range;
-MFU where the chip's peak is known; memory, for ours what the compiled program plans, for PyTorch the most
-it has allocated on a GPU (on a CPU it does not say); and the first and the last loss. Compiling counts in
-no round: `compile s` is what it takes together with the first step. The last line of standard output is
+Ours is the compiled step of `train`. The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied
+head like our gpt, and with biases. It takes the same AdamW step with the same clipping: eagerly on a CPU, with
+`torch.compile` and PyTorch's fused attention on a GPU. Both train on one device on one repeated batch of random tokens;
+a loss that does not fall is an error. A round is --steps steps without synchronization, and models alternate.
+
+Output, per model: median tokens/s over the rounds; the ratio to the peer in the same round, median and range; MFU if
+the chip's peak is known; memory, ours from the compiled program, PyTorch's the peak allocation (GPUs only); first and
+last loss. Rounds exclude compilation: `compile s` is its time with the first step. The last line of standard output is
 the same as JSON.
 """
 
@@ -39,7 +38,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.data.packing import Rows
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import build_program
 
@@ -53,17 +52,15 @@ WARM_UP_STEPS = 2
 
 _CONFIG = cli.define_config()
 _ARCHITECTURES = flags.DEFINE_list(
-    "architectures", None, "Without --config: these recipes of configs/. Default: gpt, and unless on "
-    "a CPU pgpt.")
+    "architectures", None, "Without --config: recipes of configs/. Default: gpt; on accelerators gpt and pgpt.")
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"{', '.join(CPU_SIZES)}: 8 blocks of that width, float32, context 256, vocabulary 8,192, "
-    "whatever the config says of these. recipe: as the config says. Default: on a CPU all but recipe, "
-    "else recipe.")
-_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "What is timed beside ours: transformers or nothing.")
+    "sizes", None, f"{', '.join(CPU_SIZES)}: 8 blocks of that width, float32, context 256, vocabulary 8,192. recipe: "
+    "as in the config. Default: on a CPU all but recipe, else recipe.")
+_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The peer: transformers, or none.")
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Rows of a step. Default: 16, for the size recipe 32.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 20, "Steps of a round.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds that are timed.", lower_bound=1)
+    "batch_size", None, "Sequences per step. Default: 16, for the size recipe 32.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 20, "Steps per round.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
 
 
 def recipes() -> list[ConfigDict]:
@@ -71,13 +68,13 @@ def recipes() -> list[ConfigDict]:
         return [_CONFIG.value]
     names = _ARCHITECTURES.value or (["gpt"] if jax.default_backend() == "cpu" else ["gpt", "pgpt"])
     if unknown := set(names) - set(models.ARCHITECTURES):
-        raise UserError(f"--architectures={', '.join(unknown)}: choose from "
+        raise UserError(f"--architectures={', '.join(unknown)}: unknown; choose from "
                         f"{', '.join(models.ARCHITECTURES)}")
     return [importlib.import_module(f"configs.{name}").get_config() for name in names]
 
 
-def of_size(recipe: ConfigDict, size: str) -> ConfigDict:
-    """The recipe at this size, its learning rate constant: training that is timed has no course."""
+def resized(recipe: ConfigDict, size: str) -> ConfigDict:
+    """Returns the recipe at this size, for one device and with a constant learning rate."""
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
         if size != "recipe":
@@ -92,20 +89,20 @@ def of_size(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """The gpt of the same sizes, which is the model that the peer has."""
+    """Returns the gpt of the same sizes, the peer's architecture."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, "architecture": "gpt"})
 
 
 class Ours:
-    """One of this project's models on one device, and the step that `train` compiles for it."""
+    """One of this project's models and its compiled training step, on one device."""
 
     def __init__(self, config: ConfigDict, tokens_BxT1):
         program = build_program(config, jax.devices()[:1])
         self.parameters = models.num_parameters(program.model)
         self.flops_per_token = train_flops_per_token(program.model)
         self.state = program.initial_state()
-        self.batch = Rows(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
+        self.batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
         started = time.perf_counter()
         self.step = program.compile_train_step()
         self.first_loss = self.run(1)
@@ -119,7 +116,7 @@ class Ours:
         return float(values["loss"])
 
     def memory_bytes(self) -> int:
-        """Of this program alone: the device's own peak would be that of all that ran so far."""
+        """Returns this program's memory; the device's peak would include earlier programs."""
         plan = self.step.memory_analysis()
         return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
                 + plan.temp_size_in_bytes)
@@ -137,8 +134,8 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # "sdpa" by a name for which no mask is made: PyTorch is then told that the attention is causal.
-        # A compiled model hands "sdpa" a mask, which rules out its fastest kernel.
+        # "sdpa" under a name without mask construction uses is_causal. With "sdpa" a compiled model passes a mask,
+        # which rules out the fastest kernel.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -187,22 +184,22 @@ class Transformers:
 
 
 def check_peer(configs: list[ConfigDict]) -> None:
-    """Raises UserError, before anything is compiled, if there is nothing to compare with."""
+    """Raises UserError, before anything is compiled, if the peer cannot be run."""
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError:
-        raise UserError("PyTorch or transformers is missing: pip install -e '.[bench]', or run with "
+        raise UserError("PyTorch or transformers is not installed; pip install -e '.[bench]', or run with "
                         "--peer=none") from None
     backend = jax.default_backend()
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
-        raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind} here: run with --peer=none")
+        raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind} here; run with --peer=none")
     if any(config.optimizer.name != "adamw" for config in configs):
-        raise UserError("PyTorch takes AdamW steps: --config.optimizer.name=adamw, or run with --peer=none")
+        raise UserError("config.optimizer.name: the peer supports adamw only; change it, or run with --peer=none")
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """A row for each config's model and, if there is one, the peer's; they have the same sizes."""
+    """Returns a row per config and one for the peer, if any; all have the same sizes."""
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
@@ -210,14 +207,14 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     if _PEER.value != "none":
         contenders[PEER] = Transformers(configs[0], tokens_BxT1)
     seconds, losses = {name: [] for name in contenders}, {}
-    for round_ in range(_ROUNDS.value + 1):  # the first one warms up
+    for round_ in range(_ROUNDS.value + 1):  # the first is a warm-up
         for name, contender in contenders.items():
             time.sleep(0.3)  # PyTorch's idle threads keep spinning for a while
             started = time.perf_counter()
             losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
             if round_:
                 seconds[name].append(time.perf_counter() - started)
-    here, rows = chips.chip(jax.devices()[0].device_kind), []
+    chip, rows = chips.find_chip(jax.devices()[0].device_kind), []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # NaN is not, either
             raise UserError(f"{name} does not train: loss {contender.first_loss} → {losses[name]}")
@@ -229,37 +226,37 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             "context": c.context_length, "vocabulary": c.vocab_size, "dtype": c.dtype,
             "parameters": contender.parameters, "compile_seconds": contender.compile_seconds,
             "tokens_per_second": speed, "tokens_per_second_of_rounds": speeds,
-            "mfu": speed * contender.flops_per_token / here.flops if here else None,
+            "mfu": speed * contender.flops_per_token / chip.flops if chip else None,
             "memory_bytes": contender.memory_bytes(),
             "ratio": statistics.median(ratios) if ratios and name != PEER else None,
             "ratio_of_rounds": ratios if name != PEER else [],
             "first_loss": contender.first_loss, "last_loss": losses[name]})
-        print(line(rows[-1]), file=sys.stderr, flush=True)
+        print(table_row(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def line(row: dict) -> str:
-    def shown(key: str, text) -> str:
+def table_row(row: dict) -> str:
+    def cell(key: str, text) -> str:
         return "–" if row[key] is None else text(row[key])
 
-    ratio = shown("ratio", lambda ratio: f"{ratio:.2f} ({min(row['ratio_of_rounds']):.2f} to "
+    ratio = cell("ratio", lambda ratio: f"{ratio:.2f} ({min(row['ratio_of_rounds']):.2f} to "
                                          f"{max(row['ratio_of_rounds']):.2f})")
     return (f"| {row['model']} | {row['width']} × {row['blocks']} | {row['parameters']:,} "
             f"| {row['batch']} × {row['context']} | {row['compile_seconds']:.1f} "
-            f"| {row['tokens_per_second']:,.0f} | {ratio} | {shown('mfu', '{:.1%}'.format)} "
-            f"| {shown('memory_bytes', lambda size: f'{size / 1e6:,.0f}')} "
+            f"| {row['tokens_per_second']:,.0f} | {ratio} | {cell('mfu', '{:.1%}'.format)} "
+            f"| {cell('memory_bytes', lambda size: f'{size / 1e6:,.0f}')} "
             f"| {row['first_loss']:.3f} → {row['last_loss']:.3f} |")
 
 
 def table(rows: list[dict]) -> str:
     head = ("| model | width × blocks | parameters | batch | compile s | tokens/s | ours/PyTorch's (range) "
             "| MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|")
-    return "\n".join([head, *map(line, rows)])
+    return "\n".join([head, *map(table_row, rows)])
 
 
 def hardware() -> dict:
-    """What it ran on, in words."""
-    return {"device": chips.name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine()}
+    """Returns the device and machine."""
+    return {"device": chips.device_name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine()}
 
 
 def versions() -> dict:
@@ -268,12 +265,12 @@ def versions() -> dict:
 
 
 def main() -> None:
-    # The seconds of compiling are to be those of the first time.
+    # Compilation is timed without the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     if unknown := set(sizes) - set(SIZES):
-        raise UserError(f"--sizes={', '.join(unknown)}: choose from {', '.join(SIZES)}")
-    configs_of_sizes = [[of_size(recipe, size) for recipe in recipes()] for size in sizes]
+        raise UserError(f"--sizes={', '.join(unknown)}: unknown; choose from {', '.join(SIZES)}")
+    configs_of_sizes = [[resized(recipe, size) for recipe in recipes()] for size in sizes]
     if _PEER.value != "none":
         check_peer(configs_of_sizes[0])
     rows = [row for configs in configs_of_sizes for row in measure(configs)]

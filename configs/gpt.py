@@ -1,13 +1,12 @@
-"""GPT, the baseline of arXiv 2404.14462: 12 blocks in a row.
+"""GPT, the baseline of arXiv 2404.14462: 12 blocks.
 
     python -m smallgpt_jax.prepare --config=configs/gpt.py
     python -m smallgpt_jax.main --config=configs/gpt.py --workdir=runs/gpt
 
-163,007,232 parameters, 10.0B tokens, 8.5e18 FLOPs (2.4 hours on eight A100s at 40% of their peak; that
-is arithmetic, this project has not run it at full size). The paper's authors logged
-a validation loss of 3.0742.
+163,007,232 parameters, 10.0B tokens, 8.5e18 FLOPs (2.4 hours on eight A100s at 40% of their peak, by arithmetic:
+this project has not run it at full size). The paper's authors logged a validation loss of 3.0742.
 
-Minutes on two CPU cores, no data needed:
+Minutes on two CPU cores, nothing to download:
 
     python -m smallgpt_jax.main --config=configs/gpt.py:quickstart --workdir=runs/gpt-quickstart
 """

@@ -1,12 +1,12 @@
-"""A gpt with the block of Llama: RMSNorm, gated SiLU MLP, rope, shared keys and values, no biases.
+"""A gpt with Llama's block: RMSNorm, gated SiLU MLP, rope, grouped-query attention, no biases.
 
     python -m smallgpt_jax.prepare --config=configs/llama.py
     python -m smallgpt_jax.main --config=configs/llama.py --workdir=runs/llama
 
-With the sizes of configs/gpt.py and an MLP of 8/3 the width, so that its three matrices have the parameters of gpt's
-two; it is not a published model. This project has not run it at full size.
+Sizes of configs/gpt.py, with an MLP of 8/3 the width, so that its three matrices have as many parameters as gpt's two.
+Not a published model; not run at full size by this project.
 
-Minutes on two CPU cores, no data needed:
+Minutes on two CPU cores, nothing to download:
 
     python -m smallgpt_jax.main --config=configs/llama.py:quickstart --workdir=runs/llama-quickstart
 """

@@ -1,13 +1,12 @@
-"""The config of a run that is there: to go on with it, or to train an imported model further.
+"""The config of an existing run: to continue it, or to fine-tune an imported model.
 
     python -m smallgpt_jax.main --config=configs/run.py:runs/mine --workdir=runs/mine --config.train.steps=4000
     python -m smallgpt_jax.main --config=configs/run.py:runs/gpt2 --workdir=runs/gpt2 --config.data.source=my_texts/
 
-Into another --workdir it trains the same recipe from the beginning; a trained model goes on in another folder, with
-other text, after `smallgpt_jax.convert --from=run`; there it can also get another context_length, unless its
-positions are learned. An imported model (smallgpt_jax.convert) has no settings but
-its own; it gets its tokenizer, a store in the cache folder and, as a start for a few million tokens of your own,
-the few steps of a small batch that stand below.
+With another --workdir it trains the same recipe from step 0. To continue a trained model in another folder, on other
+text or, unless its positions are learned, with another context_length, first import it: `smallgpt_jax.convert
+--from=run`. The config of an imported model has its `model` group only; the rest comes from here: its own tokenizer, a
+store in the cache folder, and the settings below, a start for a few million tokens.
 """
 
 from configs import base

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# A rehearsal of a pod on this machine: several processes that train one model together.
+# Rehearses a pod on this machine: several processes train one model together.
 set -euo pipefail
 
 usage() {
   cat <<'END'
 launch/local_cluster.sh [--processes=N] [--devices=D] [--dry-run] -- ARGS
 
-Starts N (2) processes of `python -m smallgpt_jax.main ARGS`, each with D (1) simulated CPU devices. Process
-0 writes to this terminal; what another wrote is shown if it fails. When one fails, the others are stopped
-10 seconds later, and the exit status is that of the first that failed. Ctrl-C reaches all of them.
+Starts N (default 2) processes of `python -m smallgpt_jax.main ARGS`, each with D (default 1) simulated CPU
+devices. Shows the output of process 0, and of any process that fails. When one fails, the others are stopped
+after 10 seconds; the exit status is that of the first failure. Ctrl-C is forwarded to all processes.
 
-They run in the repository's root, wherever you are: there, too, does a relative --workdir lie. PYTHON=...
-names another python than the one on the PATH; --dry-run prints the commands and runs none.
+The processes run in the repository root, so a relative --workdir is relative to it. PYTHON=... selects the
+interpreter (default: python on the PATH); --dry-run prints the commands without running them.
 
   launch/local_cluster.sh --processes=4 -- --config=configs/gpt.py:tiny --workdir=runs/rehearsal
 END
 }
 
 wrong() {
-  echo "error: $*; --help explains" >&2
+  echo "error: $*; see --help" >&2
   exit 2
 }
 
@@ -29,28 +29,28 @@ while [[ ${1:-} != -- ]]; do
     --devices=*) devices=${1#*=} ;;
     --dry-run) dry_run=yes ;;
     --help | -h) usage && exit ;;
-    "") wrong "the arguments of the run come after --" ;;
-    *) wrong "unknown flag $1 (the arguments of the run come after --)" ;;
+    "") wrong "missing --, before the arguments of the run" ;;
+    *) wrong "$1: unknown flag; arguments of the run follow --" ;;
   esac
   shift
 done
 shift
-[[ $processes =~ ^[1-9][0-9]*$ ]] || wrong "--processes=$processes: not a number of processes"
-[[ $devices =~ ^[1-9][0-9]*$ ]] || wrong "--devices=$devices: not a number of devices"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || wrong "--processes=$processes: expected a positive integer"
+[[ $devices =~ ^[1-9][0-9]*$ ]] || wrong "--devices=$devices: expected a positive integer"
 
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 grace=${GRACE_SECONDS:-10}
 
-# Below 30000: the system gives ports from 32768 on to whoever asks for any.
+# Below 30000: the system hands out ports from 32768 on.
 port=$((10000 + RANDOM % 20000))
-while (: >"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do # somebody answers there
+while (: >"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do # the port is in use
   port=$((10000 + RANDOM % 20000))
 done
 
 environment=(JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES="$devices")
 count_flag='--xla_force_host_platform_device_count=[0-9]*'
-if [[ ${XLA_FLAGS:-} =~ $count_flag ]]; then # the other way to say how many devices there are
+if [[ ${XLA_FLAGS:-} =~ $count_flag ]]; then # it would conflict with JAX_NUM_CPU_DEVICES
   environment+=(XLA_FLAGS="${XLA_FLAGS/"${BASH_REMATCH[0]}"/}")
 fi
 command=(env "${environment[@]}" "$python" -m smallgpt_jax.main
@@ -64,33 +64,33 @@ if [[ $dry_run ]]; then
   exit
 fi
 command -v "$python" >/dev/null ||
-  { echo "error: there is no $python: activate the environment, or set PYTHON" >&2 && exit 1; }
+  { echo "error: $python: not found; activate the environment, or set PYTHON" >&2 && exit 1; }
 
-pids=() # of the processes that have not ended
+pids=() # of running processes
 logs=$(mktemp -d)
-failed=0    # the status of the first that failed
-deadline='' # when those that are left will be told to end; '' while all is well
-signal=TERM # what they will be told then
-told=       # what they have been told last
+failed=0    # status of the first failure
+deadline='' # when to stop the remaining processes; '' before a failure
+signal=TERM # the signal to send then
+sent=       # the last signal sent
 
-tell_all() {
+signal_all() {
   local i
-  told=$1
+  sent=$1
   for ((i = 0; i < processes; i++)); do
     [[ -z ${pids[i]:-} ]] || kill "-$1" -- "-${pids[i]}" 2>/dev/null || true
   done
 }
 
-end_soon() {
+set_deadline() {
   deadline=${deadline:-$((SECONDS + grace))}
 }
 
-trap 'tell_all INT; end_soon' INT
-trap 'tell_all TERM; end_soon' TERM
-trap 'tell_all HUP; end_soon' HUP
-trap 'tell_all KILL; rm -rf "$logs"' EXIT
+trap 'signal_all INT; set_deadline' INT
+trap 'signal_all TERM; set_deadline' TERM
+trap 'signal_all HUP; set_deadline' HUP
+trap 'signal_all KILL; rm -rf "$logs"' EXIT
 
-set -m # a process group for each: a Ctrl-C reaches them through tell_all alone, and only once
+set -m # a process group each, so that Ctrl-C reaches them once, through signal_all
 for ((i = 0; i < processes; i++)); do
   if ((i == 0)); then
     "${command[@]}" --process_id="$i" "$@" </dev/null &
@@ -100,10 +100,10 @@ for ((i = 0; i < processes; i++)); do
   pids[i]=$!
 done
 set +m
-[[ ! $told ]] || tell_all "$told" # a signal may have come while one was started, before its number was known
+[[ ! $sent ]] || signal_all "$sent" # a signal may have arrived before the last process id was known
 
 left=$processes
-exec 3>&2 2>/dev/null # from here on, bash has words of its own about those that are killed
+exec 3>&2 2>/dev/null # hides bash's messages about killed processes
 while ((left)); do
   for ((i = 0; i < processes; i++)); do
     if [[ -z ${pids[i]:-} ]] || kill -0 "${pids[i]}"; then
@@ -115,14 +115,14 @@ while ((left)); do
     left=$((left - 1))
     ((status)) || continue
     ((failed)) || failed=$status
-    end_soon
-    [[ ! $told ]] || continue # it was stopped
+    set_deadline
+    [[ ! $sent ]] || continue # stopped by a signal
     ((i == 0)) || sed "s/^/process $i: /" "$logs/$i" >&3
-    echo "process $i ended with status $status" >&3
+    echo "process $i: exit status $status" >&3
   done
   if [[ $deadline ]] && ((SECONDS >= deadline)); then
-    tell_all "$signal"
-    signal=KILL # for those whom that does not end
+    signal_all "$signal"
+    signal=KILL # for processes that ignore SIGTERM
     deadline=$((SECONDS + grace))
   fi
   sleep 0.1 || true # Ctrl-C ends it early

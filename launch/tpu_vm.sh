@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# Trains on a slice of Cloud TPU VMs. All it needs on this machine is git and gcloud.
+# Trains on a slice of Cloud TPU VMs. Needs git and gcloud on this machine.
 set -euo pipefail
 
 usage() {
   cat <<'END'
 launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
 
-  create    asks for the slice, as a queued resource, and waits until it is there
-  install   copies this repository's last commit to all workers and makes the environment there
-  start     starts `python -m smallgpt_jax.main ARGS` on all workers, to go on without you
-  resume    after a pre-emption, with the flags and ARGS of before: unless the slice is there, deletes what
-            is left of it and creates it; then install and start; the run continues from its checkpoint
+  create    requests the slice, as a queued resource, and waits until it is active
+  install   copies this repository's last commit to all workers and creates the environment there
+  start     starts `python -m smallgpt_jax.main ARGS` on all workers, detached
+  resume    after a preemption, with the same flags and ARGS: unless the slice exists, deletes its remains and
+            creates it; then installs and starts; the run resumes from its newest checkpoint
   logs      follows the log of a worker
-  status    the state of the slice, and of the run on each worker
-  stop      ends the run on all workers
-  delete    gives the slice back
+  status    shows the state of the slice, and of the run on each worker
+  stop      stops the run on all workers
+  delete    deletes the slice
 
   --name=NAME, --zone=ZONE     the slice (all commands)
-  --project=PROJECT            if it is not gcloud's default (all commands)
-  --accelerator_type=TYPE      what kind, how large: v5litepod-8 (create, resume)
-  --runtime_version=VERSION    the image of the VMs: v2-alpha-tpuv5-lite for v5e (create, resume)
-  --spot                       cheaper, and can be pre-empted (create, resume)
-  --no_wait                    asks, and does not wait (create)
-  --repo=URL                   clones this instead of copying your commit (install, resume)
-  --bucket=NAME                a Cloud Storage bucket to mount at ~/bucket (install, start, resume)
-  --worker=N                   0 if not given (logs)
-  --yes                        without asking (delete)
-  --dry-run                    prints the commands and runs none (all commands)
+  --project=PROJECT            default: gcloud's (all commands)
+  --accelerator_type=TYPE      type and size, such as v5litepod-8 (create, resume)
+  --runtime_version=VERSION    image of the VMs: v2-alpha-tpuv5-lite for v5e (create, resume)
+  --spot                       cheaper, can be preempted (create, resume)
+  --no_wait                    do not wait (create)
+  --repo=URL                   clone this instead of copying your commit (install, resume)
+  --bucket=NAME                Cloud Storage bucket to mount at ~/bucket (install, start, resume)
+  --worker=N                   default: 0 (logs)
+  --yes                        do not ask for confirmation (delete)
+  --dry-run                    print the commands without running them (all commands)
 
-A ~/ at the beginning of a value in ARGS is the home folder on the workers:
+~/ at the start of a value in ARGS is the home folder on the workers:
   launch/tpu_vm.sh start --name=gpt --zone=us-west4-a --bucket=mine -- \
       --config=configs/gpt.py --workdir=~/bucket/runs/gpt --config.data.store=~/bucket/fineweb-edu
 END
 }
 
 wrong() {
-  echo "error: $*; --help explains" >&2
+  echo "error: $*; see --help" >&2
   exit 2
 }
 
@@ -44,7 +44,7 @@ fail() {
   exit 1
 }
 
-# The words as one line that a shell reads as the same words.
+# Prints its arguments as one line, quoted for a shell.
 quoted() {
   local line='' word quote="'" escaped="'\\''"
   for word; do
@@ -70,22 +70,22 @@ create() {
     --accelerator-type="$accelerator_type" --runtime-version="$runtime_version" ${spot:+--spot}
   [[ ! $no_wait ]] || return 0
   wait_for_slice
-  [[ $dry_run || $state == ACTIVE ]] || fail "$name is $state. Why, says" \
+  [[ $dry_run || $state == ACTIVE ]] || fail "$name is $state; for the reason, run" \
     "$(quoted gcloud compute tpus queued-resources describe "$name" "${where[@]}")"
 }
 
-# Polls until the slice is there or will not come; its state is then in $state.
+# Polls until the state of the slice, in $state, is final.
 wait_for_slice() {
   local before=''
   if [[ $dry_run ]]; then
-    echo "$(quoted "${describe[@]}") # again and again, until ACTIVE, FAILED or SUSPENDED"
+    echo "$(quoted "${describe[@]}") # repeated until ACTIVE, FAILED or SUSPENDED"
     return
   fi
   echo "+ $(quoted "${describe[@]}")" >&2
   while true; do
     if ! state=$("${describe[@]}"); then
       [[ $before ]] || exit 1
-      state="not known" # a network that fails once is no reason to give up after hours
+      state="unknown" # a single network error must not end hours of waiting
     fi
     [[ $state == "$before" ]] || echo "$(date +%H:%M:%S) $name is $state"
     [[ ! $state =~ ^(ACTIVE|FAILED|SUSPENDED)$ ]] || break
@@ -98,7 +98,7 @@ on_workers() { # all | N, a command
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
-# How a worker is told to call one of the functions further down: through its own copy of this script.
+# Workers call the functions below through their own copy of this script.
 there="bash smallgpt_jax/launch/tpu_vm.sh worker"
 
 install() {
@@ -107,7 +107,7 @@ install() {
     get="if test -d smallgpt_jax; then git -C smallgpt_jax pull --quiet --ff-only"
     get+="; else git clone --quiet $(quoted "$repo") smallgpt_jax; fi"
   else
-    [[ ! $(git status --porcelain) ]] || echo "What is not committed is not copied." >&2
+    [[ ! $(git status --porcelain) ]] || echo "warning: uncommitted changes are not copied" >&2
     run mkdir -p build
     run git archive --format=tar.gz --output=build/smallgpt_jax.tar.gz HEAD
     run gcloud compute tpus tpu-vm scp build/smallgpt_jax.tar.gz "$name:" "${where[@]}" --worker=all
@@ -116,14 +116,14 @@ install() {
   on_workers all "set -e; $get; $there install $(quoted "$bucket")"
 }
 
-start() { # in two steps, so that no worker starts if one of them cannot
+start() { # in two steps: no worker starts unless all of them can
   on_workers all "$there ready $(quoted "$bucket")"
   on_workers all "$there start $(quoted "$@")"
 }
 
 resume() {
   state=''
-  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else there is none: a resume that was cut short
+  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else it does not exist: an interrupted resume
     wait_for_slice
     [[ $state == ACTIVE ]] || yes=yes delete
   fi
@@ -143,7 +143,7 @@ stop() { on_workers all "$there stop ${GRACE_SECONDS:-30}"; }
 
 delete() {
   if [[ ! $yes && ! $dry_run ]]; then
-    read -r -p "Delete $name in $zone, and all that is on its disks? [y/N] " answer || true
+    read -r -p "Delete $name in $zone, with its disks? [y/N] " answer || true
     [[ ${answer:-} == [yY]* ]] || fail "nothing was deleted"
   fi
   run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
@@ -151,16 +151,16 @@ delete() {
 
 ### On a worker
 
-worker_going() { # a process id alone could by now be another program's
+worker_running() { # the process id alone may have been reused
   grep -qs smallgpt_jax.main "/proc/$(cat ~/smallgpt_jax.pid 2>/dev/null || echo none)/cmdline"
 }
 
-worker_idle() { ! worker_going || fail "a run is going on $(hostname): stop it first"; }
+worker_idle() { ! worker_running || fail "$(hostname): a run is in progress; stop it first"; }
 
 worker_install() { # [BUCKET]
   local uv=~/.local/bin/uv
   local repository=https://packages.cloud.google.com/apt key=/usr/share/keyrings/gcsfuse.asc
-  # The VMs may come with Python 3.10, which is too old: uv brings another.
+  # The VMs may have Python 3.10, which is too old; uv installs another.
   [[ -x $uv ]] || curl -LsSf https://astral.sh/uv/install.sh | sh
   $uv venv --quiet --allow-existing --python=3.11 .venv
   $uv pip install --quiet --python=.venv/bin/python -c constraints.txt -e '.[tpu]'
@@ -177,17 +177,17 @@ worker_install() { # [BUCKET]
 
 worker_ready() { # [BUCKET]
   worker_idle
-  [[ -x .venv/bin/python ]] || fail "nothing is installed on $(hostname): install comes first"
+  [[ -x .venv/bin/python ]] || fail "$(hostname): not installed; run install first"
   [[ ${1:-} ]] || return 0
   mkdir -p ~/bucket
-  # Nothing is remembered about files, which other workers write too; a checkpoint is a renamed folder.
+  # No metadata cache, since other workers write the same files; completing a checkpoint renames a folder.
   mountpoint -q ~/bucket || gcsfuse --implicit-dirs --rename-dir-limit=1000000 \
     --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 "$1" ~/bucket
 }
 
 worker_start() { # ARGS
   local words=() word
-  for word; do # ~/ at the beginning of a value is the home folder here
+  for word; do # expand ~/ at the start of a value
     # shellcheck disable=SC2088
     [[ $word != -*=* || ${word#*=} != "~/"* ]] || word=${word%%=*}=$HOME/${word#*=\~/}
     words+=("$word")
@@ -198,26 +198,26 @@ worker_start() { # ARGS
 }
 
 worker_status() {
-  local going="no run"
-  ! worker_going || going=running
-  echo "$(hostname): $going; $(tail -n 1 ~/smallgpt_jax.log 2>/dev/null || echo "no log")"
+  local state="no run"
+  ! worker_running || state=running
+  echo "$(hostname): $state; $(tail -n 1 ~/smallgpt_jax.log 2>/dev/null || echo "no log")"
 }
 
-worker_stop() { # SECONDS to end in after SIGTERM
+worker_stop() { # SECONDS between SIGTERM and SIGKILL
   local pid i
-  if worker_going; then
+  if worker_running; then
     pid=$(cat ~/smallgpt_jax.pid)
     kill -TERM -- "-$pid" || true
     for ((i = 0; i < $1; i++)); do
-      worker_going || break
+      worker_running || break
       sleep 1
     done
-    ! worker_going || kill -KILL -- "-$pid" # it was not done with saving
+    ! worker_running || kill -KILL -- "-$pid"
   fi
   echo "no run on $(hostname)"
 }
 
-### What was asked for
+### Arguments
 
 cd "$(dirname "$0")/.."
 command=${1:-}
@@ -228,8 +228,8 @@ case $command in
     exit
     ;;
   --help | -h) usage && exit ;;
-  "") wrong "a command is missing" ;;
-  *) wrong "there is no command $command" ;;
+  "") wrong "missing command" ;;
+  *) wrong "$command: unknown command" ;;
 esac
 
 name='' zone='' project='' accelerator_type='' runtime_version='' spot='' no_wait='' repo='' bucket=''
@@ -244,7 +244,7 @@ while (($#)) && [[ $1 != -- ]]; do
   elif [[ $1 =~ ^(--help|-h)$ ]]; then
     usage && exit
   else
-    wrong "unknown flag $1 (the arguments of the run come after --)"
+    wrong "$1: unknown flag; arguments of the run follow --"
   fi
   shift
 done
@@ -257,9 +257,9 @@ for flag in $needed; do
 done
 if [[ $command =~ ^(start|resume)$ ]]; then
   (($#)) || wrong "$command needs the arguments of the run, after --"
-  [[ $bucket || "$*" != *"=~/bucket"* ]] || wrong "what lies in ~/bucket needs --bucket=NAME"
+  [[ $bucket || "$*" != *"=~/bucket"* ]] || wrong "paths in ~/bucket need --bucket=NAME"
 elif (($#)); then
-  wrong "$command takes nothing after --"
+  wrong "$command: unexpected arguments after --"
 fi
 
 bucket=${bucket#gs://}

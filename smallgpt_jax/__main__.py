@@ -13,15 +13,15 @@ COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compa
 def main() -> None:
     if sys.argv[1:] and sys.argv[1] not in ("--help", "-h"):
         hint = f"python -m smallgpt_jax.{sys.argv[1]}" if sys.argv[1] in COMMANDS else "python -m smallgpt_jax.COMMAND"
-        print(f"error: unexpected argument {sys.argv[1]!r}; a command starts with {hint}", file=sys.stderr)
+        print(f"error: {sys.argv[1]!r}: unexpected argument; use {hint}", file=sys.stderr)
         sys.exit(2)
     for command in COMMANDS:
         print(f"python -m smallgpt_jax.{command:8}  {summary(command)}")
-    print("\nEach explains itself with --help.")
+    print("\nSee --help of each.")
 
 
 def summary(command: str) -> str:
-    """The first line of a command's docstring, without importing it: that takes seconds."""
+    """Returns the first line of a command's docstring, without importing it, which takes seconds."""
     source = Path(__file__).with_name(f"{command}.py").read_text()
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

@@ -1,6 +1,6 @@
-"""Runs of several processes: how they find each other, and what they have to agree on.
+"""Multi-process runs: initialization, agreement between processes, failures of peers.
 
-Process 0 speaks and writes; the others compute. All of them run the same program on the same config.
+All processes run the same program on the same config; only process 0, the primary one, prints and writes.
 """
 
 import contextlib
@@ -23,73 +23,70 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import reason
+from smallgpt_jax.formatting import short_reason
 
-LOST_AFTER = 30  # seconds without a sign of life after which a process counts as dead
+HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Makes this process one of the `num_processes` of a run; call it before JAX sees any device.
+def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
+    """Connects this process to the others of the run; call it before JAX initializes its devices.
 
-    `coordinator` is the host:port that process 0 opens and the others connect to. With all three
-    None they are found in a Slurm step of several tasks and on a TPU VM; elsewhere this process is
-    the only one. From then on only process 0 prints. If the others have not come after `timeout`
-    seconds, the process ends with exit status 1. Raises UserError for what cannot be a run.
+    `coordinator` is the host:port that process 0 opens and the others connect to. If all three are None, they are
+    detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Silences standard
+    output on all processes but the primary. Exits with status 1 if the others do not connect within `timeout` seconds.
+    Raises UserError for invalid arguments.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
     if 0 < len(missing) < 3:
-        raise UserError(f"{' and '.join(missing)} must be given too: a run of several processes needs all "
-                        "three flags")
+        raise UserError(f"{' and '.join(missing)}: missing; a multi-process run needs all three flags")
     if not missing and not 0 <= process_id < num_processes:
-        raise UserError(f"--process_id={process_id}: must be from 0 to {num_processes - 1}")
+        raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator and not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(f"--coordinator={coordinator}: must be HOST:PORT")
+        raise UserError(f"--coordinator={coordinator}: expected HOST:PORT")
     if missing and not (in_slurm_step() or on_tpu_vm()):
         return
 
     def give_up():
-        others = f"--coordinator={coordinator}" if coordinator else "the other processes of this job"
-        print(f"error: {others}: no answer within {timeout} seconds (--join_timeout). Start all processes "
-              "at about the same time, with the same flags but for --process_id", file=sys.stderr, flush=True)
+        others = f"--coordinator={coordinator}" if coordinator else "other processes of this job"
+        print(f"error: {others}: no answer within {timeout} seconds (--join_timeout); start all processes "
+              "at about the same time, with the same flags except --process_id", file=sys.stderr, flush=True)
         os._exit(1)
 
-    jax.config.update("jax_enable_preemption_service", False)  # preemption.py does that for itself
-    # JAX itself would end this process with a stack trace.
+    jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
+    # JAX's own timeout ends the process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
     watchdog.daemon = True
     watchdog.start()
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
-            heartbeat_timeout_seconds=LOST_AFTER, shutdown_timeout_seconds=LOST_AFTER)
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, shutdown_timeout_seconds=HEARTBEAT_TIMEOUT)
     except Exception as error:
-        if not coordinator and not in_slurm_step():  # a TPU VM of its own, as notebooks have them
+        if not coordinator and not in_slurm_step():  # a single TPU VM, such as a notebook's
             return
-        raise UserError(f"no run of several processes: {reason(error)}") from None
+        raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
     finally:
         watchdog.cancel()
-    faulthandler.disable()  # the stacks of all threads say nothing about another process that has died
-    if not is_first():
+    faulthandler.disable()  # stack traces of this process do not explain the death of another one
+    if not is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextlib.contextmanager
-def ending_with_the_others() -> Iterator[None]:
-    """Ends this process, with a message, when another one has gone while both compute together.
+def exit_on_peer_failure() -> Iterator[None]:
+    """Exits with status 1 and a message when a collective operation fails because another process has died.
 
-    What notices it may be the arithmetic that they share, at once, or, if that hangs, JAX's
-    heartbeats after LOST_AFTER seconds, which abort the process with a message of their own.
+    If the operation hangs instead, JAX aborts the process after HEARTBEAT_TIMEOUT seconds, with its own message.
     """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either
-        if alone() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
+        if is_single_process() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
             raise
-        print("error: another process of this run has ended, or cannot be reached any more "
-              f"({reason(error)}).\nStart all of them again: they go on from the newest "
-              "checkpoint", file=sys.stderr, flush=True)
-        os._exit(1)  # whatever else there is to end would wait for the others
+        print(f"error: another process of this run has exited or is unreachable ({short_reason(error)}).\n"
+              "Restart all processes to resume from the newest checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)  # a regular exit would wait for the other processes
 
 
 def in_slurm_step() -> bool:
@@ -101,73 +98,74 @@ def on_tpu_vm() -> bool:
         return False
     devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     vendors = {Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")}
-    return bool(devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu"))  # Google's
+    return bool(devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu"))  # 0x1ae0: Google
 
 
-def look_for_no_tpu() -> None:
-    """Where the TPU compiler is installed, for `plan`, but no TPU: JAX would search and complain."""
+def skip_tpu_search() -> None:
+    """Sets JAX's platform to the CPU where libtpu is installed (for `plan`) without a TPU: JAX would otherwise log
+    errors."""
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
 
 
-def is_first() -> bool:
-    """Whether this is the process that prints and writes."""
+def is_primary() -> bool:
+    """Returns whether this process prints and writes."""
     return jax.process_index() == 0
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     return jax.process_count() == 1
 
 
-def ask_all(is_so: bool) -> jax.Array:
-    """Whether it is so in any process. All of them call it, equally often; it starts to find out, and
-    bool() of the result waits for the answer."""
-    shardings, program = _asking()
-    said = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
-    # Simulated devices share a few threads, see program.Program.runnable.
-    return jax.block_until_ready(program(said)) if jax.default_backend() == "cpu" else program(said)
+def start_any_process(is_so: bool) -> jax.Array:
+    """Returns, asynchronously, whether `is_so` is true in any process; bool() of the result blocks.
+
+    A collective operation: all processes must call it equally often.
+    """
+    shardings, program = _any_program()
+    logged = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
+    # Simulated devices can deadlock, see program.Program.runnable.
+    return jax.block_until_ready(program(logged)) if jax.default_backend() == "cpu" else program(logged)
 
 
 @functools.cache
-def _asking():
+def _any_program():
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     return (NamedSharding(mesh, PartitionSpec("all")),
             jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())))
 
 
-def any_of_them(is_so: bool) -> bool:
-    """Whether it is so in any process."""
-    return is_so if alone() else bool(ask_all(is_so))
+def any_process(is_so: bool) -> bool:
+    """Returns whether `is_so` is true in any process (collective)."""
+    return is_so if is_single_process() else bool(start_any_process(is_so))
 
 
-def first(action: Callable[[], None]) -> None:
-    """Process 0 does it while the others wait. What it raises ends all of them: nobody is left waiting
-    for a process that has ended."""
+def run_on_primary(action: Callable[[], None]) -> None:
+    """Runs `action` on process 0 while the others wait; if it raises, all processes raise (collective)."""
     problem = None
     try:
-        if is_first():
+        if is_primary():
             action()
     except Exception as error:
         problem = error
-    failed, = from_first((problem is not None,))
+    failed, = broadcast_from_primary((problem is not None,))
     if failed:
-        raise problem or UserError("process 0 has ended; its message says why")
+        raise problem or UserError("process 0 has failed; see its message")
 
 
-def from_first(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """What process 0 has for these numbers, in all processes."""
-    if alone():
+def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns process 0's numbers (int32) in all processes (collective)."""
+    if is_single_process():
         return numbers
     return tuple(int(n) for n in multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32)))
 
 
-def check_same(what: str, text: str) -> None:
-    """Raises UserError, in all processes, if `text` is not the same in each."""
-    if alone():
+def require_equal(what: str, text: str) -> None:
+    """Raises UserError in all processes if `text`, called `what` in the message, differs between them (collective)."""
+    if is_single_process():
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
     all_digests = multihost_utils.process_allgather(digest)
     if others := [i for i, other in enumerate(all_digests) if (other != all_digests[0]).any()]:
-        raise UserError(f"process {others[0]} has {what} other than process 0's: all processes of a run "
-                        "need the same")
+        raise UserError(f"process {others[0]}: {what} differs from process 0's; use the same in all processes")

@@ -1,4 +1,4 @@
-"""Paths that users name, and files that more than one program may reach for: replaced whole, and locked."""
+"""Paths from users, atomic writes and file locks."""
 
 import contextlib
 import fcntl
@@ -14,18 +14,15 @@ from smallgpt_jax.errors import UserError
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Returns the path that a user gave in `field`, a flag or config field, with `~` expanded.
-
-    Raises UserError for a URL, which would else become a local folder of that name.
-    """
+    """Returns the path given in `field`, a flag or config field, with `~` expanded. Raises UserError for a URL."""
     if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
-        raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported yet; mount the bucket "
-                        "or copy the files, and give a local path")
+        raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported; mount the bucket or "
+                        "copy the files, and use a local path")
     return Path(name).expanduser()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file by `content`: afterwards, whatever happens, it is the old one or the new one."""
+    """Replaces a file by `content` atomically: after a crash it is the old or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -35,26 +32,28 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Gives a file or folder another name, which a loss of power does not undo."""
+    """Renames a file or folder durably: it survives a power loss."""
     path.replace(target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
-    except OSError:  # not on every file system
+    except OSError:  # not supported by every file system
         pass
     finally:
         os.close(folder)
 
 
 def safe_name(text: str) -> str:
-    """As a name for a file or folder."""
+    """Returns `text` as a valid name of a file or folder."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)
 
 
 @contextlib.contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which gets the name `folder` at the end; in case of an error there is
-    nothing. What has that name has to be an empty folder, or nothing."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
+
+    `folder` must be empty or not exist yet.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -71,16 +70,16 @@ def current_umask() -> int:
     return umask
 
 
-class InUse(Exception):
-    """Another process holds a lock; its name is the message."""
+class LockHeldError(Exception):
+    """Another process holds the lock; the message names it."""
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds the lock that is the file at `path`, which is removed afterwards.
+def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
+    """Holds an exclusive lock on the file at `path`, removed afterwards.
 
-    The system frees the lock when its process ends, however it ends. Raises InUse if another process
-    has it, unless it is to wait for that one. File systems without locks get none.
+    The system releases the lock when the process ends. Raises LockHeldError if another process holds it and not `wait`.
+    On file systems without locks nothing is locked.
     """
     while True:
         file = path.open("a+")
@@ -88,10 +87,10 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
-            raise InUse(file.read().strip() or "another process") from None
-        except OSError:  # no locks here
+            raise LockHeldError(file.read().strip() or "another process") from None
+        except OSError:  # a file system without locks
             break
-        # The one that had it may have removed the file meanwhile, and a third one made it anew.
+        # The previous holder may have removed the file, and another process may have recreated it.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break

@@ -1,4 +1,4 @@
-"""What a run logs: a line on the terminal, `metrics.jsonl`, TensorBoard files."""
+"""Logging: progress on the terminal, `metrics.jsonl`, TensorBoard event files."""
 
 import contextlib
 import json
@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 
 from smallgpt_jax import distributed
-from smallgpt_jax.errors import Diverged
+from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import duration
+from smallgpt_jax.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of one update, read from the devices."""
+    """The metrics of one update, on the host."""
 
     step: int
     values: dict[str, float]
@@ -36,14 +34,14 @@ class StepMetrics(NamedTuple):
 class Logger:
     """Logs a run's metrics to its files and to the terminal.
 
-    It holds the metrics of the newest update while the devices compute them: they are read only when the next update is
-    under way, so that no device waits for the host. What cannot be written does not end a run.
+    Holds the newest update's metrics on the devices and reads them only after the next update has been dispatched, so
+    that no device waits for the host. Write errors do not end a run.
     """
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
                  bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
-        """`unlogged_losses` are those of the steps since the last logged one, as `losses` was when it was saved."""
-        self._writer, self._progress = MetricsWriter(workdir, first_step, say=progress.note), progress
+        """`unlogged_losses`: the losses since the last logged step, as saved with the checkpoint."""
+        self._writer, self._progress = MetricsWriter(workdir, first_step, log=progress.message), progress
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
         self._bytes_per_token, self._peak = bytes_per_token, peak_tokens_per_second
         self._first_step, self._watch = first_step, Stopwatch()
@@ -52,20 +50,20 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Takes the metrics of a step, which are still being computed; returns those of the step before, read."""
+        """Keeps the metrics of a step, still on the devices; returns the previous step's, or None."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous
 
     def take(self) -> StepMetrics:
-        """Waits for the metrics that it holds, and returns them."""
+        """Waits for the pending metrics and returns them."""
         (step, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.losses.append(values["loss"])
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the metrics of a step, if it is one that is logged."""
+        """Writes the metrics if the step is a multiple of `log_every` or the last one."""
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
@@ -83,15 +81,15 @@ class Logger:
                               + f"   {duration(left)} left")
 
     def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """Writes the validation loss in nats per token, the mean over so many targets."""
+        """Writes the validation loss in nats per token, a mean over `targets` tokens."""
         bits_per_byte = nats / math.log(2) / self._bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
                                           "tokens": round(step * self._tokens_per_step)})
-        self._progress.stay(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+        self._progress.print_line(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time inside out of tokens per second."""
+        """Leaves the time spent in the `with` block out of tokens per second."""
         with self._watch.paused():
             yield
 
@@ -100,17 +98,19 @@ class Logger:
 
 
 class NonFiniteGuard:
-    """Decides what follows an update whose loss or gradient is not finite: `train.on_nonfinite`. One that was applied
-    and has left weights that are not finite is always the last."""
+    """Skips or ends the run after a non-finite update, as `train.on_nonfinite` says.
 
-    def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_of: Callable[[int], Sequence[int]],
-                 newest_checkpoint: Callable[[], int | None], say: Callable[[str], None] = print):
+    An applied update that makes the weights non-finite always ends the run.
+    """
+
+    def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
+                 newest_checkpoint: Callable[[], int | None], log: Callable[[str], None] = print):
         self._skips, self._max = on_nonfinite == "skip", max_nonfinite
-        self._row_numbers_of, self._newest_checkpoint, self._say = row_numbers_of, newest_checkpoint, say
+        self._row_numbers_of, self._newest_checkpoint, self._log = row_numbers_at, newest_checkpoint, log
         self._in_a_row = 0
 
     def check(self, metrics: StepMetrics) -> None:
-        """Reports an update that is not finite. Raises Diverged if the run is to end."""
+        """Logs a skipped update. Raises DivergenceError if the run is to end."""
         if metrics.is_finite:
             self._in_a_row = 0
             return
@@ -123,39 +123,38 @@ class NonFiniteGuard:
                    + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
         skips = self._skips and not was_applied
         if skips and self._in_a_row < self._max:
-            self._say(f"{trouble}. This update is skipped ({values['skipped']:.0f} so far)")
+            self._log(f"{trouble}. Update skipped ({values['skipped']:.0f} so far)")
             return
         newest = self._newest_checkpoint()
-        why = (f"{self._in_a_row} updates in a row (config.train.max_nonfinite) were not finite" if skips
+        why = (f"{self._in_a_row} non-finite updates in a row (config.train.max_nonfinite)" if skips
                else "training has diverged")
         good = ("There is no checkpoint" if newest is None else
-                f"The newest checkpoint, of step {newest}, is good")
+                f"The newest checkpoint, of step {newest}, is not affected")
         remedy = "" if skips or was_applied else ", or --config.train.on_nonfinite=skip"
-        raise Diverged(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{remedy}")
+        raise DivergenceError(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{remedy}")
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard files, in which each step then stands once; process 0 does.
+    """Writes metrics.jsonl and TensorBoard files on process 0.
 
-    Lines of steps after `first_step`, from a run that went on after its last checkpoint, are
-    removed: those steps are made again. Nothing that then happens to these files ends the run: a line that
-    cannot be written is written with the next one; TensorBoard's file is then given up. `say` is called when
-    that begins, and at the end if lines are lost.
+    Lines of steps after `first_step` are removed, since those steps are repeated: each step appears once. Write errors
+    do not end the run: unwritten lines are retried with the next line; the event file is given up. `log` is called when
+    writing starts to fail, and at the end if lines are lost.
     """
 
-    def __init__(self, workdir: Path, first_step: int, say: Callable[[str], None] = print):
-        self._writes = distributed.is_first()
+    def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):
+        self._writes = distributed.is_primary()
         if not self._writes:
             return
-        self._path, self._say, self._waiting = workdir / METRICS_FILE, say, ""
+        self._path, self._log, self._waiting = workdir / METRICS_FILE, log, ""
         kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._events = EventsWriter(str(workdir / "events"))
-        # What older files say of later steps does not count.
-        self._write_event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._events = None
+        with self._gives_up_events():
+            self._events = EventFile(workdir, first_step)
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Adds a line, with the time in Unix seconds."""
+        """Appends a line, with the Unix time in seconds."""
         if not self._writes:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -163,52 +162,52 @@ class MetricsWriter:
         was_waiting, self._waiting = bool(self._waiting), self._waiting + json.dumps(line) + "\n"
         trouble = self._append()
         if trouble and not was_waiting:
-            self._say(f"{self._path}: {trouble.strerror}. Training goes on; what is to be written waits")
-        summary = Summary(value=[Summary.Value(tag=f"{split}/{name}", simple_value=value)
-                                 for name, value in values.items()])
-        self._write_event(step=step, summary=summary)
+            self._log(f"{self._path}: {trouble.strerror}. Training continues; lines are kept until they can be written")
+        if self._events:
+            with self._gives_up_events():
+                self._events.write(step, split, values)
 
     def _append(self) -> OSError | None:
-        """Writes the lines that wait; returns what kept it from that."""
+        """Writes the pending lines; returns the error, if any."""
         length = None
         try:
             with self._path.open("a") as file:
                 length = file.tell()
                 file.write(self._waiting)
                 file.flush()
-                os.fsync(file.fileno())  # a checkpoint outlives a loss of power, so do the lines before it
+                os.fsync(file.fileno())  # checkpoints survive a power loss; so must the lines before them
         except OSError as error:
             if length is not None:
                 with contextlib.suppress(OSError):
-                    os.truncate(self._path, length)  # not half a line
+                    os.truncate(self._path, length)  # no partial line
             return error
         self._waiting = ""
         return None
 
-    def _write_event(self, **fields) -> None:
-        """Directly, not through tensorboardX's thread, which waits for ever once a write has failed."""
-        if not self._events:
-            return
+    @contextlib.contextmanager
+    def _gives_up_events(self):
+        """Stops writing the event file after the first error."""
         try:
-            self._events.write_event(Event(wall_time=time.time(), **fields))
-            self._events.flush()
+            yield
         except OSError as error:
             self._events = None
-            self._say(f"TensorBoard's file cannot be written: {error.strerror}. Training goes on without it")
+            self._log(f"TensorBoard event file: {error.strerror}. Training continues without it")
 
     def close(self) -> None:
         if not self._writes:
             return
         if self._waiting and (trouble := self._append()):
-            self._say(f"{self._path}: {trouble.strerror}. Its last {len(self._waiting.splitlines())} lines are lost")
+            self._log(f"{self._path}: {trouble.strerror}. The last {len(self._waiting.splitlines())} lines are lost")
         if self._events:
             with contextlib.suppress(OSError):
                 self._events.close()
 
 
 def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:
-    """The objects in a metrics.jsonl, or such a file; none if it is not there. Lines cut short or damaged, which have
-    not all the `keys`, are left out."""
+    """Returns the objects of a JSON-lines file such as metrics.jsonl; [] if it does not exist.
+
+    Damaged lines and lines without all the `keys` are skipped.
+    """
     lines = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -219,7 +218,7 @@ def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> lis
 
 
 class Stopwatch:
-    """Counts the seconds of training: those inside `with paused():` are left out."""
+    """Measures seconds, without those inside `with paused():`."""
 
     def __init__(self):
         self._started, self._paused = time.monotonic(), 0.0
@@ -235,7 +234,7 @@ class Stopwatch:
 
 
 class Progress:
-    """The line that shows how a run goes: rewritten in place on a terminal, else one a call."""
+    """The progress line: rewritten in place on a terminal, else one line per call."""
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -246,13 +245,13 @@ class Progress:
         self._print(step, text, end="" if self._in_place else "\n")
         self._open = self._in_place
 
-    def stay(self, step: int, text: str) -> None:
-        """Prints a line that later ones do not overwrite."""
+    def print_line(self, step: int, text: str) -> None:
+        """Prints a line that is not overwritten."""
         self._print(step, text, end="\n")
         self._open = False
 
-    def note(self, text: str) -> None:
-        """Prints a line about something other than a step."""
+    def message(self, text: str) -> None:
+        """Prints a line without a step."""
         print(f"{self._clear()}{text}", flush=True)
         self._open = False
 

@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate."""
+"""The optimizer and its learning-rate schedule."""
 
 import difflib
 import math
@@ -10,13 +10,16 @@ from flax import linen as nn
 from smallgpt_jax.errors import UserError
 
 OPTIMIZERS = {"adamw": optax.adamw, "lion": optax.lion}
-STACKED = ("layers", "path")  # axes along which equal weights are stacked: not dimensions of one
+STACKED = ("layers", "path")  # axes along which equal weights are stacked
 
 
 def learning_rate_schedule(
     *, learning_rate: float, warmup_steps: int, decay_steps: int, final_learning_rate: float,
 ) -> optax.Schedule:
-    """Linear from 0 over `warmup_steps`, then a cosine that ends at `decay_steps`, then constant."""
+    """Returns the schedule: linear from 0 over `warmup_steps`, a cosine until `decay_steps`, then constant.
+
+    Raises UserError for invalid values.
+    """
     for name, value in (("learning_rate", learning_rate), ("final_learning_rate", final_learning_rate),
                         ("warmup_steps", warmup_steps)):
         if not 0 <= value < math.inf:
@@ -32,10 +35,9 @@ def make_optimizer(
     boxed_params, *, name: str, weight_decay: float, beta1: float, beta2: float, clip_norm: float,
     **schedule,
 ) -> optax.GradientTransformation:
-    """The config's `optimizer` group as an optax transformation.
+    """Returns the optax transformation of the config's `optimizer` group. Raises UserError for invalid values.
 
-    `boxed_params` are the parameters (or their shapes) with their axis names, which tell what
-    weight decay is for: weights of two or more dimensions.
+    `boxed_params` are the parameters or their shapes with axis names, which decide what is decayed: see `is_matrix`.
     """
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
@@ -57,6 +59,6 @@ def make_optimizer(
 
 
 def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter has two or more dimensions: biases and scales have one, however many axes their
-    features are laid out on, and the axes along which equal weights are stacked do not count."""
+    """Returns whether a parameter is a matrix, to which weight decay applies: not a bias or scale, and of two or more
+    axes besides those of stacking."""
     return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

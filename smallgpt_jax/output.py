@@ -1,4 +1,4 @@
-"""Standard output and standard error of work that has to go on when nobody can read them any more."""
+"""Best-effort standard output and standard error, for work that must continue when they cannot be written."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class BestEffortStream:
-    """A text stream that drops what cannot be written, and tries again with the next text."""
+    """A text stream that drops text that cannot be written."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -28,10 +28,7 @@ class BestEffortStream:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Keeps a full disk or a closed pipe from raising errors where `sys.stdout` or `sys.stderr` is written.
-
-    `name` is "stdout" or "stderr".
-    """
+    """Ignores write errors (full disk, closed pipe) of `sys.stdout` or `sys.stderr`; `name` is "stdout" or "stderr"."""
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, BestEffortStream(stream))
     try:
@@ -42,8 +39,7 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Replaces `sys.stdout` or `sys.stderr` if it cannot be written: Python would fail to flush it at the end, and
-    exit with status 120."""
+    """Replaces `sys.stdout` or `sys.stderr` if it cannot be flushed: Python would exit with status 120."""
     try:
         getattr(sys, name).flush()
     except OSError:
@@ -51,10 +47,10 @@ def drop_unwritable(name: str) -> None:
 
 
 def is_output_closed() -> bool:
-    """Whether standard output is a pipe whose reader has gone."""
+    """Returns whether standard output is a pipe without a reader."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except (OSError, ValueError):  # a stream of Python's own
+    except (OSError, ValueError):  # not a file of the system
         return False

@@ -1,10 +1,10 @@
-"""Will it fit, and how fast can it be: compiles a recipe's training and evaluation for machines that are not there.
+"""Estimates memory and speed of a recipe on given hardware: compiles training and evaluation for it.
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
 
-The real TPU compiler does it (pip install '.[plan]'), no TPU is needed; with --topology=cpu:8 the CPU's.
-Exit status 1 if training or evaluation does not fit. --search finds the largest batch a chip that does.
+Uses the TPU compiler (pip install '.[plan]'), which needs no TPU; with --topology=cpu:8 the CPU compiler. Exit status 1
+if training or evaluation does not fit. --search finds the largest batch that does.
 """
 
 import dataclasses
@@ -22,101 +22,103 @@ from smallgpt_jax.program import Program, build_program
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1 and other shapes of these chips; cpu:8.")
-_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch a chip that fits; many compilations.")
-_JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else.")
+    "topology", None, "v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1 and other shapes of these chips, or cpu:8.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch that fits; many compilations.")
+_JSON = flags.DEFINE_bool("json", False, "Print only one JSON object.")
 flags.mark_flags_as_required(["config", "topology"])
 
 
 def main() -> None:
-    config, devices = _CONFIG.value, chips.devices(_TOPOLOGY.value)
+    config, devices = _CONFIG.value, chips.topology_devices(_TOPOLOGY.value)
     if _SEARCH.value:
-        chip = chips.chip(devices[0].device_kind)
+        chip = chips.find_chip(devices[0].device_kind)
         if not chip:
-            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory is known")
+            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips of known memory")
         config.train.batch_size = largest_batch(
-            functools.partial(with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
-            say=lambda line: print(line, file=sys.stderr, flush=True))
+            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
+            log=lambda line: print(line, file=sys.stderr, flush=True))
     program = build_program(config, devices)
     result = estimate(program)
-    print(json.dumps(dataclasses.asdict(result)) if _JSON.value else words(program, result))
+    print(json.dumps(dataclasses.asdict(result)) if _JSON.value else format_plan(program, result))
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
         gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
-        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}. Smaller "
-                        "parts (config.train.microbatches), config.mesh.fsdp or config.model.remat help")
+        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}; "
+                        "increase config.train.microbatches or config.mesh.fsdp, or set config.model.remat")
 
 
 def batch_divisor(config, devices) -> int:
-    """Returns the number that divides every batch size: devices that split the batch × microbatches."""
-    return sharding.batch_parts(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
+    """Returns what every batch size must be a multiple of: data-parallel devices × microbatches."""
+    return sharding.num_batch_shards(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
 
 
-def with_batch_size(config, devices, batch_size: int) -> Program:
+def build_with_batch_size(config, devices, batch_size: int) -> Program:
     config = config.copy_and_resolve_references()
     config.train.batch_size = batch_size
     return build_program(config, devices)
 
 
-def words(program: Program, result: Estimate) -> str:
-    """Returns the estimate as a person reads it."""
+def format_plan(program: Program, result: Estimate) -> str:
+    """Returns the estimate as text."""
     config = program.config
     layout = " × ".join(f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1)
     lines = [
         f"{config.model.architecture} on {result.devices} × {result.device_kind}"
         + (f" ({layout})" if layout else "")
-        + f", {config.train.batch_size} × {config.model.context_length} tokens a step"
-        + (f" in {config.train.microbatches} parts" if config.train.microbatches > 1 else ""),
-        *summary.exceptions(program), "",
-        *parameters(program, result), "",
-        *memory_table(result), "",
-        f"{result.flops_per_token:,.0f} FLOPs a token, {result.flops_per_step:.3e} a step",
+        + f", {config.train.batch_size} × {config.model.context_length} tokens per step"
+        + (f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""),
+        *summary.fallback_messages(program), "",
+        *format_parameters(program, result), "",
+        *format_memory(result), "",
+        f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step",
         f"compiled in {result.compile_seconds:.0f} s"]
     if result.collectives is not None:
-        lines += ["", "Collectives of a step, on each device:" if result.collectives else
-                  "No collectives."]
+        lines += ["", "Collectives per step and device:" if result.collectives else "No collectives."]
         lines += [f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
                   for kind, found in sorted(result.collectives.items())]
     elif result.fits:
         lines += ["", "Cycles and collectives are not available: the compiled program cannot be read"]
+    chip = chips.find_chip(result.device_kind)
+    if result.collectives is not None and result.estimated_cycles is None and chip and chip.hertz:
+        lines += ["", "Cycles are not available: the program calls a kernel whose cost is unknown"]
     if result.estimated_cycles:
         seconds = result.estimated_step_seconds
         lines += [
-            "", "Estimates of the compiler, without waiting for collectives, not measurements:",
+            "", "Compiler estimates without waiting for collectives, not measurements:",
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, and {result.kernel_cycles / 1e6:,.1f} M in "
             "attention kernels (their products at the chip's peak)",
-            f"  {1000 * seconds:,.1f} ms a step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
+            f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
             f"{result.estimated_mfu:.0%} MFU"]
     return "\n".join(lines)
 
 
-def parameters(program: Program, result: Estimate) -> list[str]:
+def format_parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{result.parameters:,} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
     rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
     if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads:
-        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} leaves out positions and an untied head")
+        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} excludes positions and an untied head")
     return lines
 
 
-def memory_table(result: Estimate) -> list[str]:
-    """The compiled program's memory, and beside it the account by hand."""
-    hand = result.account
-    state = hand["weights"] + hand["moments"]
-    rest = sum(size for name, size in hand.items() if name not in ("weights", "moments"))
+def format_memory(result: Estimate) -> list[str]:
+    """Returns a table of the compiled program's memory and the formula's."""
+    formula = result.account
+    state = formula["weights"] + formula["moments"]
+    rest = sum(size for name, size in formula.items() if name not in ("weights", "moments"))
     rows = [("state (weights, moments) and batch", result.argument_bytes, state),
-            ("  weights", None, hand["weights"]), ("  moments", None, hand["moments"]),
+            ("  weights", None, formula["weights"]), ("  moments", None, formula["moments"]),
             ("temporaries", result.temp_bytes, rest),
-            ("  gradients", None, hand["gradients"]), ("  gathered weights", None, hand["gathered"]),
-            ("  activations", None, hand["activations"]),
-            ("  logits of a chunk", None, hand["logits"]),
-            ("all", result.needed_bytes, state + rest),
+            ("  gradients", None, formula["gradients"]), ("  gathered weights", None, formula["gathered"]),
+            ("  activations", None, formula["activations"]),
+            ("  logits of a chunk", None, formula["logits"]),
+            ("total", result.needed_bytes, state + rest),
             ("temporaries of an evaluation step", result.eval_temp_bytes, None),
-            ("all, meanwhile", result.eval_needed_bytes, None), ("the chip has", result.hbm_bytes, None)]
-    lines = [f"{'Memory of one device':36} {'compiled':>11} {'by hand':>11}"]
+            ("total in evaluation", result.eval_needed_bytes, None), ("memory of the chip", result.hbm_bytes, None)]
+    lines = [f"{'Memory per device':36} {'compiled':>11} {'formula':>11}"]
     return lines + [
-        f"{name:36}" + "".join(f" {memory.in_words(size) if size else '':>11}" for size in sizes)
+        f"{name:36}" + "".join(f" {memory.format_bytes(size) if size else '':>11}" for size in sizes)
         for name, *sizes in rows if any(sizes)]
 
 

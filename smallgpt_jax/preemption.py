@@ -1,7 +1,7 @@
-"""How a run is asked to stop: SIGTERM (schedulers, preempted machines) or Ctrl-C.
+"""Stop requests: SIGTERM (schedulers, preempted machines) and Ctrl-C.
 
-The run finishes its step, saves and ends. Where there is nothing to save, while programs are compiled
-for instance, it ends at once; so it does when it is asked a second time.
+The run finishes its step, saves and exits. It exits at once if there is nothing to save, for instance during
+compilation, and on a second request.
 """
 
 import contextlib
@@ -14,54 +14,53 @@ import time
 from collections.abc import Iterator
 
 from smallgpt_jax import distributed
-from smallgpt_jax.errors import Stopped
+from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ONE_REQUEST = 0.5  # seconds: `timeout` and others signal a process and then its group
+REPEAT_SECONDS = 0.5  # `timeout`, for one, signals a process and then its group: one request
 
 
-class Stop:
+class StopRequest:
     """Whether this run has been asked to stop."""
 
     def __init__(self):
-        self.asked: int | None = None  # the signal
-        self.has_something_to_save = False
+        self.signal: int | None = None  # the signal received, if any
+        self.can_save = False
         self._answer = None
-        self._when = 0.0  # it was asked
+        self._signal_time = 0.0  # of time.monotonic()
 
-    def is_agreed(self) -> bool:
-        """Whether a process of this run has been asked; the same answer in all of them, each time.
+    def is_requested_anywhere(self) -> bool:
+        """Returns whether any process of this run has been asked to stop; equal in all processes (collective).
 
-        With several processes, what is answered is the question of the call before this one: nobody
-        waits for it.
+        With several processes the answer is that of the previous call, so that no process waits.
         """
-        if distributed.alone():
-            return self.asked is not None
-        answer, self._answer = self._answer, distributed.ask_all(self.asked is not None)
+        if distributed.is_single_process():
+            return self.signal is not None
+        answer, self._answer = self._answer, distributed.start_any_process(self.signal is not None)
         return answer is not None and bool(answer)
 
-    def end(self, step: int):
-        """Raises what ends the run after `step`, which is saved."""
-        raise Stopped(f"stopped after step {step}, which is saved; the same command goes on from there",
-                      128 + (self.asked or signal.SIGTERM))
+    def raise_stopped(self, step: int):
+        """Raises StoppedError; `step` has been saved."""
+        raise StoppedError(f"stopped after step {step} and saved; rerun the same command to resume",
+                           128 + (self.signal or signal.SIGTERM))
 
-    def _notice(self, number: int) -> None:
-        """In a thread of its own: the main thread may be inside of a library for minutes."""
-        if self.asked is None and self.has_something_to_save:
-            self.asked, self._when = number, time.monotonic()
+    def _handle(self, number: int) -> None:
+        """Handles a signal, in a thread of its own: the main thread may be inside a library for minutes."""
+        if self.signal is None and self.can_save:
+            self.signal, self._signal_time = number, time.monotonic()
             return
-        if self.asked == number and time.monotonic() < self._when + ONE_REQUEST:
+        if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
             return
-        again = "a second time: " if self.asked else ""
-        print(f"{again}stopped at once; what is saved is whole, the same command goes on from there",
+        again = "second request: " if self.signal else ""
+        print(f"{again}stopped without saving; rerun the same command to resume from the newest checkpoint",
               file=sys.stderr, flush=True)
         os._exit(128 + number)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Stop]:
-    """Notices SIGTERM and Ctrl-C while it lasts. In threads other than the main one it does nothing."""
-    stop = Stop()
+def handle_signals() -> Iterator[StopRequest]:
+    """Turns SIGTERM and Ctrl-C into a StopRequest inside the context. Has no effect outside the main thread."""
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -72,7 +71,7 @@ def listening() -> Iterator[Stop]:
         while numbers := ours.recv(16):
             for number in numbers:
                 if number in SIGNALS:
-                    stop._notice(number)
+                    stop._handle(number)
 
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -84,6 +83,6 @@ def listening() -> Iterator[Stop]:
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
             signal.signal(number, handler)
-        theirs.close()  # which ends the thread
+        theirs.close()  # ends the thread
         thread.join()
         ours.close()

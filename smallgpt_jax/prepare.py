@@ -1,10 +1,10 @@
-"""Makes the token store of a recipe: its text, tokenized, for `smallgpt_jax.main` to train on.
+"""Prepares the token store of a config: its text, tokenized, for `smallgpt_jax.main` to train on.
 
     python -m smallgpt_jax.prepare --config=configs/pgpt.py:quickstart
 
-Training makes the store by itself when the source is local and under 1 GB; a larger or a remote one
-is prepared with this command first, once for all recipes that use it. Interrupted, the same command
-goes on where it was. Parquet, Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
+Training prepares the store itself if the source is local and under 1 GB. Larger and remote sources are prepared with
+this command, once for all configs that use them. After an interruption, rerun the same command to resume. Parquet,
+Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
 """
 
 from absl import flags
@@ -14,7 +14,7 @@ from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
 _WORKERS = flags.DEFINE_integer(
-    "workers", None, "Threads that tokenize; all cores by default. The store does not depend on it.",
+    "workers", None, "Tokenizer threads; default: one per core. The store does not depend on it.",
     lower_bound=1)
 flags.mark_flag_as_required("config")
 
@@ -22,10 +22,10 @@ flags.mark_flag_as_required("config")
 @best_effort("stdout")
 def main() -> None:
     config = _CONFIG.value.data
-    corpus = data.find(config)
-    made = "is there already" if corpus else "is made"
-    for store in (corpus or data.make(config, _WORKERS.value)).stores:
-        print(f"the store {made}: {store.folder}")
+    corpus = data.open_existing(config)
+    status = "existing" if corpus else "new"
+    for store in (corpus or data.prepare_corpus(config, _WORKERS.value)).stores:
+        print(f"{status} token store: {store.folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The mesh, and where everything lies on it: the only file that knows both.
+"""The mesh and all placements on it; no other file knows the mesh axes.
 
-Modules name the axes of their weights and activations; RULES maps the names onto the mesh axes.
+Modules name the axes of their weights and activations; RULES maps these names onto mesh axes.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
 
-# Logical axis → mesh axes. Names that are not here, and dimensions that the axes do not divide, are
-# replicated.
+# Logical axis → mesh axes. Other names, and dimensions that the axes do not divide, are replicated.
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
@@ -28,34 +27,34 @@ RULES = (
 
 
 def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
-    """The config's `mesh` group as a mesh; −1 stands for the devices that are left.
+    """Returns the mesh of the config's `mesh` group; −1 means the remaining devices.
 
     Raises UserError if the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     lengths = dict(data=data, fsdp=fsdp, tensor=tensor, path=path)
-    asked = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
+    requested = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
     left_over = [axis for axis, length in lengths.items() if length == -1]
     if len(left_over) > 1 or any(length == 0 or length < -1 for length in lengths.values()):
-        raise UserError(f"config.mesh: {asked}: lengths are at least 1, one of them may be -1")
+        raise UserError(f"config.mesh: {requested}: lengths must be at least 1; one of them may be -1")
     fixed = math.prod(length for length in lengths.values() if length != -1)
     if left_over and len(devices) % fixed == 0:
         lengths[left_over[0]] = len(devices) // fixed
     if math.prod(lengths.values()) != len(devices):
-        raise UserError(f"config.mesh: {asked}: the lengths must multiply to the number of devices, "
+        raise UserError(f"config.mesh: {requested}: the lengths must multiply to the number of devices, "
                         f"which is {len(devices)}")
     return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
                          axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
 
 
-def batch_parts(mesh: Mesh | None = None) -> int:
-    """The number of parts that the rows of a batch are split into (of the mesh of `context`)."""
+def num_batch_shards(mesh: Mesh | None = None) -> int:
+    """Returns the number of parts that a batch's rows are split into, by default on the mesh of `use_mesh`."""
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get("data", 1) * shape.get("fsdp", 1)
 
 
-def context(mesh: Mesh):
-    """Where a jitted function has to be traced for its modules' axis names to mean anything."""
+def use_mesh(mesh: Mesh):
+    """Returns the context in which modules' axis names apply; trace jitted functions in it."""
     stack = contextlib.ExitStack()
     stack.enter_context(jax.set_mesh(mesh))
     stack.enter_context(nn.logical_axis_rules(RULES))
@@ -63,7 +62,7 @@ def context(mesh: Mesh):
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a (batch, …) array: rows over `data` and `fsdp`."""
+    """Returns the sharding of a (batch, …) array: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(dict(RULES)["batch"]))
 
 
@@ -72,55 +71,53 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, boxed_params):
-    """The sharding of each parameter, from its axis names; `boxed_params` holds shapes or arrays."""
+    """Returns the sharding of each parameter, from its axis names; `boxed_params` holds shapes or arrays."""
     return jax.tree.map(
         lambda box: NamedSharding(mesh, divisible_spec(mesh, box.names, box.value.shape)),
         boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Where an array with these axes lies: a dimension that the mesh does not divide is replicated."""
+    """Returns the partitioning of an array with these axes; dimensions that the mesh does not divide are replicated."""
     spec = nn.logical_to_mesh_axes(names, RULES)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
                            for axes, size, length in zip(spec, shape, lengths)))
 
 
-def undivided(mesh: Mesh, boxed_params) -> list[str]:
-    """A line for each axis of the weights that its mesh axis does not divide, and so leaves whole."""
+def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
+    """Returns a message per weight axis that is replicated because its mesh axis does not divide it."""
     lines = {}
     for box in jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)):
-        wanted = nn.logical_to_mesh_axes(box.names, RULES)
-        given = divisible_spec(mesh, box.names, box.value.shape)
-        for name, size, axis, kept in zip(box.names, box.value.shape, wanted, given):
-            if axis != kept:
-                lines[f"{name} = {size} is whole on each device: config.mesh.{axis}={mesh.shape[axis]} "
-                      "does not divide it"] = None
+        ruled = nn.logical_to_mesh_axes(box.names, RULES)
+        actual = divisible_spec(mesh, box.names, box.value.shape)
+        for name, size, axis, actual_axis in zip(box.names, box.value.shape, ruled, actual):
+            if axis != actual_axis:
+                lines[f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does not divide it"] = None
     return list(lines)
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
                         shardings):
-    """The sharding of the optimiser's state: moments lie with their parameters, counts everywhere."""
+    """Returns the sharding of the optimizer's state: moments like their parameters, counts replicated."""
     return optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, abstract_params),
         shardings, transform_non_params=lambda _: replicated(mesh))
 
 
-def shared_mesh():
-    """The mesh over whose devices the compiler spreads the function being traced; None if there is but one
-    device, or each computes its own part already."""
+def current_mesh():
+    """Returns the mesh over which the compiler partitions the function being traced; None for a single device and
+    within shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # 0 outside of any
 
 
 def gather_fsdp(weight, names: tuple[str, ...]):
-    """A weight as products read it: its `fsdp` parts put together, other parts still apart.
+    """Returns the weight gathered over `fsdp`, still sharded over other axes.
 
-    Said outright, since the compiler's own choice is to pass parts around while it multiplies, in
-    products too small to be quick.
+    Explicit, because the compiler would otherwise exchange parts between products too small to be fast.
     """
-    mesh = shared_mesh()
+    mesh = current_mesh()
     if not mesh:
         return weight
     parts = divisible_spec(mesh, names, weight.shape)
@@ -129,11 +126,11 @@ def gather_fsdp(weight, names: tuple[str, ...]):
 
 
 def per_device(function, names: tuple[tuple[str, ...], ...]):
-    """`function` of arrays with these axis names, computed by each device on its own part of them.
+    """Returns `function`, computed by each device on its own part of the arguments, which have these axis names.
 
-    For what the compiler cannot split by itself (kernels). The result lies as the first argument.
+    For kernels, which the compiler cannot partition. The result is sharded like the first argument.
     """
-    mesh = shared_mesh()
+    mesh = current_mesh()
     if not mesh:
         return function
 
@@ -146,13 +143,13 @@ def per_device(function, names: tuple[tuple[str, ...], ...]):
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Which rows of a batch this process's devices hold, in order; not always neighbours."""
+    """Returns the rows of a batch on this process's devices, sorted; not always contiguous."""
     parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows, in parts]))
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
-    """The global array whose `rows` are those of `local`, all that this process has to hold."""
+    """Returns the global array of which this process holds `rows`, given by `local`."""
     def part(index):
         return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 

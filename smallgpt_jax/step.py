@@ -1,4 +1,4 @@
-"""Loss, train step and evaluation step: pure functions of arrays, compiled by `train.py`."""
+"""Loss, train step and evaluation step: pure functions of arrays, compiled by `program.py`."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ SOWN = ("losses", "metrics")  # collections that modules sow into while training
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to continue: `step` updates have been made."""
+    """The state of a run after `step` steps."""
 
     step: jax.Array
     params: Any
     opt_state: optax.OptState
-    model_state: Any = {}  # noqa: RUF012 — what modules carry from step to step; {} for most models
+    model_state: Any = {}  # noqa: RUF012 — the collection "state"; {} for most models
 
 
 def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
@@ -33,7 +33,7 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
                   dropout_key=None, begins_update=True):
-    """Returns Σ weight · loss, in nats, over the targets of a batch (`data.packing.Rows` of arrays), and the
+    """Returns Σ weight · loss over the targets of a batch (`data.packing.Batch` of arrays), in nats, and the
     collections that modules wrote to.
 
     With a `dropout_key` the model is applied as in training.
@@ -41,7 +41,7 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
     inputs_BxT = batch.tokens_BxT1[:, :-1]
     targets_BxT = batch.tokens_BxT1[:, 1:] if batch.targets_BxT is None else batch.targets_BxT
     trains = dropout_key is not None
-    context = Context(train=trains, segment_ids_BxT=batch.segments_BxT, begins_update=begins_update)
+    context = Context(train=trains, segment_ids_BxT=batch.segment_ids_BxT, begins_update=begins_update)
 
     def loss(model):
         return cross_entropy(
@@ -53,14 +53,14 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
 
 
 def target_weights(batch, total):
-    """1/total for each target that counts, (B, T) float32."""
+    """Returns 1/total for each target in the loss mask, else 0, (B, T) float32."""
     shape = batch.tokens_BxT1[:, 1:].shape
-    counts_BxT = jnp.ones(shape) if batch.counts_BxT is None else batch.counts_BxT
-    return counts_BxT.astype(jnp.float32) / total
+    loss_mask_BxT = jnp.ones(shape) if batch.loss_mask_BxT is None else batch.loss_mask_BxT
+    return loss_mask_BxT.astype(jnp.float32) / total
 
 
-def in_microbatches(batch, microbatches: int):
-    """Returns (B, …) arrays as (microbatches, B / microbatches, …), each part with rows of every device: none moves."""
+def split_microbatches(batch, microbatches: int):
+    """Returns (B, …) arrays as (microbatches, B / microbatches, …), each with rows of every device, so none moves."""
     return jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
 
@@ -69,23 +69,22 @@ def train_step(
     state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
     loss_chunks: int, seed: int,
 ):
-    """Returns the next state and the metrics of one update on a batch (`data.packing.Rows` of arrays).
+    """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
-    The metrics: loss (the mean over the targets that count, in nats, and what modules sowed into "losses"), grad_norm,
-    learning_rate, is_finite, skipped (the number of updates so far that were not made), and what modules sowed into
-    "metrics". If loss or gradient is not finite, parameters, optimizer and model state stay as they are. `is_finite` is
-    false then, and also if the updated parameters are not finite: to keep the old ones for that case would cost a
-    second pass over the optimizer. The batch is computed in `microbatches` parts, whose gradients are summed in
-    float32.
+    Metrics: loss (the mean over the targets in the loss mask, in nats, plus what modules sowed into "losses"),
+    grad_norm, learning_rate, is_finite, skipped (skipped updates so far), and what modules sowed into "metrics". If
+    loss or gradient is not finite, parameters, optimizer and model state are unchanged and `is_finite` is false. It is
+    also false if the updated parameters are not finite; restoring the old ones would take a second pass over the
+    optimizer. Gradients of the `microbatches` are summed in float32.
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
-    total = batch.tokens_BxT1[:, 1:].size if batch.counts_BxT is None else jnp.sum(batch.counts_BxT)
+    total = batch.tokens_BxT1[:, 1:].size if batch.loss_mask_BxT is None else jnp.sum(batch.loss_mask_BxT)
 
     def part_loss(params, model_state, index, part):
         loss, collections = weighted_loss(
             params, model_state, model, part, target_weights(part, total), loss_chunks,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
-        # Each sown loss is a mean over its microbatch.
+        # A sown loss is a mean over its microbatch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))
@@ -97,7 +96,7 @@ def train_step(
         return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), metrics
 
     zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-    parts = (jnp.arange(microbatches), in_microbatches(batch, microbatches))
+    parts = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
     ((loss, gradients), model_state), sown = jax.lax.scan(add_part, (zero, state.model_state), parts)
 
     grad_norm = optax.tree.norm(gradients)
@@ -106,7 +105,7 @@ def train_step(
     is_made = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(is_made, new, old), updated, (state.params, state.opt_state, state.model_state))
-    # Updates made so far; what is skipped takes no place in the schedule either.
+    # Updates made so far: skipped ones do not advance the schedule.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
                "is_finite": is_made & all_finite(params), "skipped": state.step + 1 - count - is_made,
@@ -115,15 +114,15 @@ def train_step(
 
 
 def all_finite(tree) -> jax.Array:
-    """Returns whether every number of every array is finite: only then is 0 · x nowhere NaN.
+    """Returns whether every element of every array is finite, from Σ 0 · x, which is NaN otherwise.
 
-    The TPU compiler sums this up while it writes the weights; jnp.isfinite made it pass over them again.
+    The TPU compiler fuses the sum with the weight update; with jnp.isfinite it passes over the weights once more.
     """
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def sown_metrics(collection) -> dict[str, jax.Array]:
-    """Returns what modules sowed into "metrics", by name: its mean over the modules of all layers and paths."""
+    """Returns what modules sowed into "metrics", by name: the mean over layers and paths."""
     values: dict[str, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
@@ -132,12 +131,12 @@ def sown_metrics(collection) -> dict[str, jax.Array]:
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):
-    """Returns the summed loss in nats, and the number of targets, of those that count.
+    """Returns the summed loss, in nats, and the number of targets in the loss mask.
 
-    The batch is computed in `microbatches` parts, as in training: what can be trained can be evaluated.
+    Computed in `microbatches` parts, as in training, so that evaluation fits if training does.
     """
     def add_part(sums, part):
         loss, _ = weighted_loss(params, model_state, model, part, target_weights(part, 1), loss_chunks)
-        return (sums[0] + loss, sums[1] + jnp.sum(part.counts_BxT)), None
+        return (sums[0] + loss, sums[1] + jnp.sum(part.loss_mask_BxT)), None
 
-    return jax.lax.scan(add_part, (jnp.float32(0), jnp.int32(0)), in_microbatches(batch, microbatches))[0]
+    return jax.lax.scan(add_part, (jnp.float32(0), jnp.int32(0)), split_microbatches(batch, microbatches))[0]

@@ -1,10 +1,13 @@
 """Where and how all tests run: on the CPU, as eight devices, with a cache folder of their own."""
 
 import os
+from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs here are compiled far longer than they run, so they are compiled without optimisation.
+# Programs here are compiled far longer than they run, so they are compiled without optimization.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+if version("jaxlib").startswith("0.10."):  # compiles in a quarter of the time; later versions exit at an unknown flag
+    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # All programs are kept, however small: the same few are compiled by many tests.
@@ -12,13 +15,21 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import atexit
+import contextlib
+import copy
 import functools
+import hashlib
 import importlib
 import io
+import json
+import math
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 from pathlib import Path
 
 # Where transformers puts the code of exported models, and imports it from: one place a process.
@@ -28,9 +39,14 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 import jax
 import numpy as np
 import pytest
+from absl import app, flags
+from flax import linen as nn
 
-from smallgpt_jax import models
+from smallgpt_jax import data, models, train, workdir
+from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import prepare, store
+from smallgpt_jax.files import file_lock
+from smallgpt_jax.step import TrainState
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -39,11 +55,17 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 ARCHITECTURES = sorted(models.ARCHITECTURES)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder that all workers share, empty when the session begins."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache_folder(tmp_path_factory):
+def cache_folder(shared_folder):
     """Stores and compiled programs, shared by workers and the commands that they start, kept for the session."""
-    workers = tmp_path_factory.getbasetemp()
-    folder = (workers.parent if "PYTEST_XDIST_WORKER" in os.environ else workers) / "cache"
+    folder = shared_folder / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "smallgpt_jax" / "compiled"))
@@ -74,14 +96,15 @@ def build(name: str, **fields) -> models.LanguageModel:
 
 
 def init(model, seed: int = 0):
-    """Initial parameters of a model, moved a little at random so that no bias or scale is trivial."""
-    from flax import linen as nn
-
-    tokens = jax.numpy.zeros((1, model.config.context_length), int)
-    params = nn.unbox(jax.jit(model.init)(jax.random.key(seed), tokens))["params"]
+    """Random parameters at the scale of initial ones, no bias or scale trivial; drawn by NumPy, since compiling
+    `model.init` takes seconds."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jax.device_put(x + 0.05 * rng.standard_normal(x.shape, np.float32)),
-                        jax.device_get(params))
+
+    def draw(path, x):
+        center = {"scale": 1.0, "path_logits": 0.5}.get(path[-1].key, 0.0)
+        return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(x.shape)))
+
+    return jax.tree_util.tree_map_with_path(draw, nn.unbox(models.abstract_params(model)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -115,8 +138,8 @@ def spaced_model(tokenizer, **fields):
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory) -> Path:
-    """Forty thousand words that a model can learn something about."""
+def text_file(shared_folder) -> Path:
+    """Forty thousand words that a model can learn something about, at a path that all workers share."""
     words = ("the cat sat on a mat while some dog ran to its warm house and slept there "
              "till it was dark").split()
     lines = []
@@ -124,8 +147,10 @@ def text_file(tmp_path_factory) -> Path:
         lines.append(" ".join(words[(i * j + j) % len(words)] for j in range(1, 11)) + ".")
         if i % 7 == 0:
             lines.append("")
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("\n".join(lines))
+    path = shared_folder / "words.txt"
+    with file_lock(path.with_suffix(".lock"), wait=True):
+        if not path.exists():
+            path.write_text("\n".join(lines))
     return path
 
 
@@ -134,7 +159,67 @@ def token_store(text_file, tmp_path_factory) -> store.TokenStore:
     folder = tmp_path_factory.mktemp("store") / "words"
     return prepare.prepare_store(
         folder, source=str(text_file), tokenizer="bytes", validation_fraction=0.2,
-        text_field="text", invalid_utf8="refuse", invalid_items="refuse", say=lambda _: None)
+        text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def trained_run(text_file, shared_folder):
+    """A function (architecture, **fields) → the workdir of a tiny run on `text_file`, trained once per session and
+    shared by all workers: read it, or copy it."""
+
+    def get(architecture: str = "gpt", **fields) -> Path:
+        config = load_config(architecture, **{"data__source": str(text_file), **fields})
+        name = hashlib.sha256(json.dumps([architecture, fields], sort_keys=True).encode()).hexdigest()[:16]
+        workdir = shared_folder / "runs" / name
+        workdir.parent.mkdir(exist_ok=True)
+        with file_lock(workdir.with_suffix(".lock"), wait=True):
+            if not workdir.with_suffix(".done").exists():
+                with contextlib.redirect_stdout(io.StringIO()):
+                    train.train(config, str(workdir))
+                workdir.with_suffix(".done").touch()
+        return workdir
+
+    return get
+
+
+def save_run(folder: Path, config, params) -> Path:
+    """Writes the workdir of a finished run with these parameters, which nobody has trained: validation loss 4.125."""
+    corpus, steps = data.load_or_prepare(config.data), config.train.steps
+    folder.mkdir(parents=True)
+    workdir.initialize(folder, config, corpus)
+    (folder / workdir.METRICS_FILE).write_text(json.dumps(
+        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2)}) + "\n")
+    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER, keep=1)
+    checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}))
+    checkpoints.close()
+    return folder
+
+
+app.define_help_flags()
+ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # those of absl alone: each command defines its own
+
+
+def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subprocess.CompletedProcess:
+    """`python -m smallgpt_jax.COMMAND …` within this process, on its eight devices: some seconds faster than `run`."""
+    before, argv, folder, stdin = dict(flags.FLAGS.__dict__), sys.argv, Path.cwd(), sys.stdin
+    flags.FLAGS.__dict__.update(copy.deepcopy(ABSL_FLAGS))
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    try:
+        os.chdir(cwd)
+        sys.argv, sys.stdin = [command, *map(str, arguments)], io.StringIO(input)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
+            runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code or 0
+    except Exception:  # which a user would see as a traceback
+        status = 1
+        err.write(traceback.format_exc())
+    finally:
+        os.chdir(folder)
+        sys.argv, sys.stdin = argv, stdin
+        flags.FLAGS.__dict__.update(before)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def run(*command, devices: int = 1, cwd: Path = ROOT, input: str | None = None,

@@ -3,11 +3,11 @@
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
 trains the four quickstart recipes with two seeds each on equal tokens (half an hour to an hour on two CPU cores) and
-writes runs/paper/report.html. Equal training FLOPs, equal parameters or equal seconds instead:
+writes runs/paper/report.html. Other budgets (flops, parameters, seconds):
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
 
-The paper's own size, for GPUs or TPUs: --config=configs/compare/paper.py:paper.
+At the paper's size, for GPUs or TPUs: --config=configs/compare/paper.py:paper.
 """
 
 from configs.compare import base
@@ -15,5 +15,5 @@ from configs.compare import base
 
 def get_config(size: str = "quickstart"):
     config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
-    config.runs.cgpt.model.conv_kernel = 1  # the paper's, at every size
+    config.runs.cgpt.model.conv_kernel = 1  # the paper's value, at every size
     return config

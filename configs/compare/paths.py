@@ -1,8 +1,8 @@
-"""ParallelGPT: how many paths, and does it help that their weights are learned?
+"""ParallelGPT: the number of paths, and learned against equal path weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-All have as many blocks; with one path it is a gpt with a dense layer in front.
+All runs have the same number of blocks. One path is a gpt with a dense layer in front of its blocks.
 """
 
 from configs.compare import base

@@ -1,10 +1,10 @@
-"""How should a small GPT know the order of its tokens? Four answers, also read in longer contexts than trained in.
+"""Four position encodings for a small GPT, also evaluated beyond the training context.
 
     python -m smallgpt_jax.compare --config=configs/compare/positions.py --output=runs/positions
 
-Learned vectors end at the training context. The others can be read beyond it: the report has the loss at 2 and 4
-times that, and with --config.compare.texts=NAME=FOLDER on other texts. Any architecture:
---config.model.architecture=lgpt and so on, with the fields that it needs.
+Learned positions end at the training context. For the others the report has the loss at 2 and 4 times that length, and
+with --config.compare.texts=NAME=FOLDER on further texts. --config.model.architecture=lgpt, with the fields it needs,
+compares them in another architecture.
 """
 
 from configs.compare import base

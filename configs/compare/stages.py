@@ -1,10 +1,10 @@
-"""LinearGPT and ConvGPT: how often to halve, where, with which heads, and how wide a convolution.
+"""LinearGPT and ConvGPT: number and place of the halvings, heads per stage, and kernel of the convolutions.
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
-"halved n times" spreads the blocks over n stages; in all but "last stage kept" the width is halved after the last
-stage too. The first one, and what the others are told apart from, is the recipe's own. "scaled heads" are as wide in
-every stage, and fewer (left out where they cannot be halved as often). Dense layers halve, but where it says conv.
+"halved n×" spreads the blocks over n stages; in all runs but "last stage kept" the width is also halved after the last
+stage. The first run is the recipe itself. "scaled heads" keeps the width of heads and halves their number per stage
+(left out where the number cannot be halved as often). Dense layers halve the width, in "conv" runs convolutions.
 """
 
 from configs.compare import base

@@ -1,4 +1,4 @@
-"""What accelerators can do, from their makers' data sheets, and TPU slices as the TPU compiler knows them."""
+"""Peak speed and memory of accelerators, from the vendors' data sheets, and TPU topologies."""
 
 import dataclasses
 import importlib.util
@@ -17,19 +17,18 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device: `flops` dense bfloat16 FLOP/s, `hbm` bytes of memory, `hertz` the clock that the
-    compiler's cycles are of (TPUs)."""
+    """One device: dense bfloat16 FLOP/s, bytes of memory, and, for TPUs, the clock of the compiler's cycles."""
 
     flops: float
     hbm: float
     hertz: float | None = None
 
 
-# The key is how JAX names the device; the name of a GPU goes on with its form and memory.
-# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; their clocks follow from the peak and the matrix
+# The key is JAX's device_kind; of GPUs its beginning, which form and memory follow.
+# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; clocks follow from the peak and the matrix
 # units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# GPUs: NVIDIA's published dense figures, half of those with sparsity; those of H100 PCIe, H100 NVL and H200 NVL have
-# not been checked against the data sheets themselves.
+# GPUs: NVIDIA's data sheets, whose figures with sparsity are twice the dense ones here: 1,513 TFLOP/s for H100 PCIe,
+# 1,671 for H100 NVL and for H200 NVL.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
@@ -42,18 +41,18 @@ CHIPS = {
     "NVIDIA H200": Chip(989e12, 141e9),
     "NVIDIA H200 NVL": Chip(835.5e12, 141e9),
 }
-TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # for example
+TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # examples
 
 
-def chip(device_kind: str) -> Chip | None:
-    """The chip of that name, None if it is not known (a CPU); of names of GPUs the longest that fits counts."""
-    fitting = [name for name in CHIPS if device_kind == name
-               or (name.startswith("NVIDIA") and device_kind.startswith(name))]
-    return CHIPS[max(fitting, key=len)] if fitting else None
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the chip with this name, None if unknown (CPUs); for GPUs the longest matching prefix."""
+    matching = [name for name in CHIPS if device_kind == name
+                or (name.startswith("NVIDIA") and device_kind.startswith(name))]
+    return CHIPS[max(matching, key=len)] if matching else None
 
 
-def name(device: jax.Device) -> str:
-    """What the device is called: of a CPU, the model that the system names."""
+def device_name(device: jax.Device) -> str:
+    """Returns the device's name; for CPUs the model name of /proc/cpuinfo."""
     if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
                   if line.startswith("model name")]
@@ -61,37 +60,37 @@ def name(device: jax.Device) -> str:
     return device.device_kind
 
 
-def devices(topology: str) -> list[jax.Device]:
-    """The devices of "v5e:4x4" and the like, for which programs can be compiled but not run, or of
-    "cpu:8". To be called before JAX sees any device.
+def topology_devices(topology: str) -> list[jax.Device]:
+    """Returns the devices of a topology: "v5e:4x4", for which programs can be compiled but not run, or "cpu:8".
 
-    Raises UserError for a topology that there is not, and when libtpu is not installed.
+    Call it before JAX initializes its backends. Raises UserError for an unknown topology or without libtpu.
     """
-    jax.config.update("jax_enable_compilation_cache", False)  # what is not run cannot be read from it
     kind, _, shape = topology.partition(":")
-    if kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape):
+    is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
+    if not is_cpu and (kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)):
+        raise UserError(f"--topology={topology}: unknown; choose {', '.join(TPU_SLICES.values())}, "
+                        "another shape of these chips, or cpu:N")
+    jax.config.update("jax_enable_compilation_cache", False)  # has no programs for absent devices
+    if is_cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
         return jax.devices()
-    if kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-        raise UserError(f"--topology={topology}: not known; there are {', '.join(TPU_SLICES.values())} and "
-                        "other shapes of these chips, and cpu:N")
     return tpu_devices(topology)
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
-        raise UserError("--topology: the TPU compiler is not installed: pip install '.[plan]'")
+        raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
     kind, _, shape = topology.partition(":")
-    jax.config.update("jax_platforms", "cpu")  # what computes here; the TPUs are only compiled for
-    os.environ.update({  # ask no cloud, be quiet, let several such programs run at a time
+    jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for
+    os.environ.update({  # no metadata server, no log, several processes at a time
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
         "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})
-    one_device_a_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
         return list(topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **one_device_a_chip).devices)
+            platform="tpu", topology_name=topology, **one_device_per_chip).devices)
     except Exception as error:
-        raise UserError(f"--topology={topology}: the TPU compiler knows no such slice "
+        raise UserError(f"--topology={topology}: the TPU compiler has no such slice "
                         f"({str(error).splitlines()[0]})") from None

@@ -1,4 +1,4 @@
-"""What training and evaluation will need and cost on devices that are not there: the compiled programs, measured."""
+"""Memory and speed of training and evaluation, from programs compiled for devices that need not be attached."""
 
 import dataclasses
 import math
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One training step, and the memory of one evaluation step. Bytes, cycles and collectives are those of one device.
+    """One training step, and the memory of one evaluation step. Bytes, cycles and collectives are per device.
 
-    `needed_bytes` are all that training needs, `eval_needed_bytes` all that is in memory while an evaluation step
-    runs, the optimizer's state included; the latter is None where training does not fit already.
-    `estimated_cycles` are the compiler's own, summed over the program, without kernels and without
-    waiting for collectives; `kernel_cycles` a roofline of the kernels (see `kernel_seconds`). None
-    where the compiler makes no estimate (CPUs), where the program does not fit, and with `collectives` where the
-    compiled program cannot be read.
+    `needed_bytes` is the total of training, `eval_needed_bytes` the total during an evaluation step, optimizer state
+    included; the latter is None if training does not fit. `estimated_cycles` are the compiler's, summed over the
+    program, without kernels and without waiting for collectives; `kernel_cycles` is a roofline of the kernels (see
+    `kernel_seconds`). Both are None if the compiler makes no estimate (CPUs), the program does not fit or cannot be
+    read, or a kernel's cost is unknown; `collectives` is None if the program does not fit or cannot be read.
     """
 
     parameters: int
@@ -58,21 +57,21 @@ class Estimate:
 
 
 def estimate(program: "Program") -> Estimate:
-    """Compiles the training and the evaluation step of `program` for its devices and reads off what they take.
+    """Compiles the training and evaluation step of `program` for its devices and returns their estimate.
 
-    Raises UserError for what cannot be trained there, but not for what does not fit.
+    A program that does not fit is no error.
     """
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state(), mesh.devices.flat[0].device_kind
-    chip = chips.chip(kind)
+    chip = chips.find_chip(kind)
     per_token = flops.train_flops_per_token(model)
     tokens = config.train.batch_size * config.model.context_length
-    sequences = config.train.batch_size / (sharding.batch_parts(mesh) * config.train.microbatches)
+    sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
     known = dict(
         parameters=models.num_parameters(model), flops_per_token=per_token, flops_per_step=per_token * tokens,
         tokens_per_step=tokens, devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
-        account=memory.account(model, mesh, state, sequences, config.train.loss_chunks,
-                               config.data.separate_documents))
+        account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
+                                        config.data.separate_documents))
     started = time.monotonic()
     try:
         step, text = compile_and_read(program)
@@ -89,13 +88,13 @@ def estimate(program: "Program") -> Estimate:
         **known, argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
         needed_bytes=total_bytes(needs), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
-        **(speed(text, config.model.context_length, chip, per_token * tokens / mesh.size)
+        **(estimate_speed(text, config.model.context_length, chip, per_token * tokens / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
 
 
 def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
-    """Returns the compiled training step and its text, None if that cannot be read."""
+    """Returns the compiled training step and its HLO, None if that cannot be read."""
     if program.mesh.devices.flat[0].platform != "tpu":
         step = program.compile_train_step()
         return step, hlo.Program(step.as_text())
@@ -105,12 +104,12 @@ def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Progr
 
 
 def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
-    """Returns the text of a compiled training step: that of the TPU compiler's dump, else its own; None without both.
+    """Returns the HLO of a compiled training step: of the TPU compiler's dump, else of `as_text()`; None without both.
 
-    Both are the same, but for TPU v5p and v6e `as_text()` can fail, and then writes a stack trace to standard error
-    (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
+    Both are the same, but for TPU v5p and v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51,
+    jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
     """
-    # Of the step only: the compiler dumps its trials of single kernels too.
+    # The compiler also dumps the single-kernel programs that it compiles for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
         return hlo.Program(dumped.read_text())
     try:
@@ -120,8 +119,7 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
 
 
 def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
-    """Returns the bytes of an evaluation step's temporaries, None if they do not fit, and of all that is in memory
-    meanwhile."""
+    """Returns the bytes of an evaluation step's temporaries, None if they do not fit, and the total during the step."""
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
         needs = program.compile_eval_step().memory_analysis()
@@ -131,18 +129,18 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(needs) -> int:
-    """Of a program's arguments, temporaries and those results that do not take an argument's place."""
+    """Returns the bytes of a program's arguments, temporaries and results that reuse no argument's memory."""
     return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
             + needs.output_size_in_bytes - needs.alias_size_in_bytes)
 
 
-# What the TPU compiler says of a program that is too large, in its two forms.
+# The TPU compiler's two messages for a program that does not fit.
 TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
                        r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM")
 
 
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
-    """The memory that a program with such arguments needs, of the compiler's refusal; raises it if it is another."""
+    """Returns the memory that a program needs, from the compiler's error; re-raises any other error."""
     found = TOO_LARGE.search(str(error))
     if not found:
         raise error
@@ -153,35 +151,36 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
 UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
 
 
-def speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_a_device: float) -> dict:
-    cycles = program.cycles()
-    kernel_cycles = round(chip.hertz * sum(
-        times * kernel_seconds(call.line, positions, chip) for times, call in program.kernels()))
+def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_per_device: float) -> dict:
+    """Returns the fields of an Estimate that concern speed, all None if the program calls a kernel of unknown cost."""
+    kernels = [(times, kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
+    if any(seconds is None for _, seconds in kernels):
+        return UNKNOWN_SPEED
+    cycles, kernel_cycles = program.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in kernels))
     seconds = (cycles + kernel_cycles) / chip.hertz
     return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
-                estimated_mfu=flops_a_device / (seconds * chip.flops))
+                estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Products of (rows, positions) × (positions, head width) that each of the kernels takes. The last is what the
-# TPU compiler itself makes of plain attention: scores (its first operand) to weights, times values.
+# Products of (rows, positions) × (positions, head width) per kernel. The TPU compiler compiles plain attention to the
+# last one: scores (its first operand) to weights, times values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
 
-def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
-    """A roofline for a call of an attention kernel on that many positions: its products at peak speed.
+def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
+    """Returns the roofline of an attention kernel's call: its products at peak speed; None for an unknown kernel.
 
-    Counted as the matrix unit takes them: of splash attention the (512 × 512) blocks on and below the
-    diagonal, heads filled up to 128. Its reads and writes of memory take less time than that; those of
-    "online-softmax", which reads the scores, take more, and are left out. Raises ValueError for a kernel
-    that is not known here.
+    Counted as the matrix unit computes them: of splash attention the (512 × 512) blocks on and below the diagonal,
+    heads padded to 128. Memory traffic is ignored: it takes less time, except for "online-softmax", which reads the
+    scores.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:
-        raise ValueError(f"a kernel of unknown cost: {line[:200]}")
+        return None
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
-    # The last two stand in either order.
+    # The last two are in either order.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     blocks = positions // math.gcd(positions, 512)
@@ -190,24 +189,24 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float:
             * max(head_width, 128) / chip.flops)
 
 
-def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, say: Callable[[str], None]) -> int:
-    """Returns the largest batch size with which training and evaluation still fit into `hbm` bytes.
+def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log: Callable[[str], None]) -> int:
+    """Returns the largest batch size with which training and evaluation fit into `hbm` bytes.
 
-    `build` returns the program with a batch size, `parts` divides all batch sizes. Few compilations: between one that
-    fits and one that does not, where memory would end if it grew evenly. Raises UserError if not even one sequence
-    fits.
+    `build` returns the program for a batch size; `parts` divides all batch sizes. Interpolates memory linearly between
+    a size that fits and one that does not, to compile few programs. Raises UserError if one sequence per device does
+    not fit.
     """
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
         result = estimate(build(sequences * parts))
         needed[sequences] = result.peak_bytes
-        say(f"  {sequences} a device: {result.peak_bytes / chips.GiB:.2f} GiB"
+        log(f"  {sequences} per device: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
         return result.fits
 
     if not fits(1):
-        raise UserError("not even one sequence a device fits: use more devices with config.mesh.fsdp, "
+        raise UserError("not even one sequence per device fits; use more devices with config.mesh.fsdp, "
                         "config.model.remat='full', or a smaller model")
     low, high = 1, 2
     while fits(high):

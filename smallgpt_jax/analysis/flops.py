@@ -1,4 +1,4 @@
-"""Arithmetic of a function, counted from its jaxpr: exact, for any architecture, on no device."""
+"""FLOPs of a function, counted exactly from its jaxpr, for any architecture and without a device."""
 
 import dataclasses
 import math
@@ -8,18 +8,17 @@ from jax.extend import core
 
 from smallgpt_jax.models import LanguageModel, abstract_params
 
-# Of primitives that multiply and add, but are not counted: better refused than counted as nothing.
+# Primitives with products that are not counted: refused, rather than counted as zero.
 OTHER_CONTRACTIONS = ("conv_general", "ragged_dot", "scaled_matmul", "custom_call", "pallas_call", "fft",
                       "triangular_solve")
 
 
 def train_flops_per_token(model: LanguageModel) -> float:
-    """FLOPs of a training step a token: three times the forward pass's matrix products.
+    """Returns the FLOPs of a training step per token: three times the forward pass's matrix products.
 
-    The backward pass takes two products for each of the forward one's (Kaplan et al., arXiv
-    2001.08361, section 2.1). Attention counts whole, as if it were not causal, which is how model
-    FLOPs utilisation is commonly stated (Chowdhery et al., arXiv 2204.02311, appendix B), whatever
-    computes it.
+    The backward pass computes two products for each of the forward pass (Kaplan et al., arXiv 2001.08361, section 2.1).
+    Attention counts in full, as if it were not causal, the convention of model FLOPs utilization (Chowdhery et al.,
+    arXiv 2204.02311, appendix B), for every backend.
     """
     model = model.clone(config=dataclasses.replace(model.config, attention="reference", remat="none"))
     time = model.config.context_length
@@ -28,10 +27,10 @@ def train_flops_per_token(model: LanguageModel) -> float:
 
 
 def matmul_flops(function, *arguments) -> int:
-    """Multiplications and additions in the matrix products of function(*arguments).
+    """Returns the multiplications and additions in the matrix products of function(*arguments).
 
-    The arguments may be shapes. Loops count as often as they run; of branches the largest counts.
-    A loop whose length is not known beforehand is refused with ValueError.
+    The arguments may be shapes. The body of a loop counts once per iteration; in a conditional, only the most
+    expensive branch counts. Raises ValueError for products in a loop of unknown length.
     """
     return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 

@@ -1,17 +1,15 @@
-"""Where a chip's memory goes in a training step: an account by hand, to hold beside the compiler's.
+"""Memory of a training step by formula, for comparison with the compiler's figures.
 
-In the notation of Korthikanti et al. (arXiv 2205.05198), bytes a chip: B sequences on it at one time, S
-positions, D width, F the MLP's inner width / D, H heads, L blocks, V vocabulary, N parameters, T parts by
-`tensor`, e bytes of an activation. A model of N ≈ (4 + 2F)·L·D² + V·D parameters needs
+Bytes per chip, in the notation of Korthikanti et al. (arXiv 2205.05198): B sequences at a time, S positions, D width,
+F MLP width / D, H heads, L blocks, V vocabulary, N parameters, T tensor-parallel parts, e bytes per activation. A model
+of N ≈ (4 + 2F)·L·D² + V·D parameters needs
 
-    4·N weights, 4·N gradients and 8·N of Adam's moments (float32), each divided by fsdp · T; with fsdp
-    also e·N/T for weights put together and kept from the forward to the backward pass, unless that
-    computes its blocks again; and
-    L·S·B·D·e·(4 + (4 + 2F)/T) for the backward pass of its blocks: 4 are what the LayerNorms and the
-    projections after them read; queries, keys, values and what attention finds are 4/T; the MLP's GELU,
-    its value and derivative, 2F/T. XLA's attention adds its weights, L·B·S·(S + Q)/2·H·e/T in parts of Q
-    queries (`attention.QUERIES`) that read no later keys. Rematerialisation
-    keeps less: "dots" L·S·B·D·e·(3 + (4 + F)/T), "full" L·S·B·D·e.
+    4·N for weights, 4·N for gradients and 8·N for Adam's moments (float32), each divided by fsdp · T; with fsdp also
+    e·N/T for gathered weights, kept from the forward to the backward pass without rematerialization;
+    L·S·B·D·e·(4 + (4 + 2F)/T) for the backward pass of the blocks: 4 for the inputs of LayerNorms and projections,
+    4/T for queries, keys, values and attention outputs, 2F/T for the MLP's GELU and its derivative. XLA's attention
+    adds its weights, L·B·S·(S + Q)/2·H·e/T in chunks of Q queries (`attention.QUERIES`), which skip later keys.
+    Rematerialization saves less: "dots" L·S·B·D·e·(3 + (4 + F)/T), "full" L·S·B·D·e;
     S·B·V·(4 + e)/(T·chunks) for the logits.
 """
 
@@ -27,15 +25,17 @@ from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
 
 
-def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
-            separate_documents: bool) -> dict[str, float]:
-    """The account above, in bytes of one chip that holds `sequences` at one time. Weights and moments are
-    those of `state` (shapes that know where they lie), whatever the optimiser and the mesh."""
+def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
+                     separate_documents: bool) -> dict[str, float]:
+    """Returns the terms of the formula above, in bytes, for a chip that computes `sequences` at a time.
+
+    Weights and moments are those of `state` (shapes with shardings), for any optimizer and mesh.
+    """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
-    # Per position and unit of width. Queries and what attention finds, keys and values; of a gated MLP the activation's
-    # value and derivative, the other factor and the product.
+    # Per position and unit of width. Queries, attention outputs, keys and values; of a gated MLP the activation and its
+    # derivative, the other factor and the product.
     qkv = 2 + 2 * c.kv_heads / c.num_heads
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
@@ -43,7 +43,7 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
     for layers in attention_layers(model, mesh, separate_documents):
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
-            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # that a query reads, on average
+            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # per query, on average
             if layers.window:
                 keys = min(keys, layers.window + min(c.context_length, QUERIES) - 1)
             activations += layers.count * positions * keys * layers.heads * element / tensor
@@ -56,18 +56,18 @@ def account(model: LanguageModel, mesh, state, sequences: float, loss_chunks: in
 
 
 def bytes_on_device(tree) -> int:
-    """Of arrays, or of shapes that know where they lie."""
+    """Returns the bytes per device of arrays, or of shapes with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def in_words(size: float) -> str:
-    """3e6 → '2.9 MiB'; 3e9 → '2.79 GiB'."""
+def format_bytes(size: float) -> str:
+    """Returns a size as text: 3e6 → '2.9 MiB'; 3e9 → '2.79 GiB'."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """`count` equal ones on each device; `backend` computes them, `why` if not the requested one."""
+    """`count` identical layers per device, computed by `backend`; `why` is the reason if that is a fallback."""
 
     count: int
     width: int
@@ -79,7 +79,7 @@ class AttentionLayers:
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of any architecture, recognized by the axes that their weights name."""
+    """Returns the attention layers of any architecture, recognized by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     for path, box in jax.tree_util.tree_leaves_with_path(
@@ -98,7 +98,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns the window of each attention module, by its path: it is not in the weights."""
+    """Returns the window of each attention module, by path; the weights do not record windows."""
     windows = {}
 
     def record(call, arguments, keywords, method):
@@ -113,7 +113,7 @@ def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Parameters by part of the model. Modules that are not built in have their own names, without number."""
+    """Returns the number of parameters per part of the model; modules that are not built in count under their names."""
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
@@ -123,13 +123,13 @@ def components(model: LanguageModel) -> dict[str, int]:
 
 
 def part_of(names: list[str]) -> str:
-    """The part of the model that holds a parameter, from the names of its modules and its own."""
+    """Returns the part of the model that a parameter belongs to, from the names of its modules and its own."""
     parts = {"token_embedding": "token embedding", "position_embedding": "position embedding",
              "attention": "attention", "mlp": "MLP", "head": "head"}
     if part := next((parts[name] for name in names if name in parts), None):
         return part
     if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
         return "LayerNorms"
-    if not {"paths", "path_logits", "compress"}.isdisjoint(names):  # what pgpt, lgpt and cgpt add to the blocks
+    if not {"paths", "path_logits", "compress"}.isdisjoint(names):  # of pgpt, lgpt and cgpt
         return "between blocks"
     return next(name for name in names if name not in ("trunk", "blocks"))

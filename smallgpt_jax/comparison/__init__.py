@@ -1,1 +1,1 @@
-"""A comparison: which runs (budget.py), what came of them (results.py), and the report (figures.py, report.py)."""
+"""Comparisons: budgets (budget.py), measurements (measure.py, results.py), reports (figures.py, report.py)."""

@@ -1,4 +1,4 @@
-"""From a comparison's config to its runs: each one's own config, with as much of everything as the others."""
+"""The runs of a comparison: each one's config, at equal tokens, FLOPs, parameters or seconds."""
 
 import bisect
 import copy
@@ -20,36 +20,35 @@ from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import locked, safe_name, write_atomically
+from smallgpt_jax.files import file_lock, safe_name, write_atomically
 from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
-MOST_OFF = 0.01  # by how much a run may miss its budget of tokens, FLOPs or seconds
-MOST_OFF_PARAMETERS = 0.02
-MOST_MOVED = 0.1  # by how much equal parameters may be others than the reference's
-RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in the folder of a comparison
-SPEED_SECONDS = 5.0  # for how long a run's speed is measured
+BUDGET_TOLERANCE = 0.01  # relative error of tokens, FLOPs or seconds
+PARAMETER_TOLERANCE = 0.02
+MAX_PARAMETER_CHANGE = 0.1  # relative distance of the common number of parameters from the reference's
+RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
+SPEED_SECONDS = 5.0  # duration of a speed measurement
 
 
-class Planned(NamedTuple):
-    """One run of a comparison: `config` as `smallgpt_jax.main` would take it."""
+class PlannedRun(NamedTuple):
+    """One run of a comparison; `config` is a complete training config."""
 
     name: str
     config: ConfigDict
     folder: Path
 
 
-def plan(config: ConfigDict, output: Path) -> list[Planned]:
-    """The runs of a comparison, in the order in which they are trained: all with the first seed, then all
-    with the next.
+def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
+    """Returns the runs of a comparison in training order: all runs with the first seed, then all with the next.
 
-    Raises UserError for a comparison that cannot be made, and for a budget that a run cannot meet.
+    Raises UserError for an invalid comparison and for a budget that a run cannot meet.
     """
-    runs, compare = resolved(config), config.compare
-    reference = resolve(config, compare.reference)
+    runs, compare = resolve_runs(config), config.compare
+    reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
-    speeds = measured_speeds(runs, output) if compare.budget == "seconds" else {}
+    speeds = measure_speeds(runs, output) if compare.budget == "seconds" else {}
     for name, run in runs.items():
         set_steps(name, run, compare, reference, speeds.get(name))
     planned = []
@@ -57,72 +56,73 @@ def plan(config: ConfigDict, output: Path) -> list[Planned]:
         for name, run in runs.items():
             seeded = run.copy_and_resolve_references()
             seeded.train.seed = seed
-            planned.append(Planned(name, seeded, folder(output, name, seed)))
+            planned.append(PlannedRun(name, seeded, run_folder(output, name, seed)))
     return planned
 
 
-def resolved(config: ConfigDict) -> dict[str, ConfigDict]:
-    """The runs of a comparison before its budget, {name: config}, all of one text."""
-    check(config)
-    runs = {name: resolve(config, name) for name in names(config)}
-    check_same_text(runs)
+def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
+    """Returns {name: config} before the budget is applied. Raises UserError unless all are trained on one text."""
+    validate_comparison(config)
+    runs = {name: resolve_run(config, name) for name in run_names(config)}
+    require_same_text(runs)
     return runs
 
 
-def folder(output: Path, name: str, seed: int) -> Path:
-    """The workdir of a run: its name and seed, as a name for a folder."""
+def run_folder(output: Path, name: str, seed: int) -> Path:
+    """Returns the workdir of a run, named after the run and its seed."""
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}"
 
 
-def check(config: ConfigDict) -> None:
+def validate_comparison(config: ConfigDict) -> None:
+    """Raises UserError for invalid values in the groups `compare` and `runs`."""
     if "compare" not in config or "runs" not in config:
-        raise UserError("--config: not a comparison, but the recipe of one run; see configs/compare/, or name "
-                        "finished runs with --workdirs")
+        raise UserError("--config: this is the recipe of one run, not a comparison; use one from configs/compare/, or "
+                        "list existing runs in --workdirs")
     compare = config.compare
-    if odd := [name for name in config.runs if "," in name or name != name.strip()]:
-        raise UserError(f"config.runs: {odd[0]!r}: names have no commas, and no blanks at their ends")
-    if not names(config):
-        raise UserError("config.compare.names: the comparison has no runs")
-    if unknown := [name for name in names(config) if name not in config.runs]:
-        raise UserError(f"config.compare.names: there is no run {unknown[0]!r}; there are {', '.join(config.runs)}")
+    if invalid := [name for name in config.runs if "," in name or name != name.strip()]:
+        raise UserError(f"config.runs: {invalid[0]!r}: names cannot contain commas or start or end with spaces")
+    if not run_names(config):
+        raise UserError("config.compare.names: the comparison has no runs; name at least one")
+    if unknown := [name for name in run_names(config) if name not in config.runs]:
+        raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
     if compare.budget not in BUDGETS:
         raise UserError(f"config.compare.budget={compare.budget!r}: must be one of {', '.join(BUDGETS)}")
     if compare.reference not in config.runs:
-        raise UserError(f"config.compare.reference={compare.reference!r}: must be one of the runs: "
-                        + ", ".join(config.runs))
+        raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
     if compare.seeds < 1:
         raise UserError(f"config.compare.seeds={compare.seeds}: must be at least 1")
     if compare.budget == "seconds" and not 0 < compare.seconds < math.inf:
         raise UserError(f"config.compare.seconds={compare.seconds:g}: must be above 0 with budget 'seconds'")
     if compare.budget != "seconds" and compare.seconds:
-        raise UserError(f"config.compare.seconds={compare.seconds:g}: only budget 'seconds' reads it")
+        raise UserError(f"config.compare.seconds={compare.seconds:g}: needs config.compare.budget='seconds'")
     if not compare.contexts or not all(isinstance(times, int) and times >= 1 for times in compare.contexts):
-        raise UserError(f"config.compare.contexts={compare.contexts}: must be whole numbers, 1 and above")
+        raise UserError(f"config.compare.contexts={compare.contexts}: must be integers, at least 1")
     folders: dict[Path, str] = {}
     for name in config.runs:
         if "steps" in config.runs[name].get("train", {}):
-            raise UserError(f"config.runs.{name}.train.steps: follows from the budget; set config.train.steps, which "
-                            "the reference has")
-        other = folders.setdefault(folder(Path(), name, 0), name)
+            raise UserError(f"config.runs.{name}.train.steps: follows from the budget; set config.train.steps, the "
+                            "reference's number")
+        other = folders.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
-            raise UserError(f"config.runs: {other!r} and {name!r} would have the same workdir; rename one of them")
+            raise UserError(f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them")
 
 
-def names(config: ConfigDict) -> list[str]:
+def run_names(config: ConfigDict) -> list[str]:
+    """Returns the names in config.compare.names, without duplicates."""
     return list(dict.fromkeys(name.strip() for name in config.compare.names.split(",") if name.strip()))
 
 
-def resolve(config: ConfigDict, name: str) -> ConfigDict:
-    """The config of a run before its budget: what all share, with what the run has different."""
+def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
+    """Returns the config of a run before the budget is applied: the common fields, overridden by the run's own."""
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
     architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
     own_fields = models.field_names(architecture)
-    if architecture != run.model.architecture:  # what only the common architecture has is not this run's
+    if architecture != run.model.architecture:  # drops fields that this one does not have
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
             raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
-                            "the fields that the run has different")
+                            "the fields that the run overrides")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
             if group == "model" and field in own_fields and field not in run.model:
@@ -130,110 +130,143 @@ def resolve(config: ConfigDict, name: str) -> ConfigDict:
                 continue
             if field not in run[group]:
                 near = difflib.get_close_matches(field, run[group], n=1)
-                raise UserError(f"{where}: there is no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise UserError(f"{where}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
             before = run[group][field]
             try:
                 if value is None and before is not None:
                     raise TypeError
                 run[group][field] = value
             except TypeError:
-                raise UserError(f"{where}={value!r}: not of the type that it has to be (it was {before!r})") from None
+                raise UserError(f"{where}={value!r}: expected the type of {before!r}") from None
     run = run.copy_and_resolve_references()
-    try:
-        build_program(run)
-    except UserError as error:
-        raise UserError(f"run {name!r}: {error}") from None
+    if (digest := config_digest(run)) not in _trainable:
+        try:
+            build_program(run)
+        except UserError as error:
+            raise UserError(f"run {name!r}: {error}") from None
+        _trainable.add(digest)
     return run
 
 
-def check_same_text(runs: dict[str, ConfigDict]) -> None:
-    """Raises UserError if two runs would be measured on different texts."""
+_trainable: set[str] = set()  # digests of configs that build_program has accepted; it traces the model, in seconds
+
+
+def require_same_text(runs: dict[str, ConfigDict]) -> None:
+    """Raises UserError if two runs have different texts."""
     first, *others = runs
     for other in others:
         for field in (*data.STORE_FIELDS, "store", "mixture"):
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: {first!r} has data.{field}={runs[first].data[field]!r} and {other!r} "
-                                f"{runs[other].data[field]!r}: losses on different texts cannot be compared. To "
-                                "measure runs on other texts than their own: config.compare.texts")
+                                f"{runs[other].data[field]!r}, and losses on different texts cannot be compared; use "
+                                "the same text, and config.compare.texts to measure runs on further texts")
 
 
 def num_parameters(config: ConfigDict) -> int:
-    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # which is counted faster
+    """Returns the number of parameters; traces the model, so cached."""
+    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # traced faster
 
 
 _num_parameters = functools.cache(models.num_parameters)
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """The runs at widths with which all have as many parameters, to 2% of each other: as many as `wanted`, or if
-    one cannot have that, the nearest number that it can have.
+    """Returns the runs at widths at which their numbers of parameters are within 2% of each other.
 
-    Raises UserError if there is no such number within a tenth of it.
+    The common number is `wanted` or, if a run has no width for it, the nearest number that this run can have. Raises
+    UserError if that is more than 10% from `wanted`.
     """
     target = wanted
     for _ in range(len(runs) + 1):
         found = {name: with_parameters(run, target) for name, run in runs.items()}
         counts = {name: num_parameters(run) for name, run in found.items()}
-        if max(counts.values()) / min(counts.values()) - 1 <= MOST_OFF_PARAMETERS:
+        if max(counts.values()) / min(counts.values()) - 1 <= PARAMETER_TOLERANCE:
             return found
         worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
         missed, target = target, counts[worst]
-        if abs(target / wanted - 1) > MOST_MOVED:
+        if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
     model = found[worst].model
-    raise UserError(f"config.compare.budget='parameters': {worst} and the others cannot have equally many within "
-                    f"{MOST_OFF_PARAMETERS:.0%}. Nearest to {missed:,} it has {target:,} "
-                    f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, model.num_heads="
-                    f"{model.num_heads}. Change config.model.d_model of the reference, or config.runs.{worst}.model")
+    raise UserError(f"config.compare.budget='parameters': {worst} has no width within {PARAMETER_TOLERANCE:.0%} of "
+                    f"{missed:,} parameters; the nearest has {target:,} ({target / missed - 1:+.1%}), with "
+                    f"model.d_model={model.d_model}, model.num_heads={model.num_heads}. Change config.model.d_model of "
+                    f"the reference, or config.runs.{worst}.model")
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
-    """`config` at the width with the number of parameters nearest to `target`.
+    """Returns `config` at the width whose number of parameters is nearest to `target`.
 
-    The number of heads stays if a width within 2% can have it. If not, others are tried whose heads are less
-    than twice as wide or half as wide as the recipe's.
+    The number of heads is kept if a width within 2% allows it. Otherwise it becomes the nearest
+    number that changes the recipe's head width by less than a factor of two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
-    # Parameters grow with the width's square, and no slower than with the width.
+    # Parameters grow at most with the square of the width, and at least linearly with it.
     widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
-    found, fields = [], config.model.to_dict()
-    counts: dict[int, int] = {}  # by width: into how many heads it is cut changes no parameters
+    fields = config.model.to_dict()
+    num_heads_of: dict[int, int] = {}  # by width: the first choice of heads that divides it
 
-    def count(width: int) -> int:
-        if width not in counts:
-            counts[width] = num_parameters(changed(config, width, num_heads))
-        return counts[width]
-
-    for num_heads in [heads, *sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))]:
+    def valid_widths(num_heads: int) -> list[int]:
         widths = [width for width in range(num_heads, widest, num_heads)
                   if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
-                  and is_model({**fields, "d_model": width, "num_heads": num_heads})]
-        if widths:
-            width = nearest_width(widths, config.model.d_model, target, count)
-            found.append((width, num_heads))
-            if abs(count(width) / target - 1) <= MOST_OFF_PARAMETERS:
-                break
-    return changed(config, *min(found, key=lambda one: abs(counts[one[0]] - target)))
+                  and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
+        for width in widths:
+            num_heads_of.setdefault(width, num_heads)
+        return widths
+
+    # Counting traces the model, which takes seconds for a deep one: so each width is counted once (the number of
+    # heads does not change it), and all head numbers are searched together, parameters being monotonic in the width.
+    @functools.cache
+    def count(width: int) -> int:
+        return num_parameters(resize(config, width, num_heads_of[width]))
+
+    def is_near(width: int) -> bool:
+        return abs(count(width) / target - 1) <= PARAMETER_TOLERANCE
+
+    start = config.model.d_model
+    if own := valid_widths(heads):
+        width = nearest_width(own, start, target, count)
+        if is_near(width):
+            return resize(config, width, heads)
+    others = {num_heads: valid_widths(num_heads) for num_heads in
+              sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
+    widths = sorted(num_heads_of)
+    width = nearest_width(widths, start, target, count)
+    if not is_near(width):
+        return resize(config, width, num_heads_of[width])
+    least, most = (first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count) for sign in (-1, 1))
+    near = range(widths[least], widths[most] + is_near(widths[most]))
+    num_heads, candidates = next(
+        (num_heads, inside) for num_heads, candidates in others.items()
+        if (inside := [width for width in candidates if width in near]))
+    return resize(config, nearest_width(candidates, start, target, count), num_heads)
+
+
+def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
+    """Returns the index of the first width with at least `target` parameters, or the last index."""
+    low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
+    while low < high:
+        i = min(max(guess, low), high - 1)
+        low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
+        # Parameters grow almost with the square of the width, so few counts are needed.
+        guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
+    return low
 
 
 def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    """The one among these widths whose parameters, `count(width)`, are nearest to `target`."""
-    low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
-    while low < high:  # the first width with at least as many
-        i = min(max(guess, low), high - 1)
-        low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
-        # To count takes long, and parameters grow almost with the width's square: so few counts are needed.
-        guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
-    return min(widths[max(0, low - 1):low + 1], key=lambda width: abs(count(width) - target))
+    """Returns the one of these widths whose number of parameters, `count(width)`, is nearest to `target`."""
+    i = first_at_least(widths, start, target, count)
+    return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
 
 
-def changed(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
+def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
+    """Returns a copy of `config` with this width and number of heads."""
     config = config.copy_and_resolve_references()
     config.model.update(d_model=d_model, num_heads=num_heads)
     return config
 
 
-def is_model(fields: dict) -> bool:
+def is_valid_model(fields: dict) -> bool:
+    """Whether a model with these fields can be built."""
     try:
         models.build(**fields)
     except UserError:
@@ -242,67 +275,69 @@ def is_model(fields: dict) -> bool:
 
 
 def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:
-    """Gives the run as many steps as the budget allows, its schedule stretched along. `speed`: its steps a
-    second, if the budget is seconds."""
+    """Sets the run's steps to what the budget allows and scales its schedule. `speed`: its steps per second, if the
+    budget is seconds."""
     before = run.train.steps
     if compare.budget == "seconds":
-        a_step, target, unit = 1 / speed, compare.seconds, "seconds"
+        step_cost, target, unit = 1 / speed, compare.seconds, "seconds"
     else:
-        a_step, target = cost(run, compare.budget), cost(reference, compare.budget) * reference.train.steps
+        step_cost = cost_per_step(run, compare.budget)
+        target = cost_per_step(reference, compare.budget) * reference.train.steps
         unit = "FLOPs" if compare.budget == "flops" else "tokens"
-    run.train.steps = steps = max(1, round(target / a_step))
-    off = steps * a_step / target - 1
-    if abs(off) > MOST_OFF:
+    run.train.steps = steps = max(1, round(target / step_cost))
+    error = steps * step_cost / target - 1
+    if abs(error) > BUDGET_TOLERANCE:
         raise UserError(
-            f"config.compare.budget={compare.budget!r}: a step of {name} takes {a_step:,.4g} of the {target:,.4g} "
-            f"{unit}; the nearest, {steps} steps, are {off:+.1%} off, more than {MOST_OFF:.0%}. "
-            + ("Use more config.compare.seconds" if compare.budget == "seconds" else
-               "Use more config.train.steps or a smaller config.train.batch_size"))
+            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} of {target:,.4g} "
+            f"{unit}, so the nearest number of steps, {steps}, is {error:+.1%} off (limit: {BUDGET_TOLERANCE:.0%}); "
+            + ("increase config.compare.seconds" if compare.budget == "seconds" else
+               "increase config.train.steps or decrease config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
         run.optimizer[field] = round(run.optimizer[field] * steps / before)
 
 
-def cost(config: ConfigDict, budget: str) -> float:
-    """FLOPs of a step, those of padding too; or its tokens, padding left out."""
+def cost_per_step(config: ConfigDict, budget: str) -> float:
+    """Returns the FLOPs of a training step, padding included, or its tokens, padding excluded."""
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         return inputs * train_flops_per_token(models.build(**config.model))
-    if config.data.packing == "concat":  # has no padding, so the text need not be there
+    if config.data.packing == "concat":  # has no padding, so the text is not needed
         return inputs
-    corpus = data.find_or_make(config.data)
+    corpus = data.load_or_prepare(config.data)
     return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
 
 
-def measured_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
-    """The steps a second of each run, as it was measured when the comparison first asked: kept in speeds.json.
+def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
+    """Returns the steps per second of each run, measured once and stored in speeds.json.
 
-    Raises UserError if a run was begun there without that.
+    Raises UserError if a run has started without a measured speed.
     """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
-    with locked(output / workdir.LOCK_FILE, wait=True):  # of several processes, one measures
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one of several processes measures
         speeds = json.loads(path.read_text()) if path.exists() else {}
         for name, run in runs.items():
-            if digest(run) not in speeds:
-                if folder(output, name, run.train.seed).exists():
-                    raise UserError(f"--output={output}: {name} was begun there with another budget or config; use the "
-                                    "same to continue it, or another --output")
-                speeds[digest(run)] = steps_per_second(run)
+            if config_digest(run) not in speeds:
+                if run_folder(output, name, run.train.seed).exists():
+                    raise UserError(f"--output={output}: contains a run {name} with another budget or config; use the "
+                                    "same to resume, or another --output")
+                speeds[config_digest(run)] = steps_per_second(run)
                 write_atomically(path, json.dumps(speeds, indent=2) + "\n")
-    return {name: speeds[digest(run)] for name, run in runs.items()}
+    return {name: speeds[config_digest(run)] for name, run in runs.items()}
 
 
-def digest(run: ConfigDict) -> str:
-    return hashlib.sha256(run.to_json(sort_keys=True).encode()).hexdigest()[:16]
+def config_digest(run: ConfigDict) -> str:
+    """Returns a hash of all fields."""
+    return hashlib.sha256(run.to_json_best_effort(sort_keys=True).encode()).hexdigest()[:16]
 
 
 def steps_per_second(config: ConfigDict) -> float:
-    """How fast such a run trains on this machine, measured for some seconds."""
+    """Returns the training speed of a config on this machine, measured for SPEED_SECONDS."""
     program = build_program(config)
     state, step = program.initial_state(), program.compile_train_step()
     batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
                          program.abstract_batch())
-    steps, started = -2, 0.0  # two that do not count
+    steps, started = -2, 0.0  # the first two warm up
     while steps <= 0 or time.monotonic() - started < SPEED_SECONDS:
         if steps == 0:
             started = time.monotonic()

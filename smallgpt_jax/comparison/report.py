@@ -1,4 +1,4 @@
-"""The report of a comparison: what there is to say of the runs, and how Markdown and HTML say it."""
+"""Reports: content blocks from the results of runs, rendered as Markdown and HTML."""
 
 import base64
 import dataclasses
@@ -13,14 +13,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from smallgpt_jax.comparison import figures, results
-from smallgpt_jax.comparison.results import OWN, Run, Spread
+from smallgpt_jax.comparison.results import OWN_TEXT, Run, Spread
 from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration
 
 MISSING = "–"
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
-          "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # told where it is the same in all
-# What decides on which rows a run is validated, besides the number of targets, and what decides on that.
+          "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # listed if equal in all runs
+# The fields that determine the validation rows besides the number of targets, and those that determine this number.
 ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
     "train.eval_steps", "train.batch_size")
 
@@ -50,151 +50,153 @@ class Table:
 class Plot:
     name: str  # of its PNG file
     figure: Figure
-    about: str
+    caption: str
 
 
-def write(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None) -> str:
+def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
+                 logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
-    Returns the report's first lines and first table, for a terminal.
-    `about` tells what was compared: "title", "budget" (a sentence) and "command".
+    `about` has "title", "budget" (a sentence) and "command". Returns the report up to its first table, for a terminal.
     """
-    blocks = contents(runs, about, logged)
+    blocks = report_blocks(runs, about, logged)
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", figures.png(block.figure))
     write_atomically(output / results.RESULTS_FILE, json.dumps(
         {**about, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
-    write_atomically(output / "report.md", markdown(about["title"], blocks))
-    write_atomically(output / "report.html", page(about["title"], blocks))
+    write_atomically(output / "report.md", to_markdown(about["title"], blocks))
+    write_atomically(output / "report.html", to_html(about["title"], blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
-    return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned(blocks[first_table])])
+    return "\n\n".join([*(block.text for block in blocks[:first_table]), markdown_table(blocks[first_table])])
 
 
-# ------------------------------------------------------------------ What there is to say
-def contents(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -> list:
-    groups = results.by_name(runs)
+# ------------------------------------------------------------------ Content
+def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -> list:
+    groups = results.group_by_name(runs)
     blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs)),
-              *([Paragraph(outcome(groups))] if len(groups) > 1 else []), summary(groups)]
+              *([Paragraph(conclusion(groups))] if len(groups) > 1 else []), summary_table(groups)]
     has_seeds = len(groups) < len(runs)
     blocks += [Paragraph(
-        "Loss: nats per token on the validation split, at the end"
-        + has_seeds * "; the mean over the seeds and, in brackets, the lowest and highest"
-        + ". tokens/s: of training, validation and padding left out, on the machine named below. "
-        "Memory: what the compiled training step needs on one device. "
-        "FLOPs: of the matrix products of a training step, attention counted whole, padding included."),
+        "Loss: nats per token on the validation split after the last step"
+        + has_seeds * "; mean over the seeds (lowest to highest)"
+        + ". tokens/s: training throughput without evaluation and padding, on the machine named below. "
+        "Memory: per device, of the compiled training step. "
+        "FLOPs: of the matrix products of a training step, attention without its causal mask, padding included."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
-                    + has_seeds * " Lines: means over seeds; bands: lowest to highest.")
+                    + has_seeds * " Lines: means over seeds; bands: lowest to highest seed.")
                for axis, label in figures.AXES.items()]
     if len(groups) > 1:
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
-                           "Last validation loss against parameters, a dot for each finished run."))
-    for text in results.texts(runs):
-        whose = "their own text" if text == OWN else text
+                           "Last validation loss against parameters, one marker per finished run."))
+    for text in results.text_names(runs):
+        label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)
         if len(table.head) > 2:
-            blocks += [Heading(f"Longer contexts: {whose}"), Plot(
-                f"context-{safe_name(text)}", figures.loss_against_context(text, whose, runs),
-                f"Bits per byte of {whose}, read in longer contexts than in training; not the stretches that the "
-                "validation loss is of. Learned positions end at the training context."), table]
-        elif text != OWN:  # of which that is the validation loss
-            blocks += [Heading(f"Another text: {text}, bits per byte"), table]
+            blocks += [Heading(f"Longer contexts: {label}"), Plot(
+                f"context-{safe_name(text)}", figures.loss_against_context(text, label, runs),
+                f"Bits per byte of {label} in contexts longer than in training, on other tokens than the validation "
+                "loss. Learned positions end at the training context."), table]
+        elif text != OWN_TEXT:  # for that one it is the validation loss
+            blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
-    blocks += [Heading("Parameters by part"), components_table(groups)]
-    if shared := results.shared(runs, SHARED):
-        blocks += [Heading("What the configs share" if len(groups) > 1 else "From the config"), Table(
+    blocks += [Heading("Parameters by component"), components_table(groups)]
+    if shared := results.shared_fields(runs, SHARED):
+        blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
     if fields := results.different_fields(runs):
-        blocks += [Heading("What the configs have different"), differences_table(groups, fields)]
-    return [*blocks, Heading("How it was made"), runs_table(runs), *made(runs, about)]
+        blocks += [Heading("Config differences"), differences_table(groups, fields)]
+    return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, about)]
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """What one has to know before comparing."""
+    """Returns warnings about runs that are incomplete or not comparable."""
     found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
              f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
-    found += [f"{run.name}, seed {run.seed}, did not begin from scratch, but from an imported model."
+    found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
               for run in runs if run.is_imported]
     tokens, flops = ([getattr(run.last, axis) for run in runs if run.is_finished] for axis in ("tokens", "flops"))
     if tokens and max(tokens) > 1.01 * min(tokens) and max(flops) > 1.01 * min(flops):
-        found.append("The runs have had different numbers of tokens and of FLOPs: compare curves, not ends.")
+        found.append("The runs differ in tokens and in FLOPs: compare curves, not last losses.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
-        found.append("The runs were trained on different machines: their seconds and tokens/s do not compare.")
+        found.append("The runs were trained on different machines: their seconds and tokens/s are not comparable.")
     if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
-        found.append(f"An older version measured {', '.join(unrecorded)} and did not record the content: whether the "
-                     "runs were measured on the same text is told only by its source.")
+        found.append(f"An older version measured {', '.join(unrecorded)} and did not record the content: that the runs "
+                     "were measured on the same text follows from its source alone.")
     for run in runs:
         if others := sum(point.targets != run.last.targets for point in run.curve):
             found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations were on other rows "
-                         "than the last one, and are not drawn.")
+                         "than the last one and are not plotted.")
     targets = [run.last.targets for run in runs if run.last]
     if results.differ_in_targets(runs):
         found.append(f"The last losses are means over different rows, {min(targets):,} to {max(targets):,} targets, "
-                     "and do not compare. A finished run that is started again with another config.train.eval_steps "
-                     "is evaluated again.")
+                     "and are not comparable. Rerun a finished run with another config.train.eval_steps to evaluate "
+                     "it again.")
     fields = ROWS if None not in targets else ROWS + TARGETS
-    same = results.shared(runs, fields)
+    same = results.shared_fields(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
                     "validation text." for field in fields if field not in same]
 
 
-def outcome(groups: dict[str, list[Run]]) -> str:
-    """Which run is best, and whether the seeds can tell it from the next."""
-    ends = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
-            if all(run.is_finished for run in group) and results.last(group, "loss")}
-    if len(ends) < 2:
-        return "Fewer than two runs have ended: nothing to rank."
-    if results.differ_in_targets([run for name in ends for run in groups[name]]):
-        return "The losses of the runs that have ended are means over different rows: nothing to rank."
-    # Runs of one seed read the same batches: what differs from seed to seed is not compared.
-    seeds = set.intersection(*map(set, ends.values()))
-    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in ends.items()}
+def conclusion(groups: dict[str, list[Run]]) -> str:
+    """Returns a sentence about the run with the lowest loss, and whether the seeds separate it from the next."""
+    last_losses = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
+                   if all(run.is_finished for run in group) and results.final_spread(group, "loss")}
+    if len(last_losses) < 2:
+        return "Fewer than two runs are finished: no ranking."
+    if results.differ_in_targets([run for name in last_losses for run in groups[name]]):
+        return "The losses of the finished runs are means over different rows: no ranking."
+    # Runs with the same seed read the same batches, so they are compared pairwise.
+    seeds = set.intersection(*map(set, last_losses.values()))
+    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in last_losses.items()}
     first, second, *_ = sorted(means, key=means.get)
     text = f"Lowest validation loss: {first}, {means[first]:.4f}; then {second}, {means[second]:.4f}"
     if len(seeds) < 2:
-        return f"{text}. With fewer than two seeds that all have there is no telling what chance does."
-    differences = [ends[second][seed] - ends[first][seed] for seed in seeds]
+        return f"{text}. With fewer than two common seeds, chance cannot be ruled out."
+    differences = [last_losses[second][seed] - last_losses[first][seed] for seed in seeds]
     if not any(differences):
-        return f"{text}. They are equal with each of the {len(seeds)} seeds that all have."
+        return f"{text}. They are equal for each of the {len(seeds)} common seeds."
     lower, low, high = sum(difference > 0 for difference in differences), min(differences), max(differences)
-    text = f"{text}. Of the {len(seeds)} seeds that all have, {first} is lower in {lower}"
+    text = f"{text}. Of the {len(seeds)} common seeds, {first} is lower for {lower}"
     if lower == len(seeds):
         return f"{text}, by {low:.4f} to {high:.4f}."
-    return f"{text}; {second} less {first} is {low:+.4f} to {high:+.4f}."
+    return f"{text}; {second} minus {first} is {low:+.4f} to {high:+.4f}."
 
 
-def summary(groups: dict[str, list[Run]]) -> Table:
+def summary_table(groups: dict[str, list[Run]]) -> Table:
+    """Returns one row per model: size, speed, memory, losses."""
     rows = []
     for name, group in groups.items():
         first = group[0]
         speed = results.spread([run.tokens_per_second for run in group])
-        seconds = results.last(group, "seconds")
+        seconds = results.final_spread(group, "seconds")
         decoding = results.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
         rows.append((
-            name + unfinished(group), f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
+            name + unfinished_note(group), f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
-            *(shown(None if unfinished(group) else results.last(group, field)) for field in ("loss", "bits_per_byte")),
+            *(format_spread(None if unfinished_note(group) else results.final_spread(group, field))
+              for field in ("loss", "bits_per_byte")),
             f"{decoding.mean:,.0f}" if decoding else MISSING))
-    return Table(("run", "seeds", "parameters", "FLOPs a token", "tokens/s", "seconds", "memory MB", "validation loss",
-                  "bits per byte", "writes tokens/s"), tuple(rows))
+    return Table(("run", "seeds", "parameters", "FLOPs per token", "tokens/s", "seconds", "memory MB",
+                  "validation loss", "bits per byte", "decoding tokens/s"), tuple(rows))
 
 
-def unfinished(group: list[Run]) -> str:
-    """What to add to the name of runs that have not all ended."""
+def unfinished_note(group: list[Run]) -> str:
+    """Returns the suffix of a name whose runs are not all finished."""
     if all(run.is_finished for run in group):
         return ""
     steps = sorted({run.steps_done for run in group if not run.is_finished})
-    how = "diverged" if any(run.diverged for run in group) else "unfinished"
-    return f" ({how}, step {', '.join(map(str, steps))})"
+    state = "diverged" if any(run.diverged for run in group) else "unfinished"
+    return f" ({state}, step {', '.join(map(str, steps))})"
 
 
-def shown(numbers: Spread | None, seeds: int = 1) -> str:
-    """Mean and range; `seeds`: how many there are, said where fewer have the number."""
+def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
+    """Returns mean and range, and how many of the `seeds` have the number if not all have."""
     if numbers is None:
         return MISSING
     return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
@@ -202,22 +204,24 @@ def shown(numbers: Spread | None, seeds: int = 1) -> str:
 
 
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
-    found = {name: results.contexts(group, text) for name, group in groups.items()}
+    found = {name: results.bits_by_context(group, text) for name, group in groups.items()}
     lengths = sorted({length for row in found.values() for length in row})
     return Table(("run", *(f"context {length:,}" for length in lengths)), tuple(
-        (name, *(shown(row.get(length), len(groups[name])) for length in lengths)) for name, row in found.items()))
+        (name, *(format_spread(row.get(length), len(groups[name])) for length in lengths))
+        for name, row in found.items()))
 
 
 def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
     tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
     return Table(("run", *tasks), tuple(
-        (name, *(shown(results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]), len(group))
-                 for task in tasks)) for name, group in groups.items()))
+        (name, *(format_spread(spread, len(group)) for spread in (
+            results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]) for task in tasks)))
+        for name, group in groups.items()))
 
 
 def components_table(groups: dict[str, list[Run]]) -> Table:
     parts = list(dict.fromkeys(part for group in groups.values() for part in group[0].components))
-    return Table(("run", *parts, "all"), tuple(
+    return Table(("run", *parts, "total"), tuple(
         (name, *(f"{group[0].components[part]:,}" if part in group[0].components else MISSING for part in parts),
          f"{group[0].parameters:,}") for name, group in groups.items()))
 
@@ -236,8 +240,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
          str(len(run.sessions)), run.workdir) for run in runs))
 
 
-def made(runs: Sequence[Run], about: dict) -> list:
-    """Machine, versions, and the command to repeat it."""
+def provenance(runs: Sequence[Run], about: dict) -> list:
+    """Returns machine, versions, dates, and the command that repeats the comparison."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
@@ -246,13 +250,13 @@ def made(runs: Sequence[Run], about: dict) -> list:
     seconds = sum(run.last.seconds or 0 for run in runs if run.last)
     lines = [f"Trained on {'; '.join(machines)}." if machines else "",
              f"Versions: {'; '.join(versions)}." if versions else "",
-             f"Begun {days[0]}" + (f", last continued {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",
-             f"Training took {duration(seconds)} in all, validation and compiling left out." if seconds else ""]
+             f"Started {days[0]}" + (f", last resumed {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",
+             f"Training took {duration(seconds)} in total, without evaluation and compilation." if seconds else ""]
     return [Paragraph(" ".join(filter(None, lines))), Code(about["command"])]
 
 
-def aligned(table: Table) -> str:
-    """In columns, for a terminal."""
+def markdown_table(table: Table) -> str:
+    """Returns the table in aligned columns, for a terminal."""
     widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
 
     def line(cells: Sequence[str]) -> str:
@@ -262,7 +266,7 @@ def aligned(table: Table) -> str:
 
 
 # ------------------------------------------------------------------ Markdown
-def markdown(title: str, blocks: Sequence) -> str:
+def to_markdown(title: str, blocks: Sequence) -> str:
     def text(block) -> str:
         match block:
             case Heading(text):
@@ -271,8 +275,8 @@ def markdown(title: str, blocks: Sequence) -> str:
                 return text
             case Code(text):
                 return f"```\n{text}\n```"
-            case Plot(name, _, about):
-                return f"![{about}]({name}.png)"
+            case Plot(name, _, caption):
+                return f"![{caption}]({name}.png)"
             case Table(head, rows):
                 lines = [head, tuple("---" for _ in head), *rows]
                 return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -299,8 +303,8 @@ pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
 """
 
 
-def page(title: str, blocks: Sequence) -> str:
-    """One file that needs no other."""
+def to_html(title: str, blocks: Sequence) -> str:
+    """Returns a self-contained page."""
     def text(block) -> str:
         match block:
             case Heading(text):
@@ -309,10 +313,10 @@ def page(title: str, blocks: Sequence) -> str:
                 return f"<p>{html.escape(text)}</p>"
             case Code(text):
                 return f"<pre>{html.escape(text)}</pre>"
-            case Plot(_, figure, about):
+            case Plot(_, figure, caption):
                 image = base64.b64encode(figures.svg(figure)).decode()
-                return (f'<figure><img alt="{html.escape(about)}" src="data:image/svg+xml;base64,{image}">'
-                        f"<figcaption>{html.escape(about)}</figcaption></figure>")
+                return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
+                        f"<figcaption>{html.escape(caption)}</figcaption></figure>")
             case Table(head, rows):
                 lines = [line("th", head), *(line("td", row) for row in rows)]
                 return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"

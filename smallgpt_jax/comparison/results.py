@@ -1,6 +1,7 @@
-"""What came of runs: read from their workdirs, and nothing else. The numbers of a report are made here."""
+"""The results of runs, read from their workdirs alone: every number of a report is computed here."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -16,44 +17,44 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
-OWN = "own"  # the name of the text that a run was trained on, among those that it was measured on
-TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # among the evaluations
-RESULTS_FILE = "results.json"  # of a comparison
+OWN_TEXT = "own"  # the name, among measured texts, of the text that a run was trained on
+TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
+RESULTS_FILE = "results.json"  # in a comparison's folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A validation of a run: `tokens`, `flops` and `seconds` are those of training until then; FLOPs are spent on
-    padding too, which has no tokens."""
+    """An evaluation of a run; `tokens`, `flops` and `seconds` count training up to it. Padding counts as FLOPs, not as
+    tokens."""
 
     step: int
     tokens: int
     flops: float
-    seconds: float | None  # None if no speed was logged yet
-    loss: float | None  # nats a token; None where it was not finite
+    seconds: float | None  # None before the first logged speed
+    loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # tokens that the loss is the mean over; older versions did not record it
+    targets: int | None  # tokens in the mean; older versions did not record it
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run, as its workdir tells it."""
+    """One run, as read from its workdir."""
 
     name: str
     workdir: str
     seed: int
     config: dict[str, Any]  # {"group.field": value}
-    is_finished: bool  # trained and validated to config's last step
+    is_finished: bool  # trained and evaluated to the config's last step
     diverged: bool
-    is_imported: bool  # began with weights from elsewhere
-    steps_done: int  # of config's train.steps, as far as they are logged
+    is_imported: bool  # started from imported weights
+    steps_done: int  # logged steps, of the config's train.steps
     parameters: int
     components: dict[str, int]
     flops_per_token: float
-    tokens_per_step: float  # padding left out
+    tokens_per_step: float  # padding excluded
     curve: tuple[Point, ...]
     tokens_per_second: float | None  # of training, over the whole run
-    memory_bytes: int | None  # of one device, as the compiled step needs them
+    memory_bytes: int | None  # per device, of the compiled training step
     sessions: tuple[dict, ...]
     texts: tuple[dict, ...]  # {"text", "fingerprint", "context_length", "bits_per_byte", …} of the last step
     decoding: dict | None
@@ -65,21 +66,21 @@ class Run:
 
 
 def read_run(name: str, folder: Path) -> Run:
-    """Raises UserError if there is no run in `folder`."""
+    """Returns the results of the run in `folder`. Raises UserError if there is none."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: not a folder; a run's workdir is wanted")
+        raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
     if "train" not in config:
-        raise UserError(f"{folder}: an imported model, which has not been trained here: there is nothing to draw")
+        raise UserError(f"{folder}: an imported model without training; train it first")
     model = models.build(**config.model)
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     inputs_per_step = config.train.batch_size * config.model.context_length
-    # Runs of earlier versions counted padding as tokens, and do not say how much there was.
+    # Earlier versions counted padding as tokens and did not record its share.
     padding = sessions[-1].get("padding", 0) if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    flops_per_token = train_flops_per_token(model)
+    components, flops_per_token = _size(model)
     lines = read_lines(folder / METRICS_FILE)
-    evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # each step's newest line
+    evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
@@ -90,12 +91,12 @@ def read_run(name: str, folder: Path) -> Run:
     evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json(evaluations / TEXTS_FILE) or ()
     return Run(
-        name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flat(config),
+        name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flatten(config),
         is_finished=config.train.steps in evaluated,
         diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
-        parameters=models.num_parameters(model), components=memory.components(model),
-        flops_per_token=flops_per_token, tokens_per_step=tokens_per_step,
+        parameters=sum(components.values()), components=components, flops_per_token=flops_per_token,
+        tokens_per_step=tokens_per_step,
         curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
@@ -103,19 +104,25 @@ def read_run(name: str, folder: Path) -> Run:
         decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps))
 
 
+@functools.cache
+def _size(model: models.LanguageModel) -> tuple[dict[str, int], float]:
+    """Returns the parameters by part and the training FLOPs per token. Cached, because it traces the model."""
+    return memory.components(model), train_flops_per_token(model)
+
+
 def steps_done(folder: Path) -> int:
-    """As far as they are logged."""
+    """Returns the last logged step."""
     return max((line["step"] for line in read_lines(folder / METRICS_FILE)), default=0)
 
 
 def has_diverged(folder: Path) -> bool:
-    """Whether the run ended so when it was trained last."""
-    told = read_lines(folder / workdir.SESSIONS_FILE, keys={"time"})
-    return bool(told) and "diverged" in told[-1]
+    """Whether the run's last session ended in divergence."""
+    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"time"})
+    return bool(sessions) and "diverged" in sessions[-1]
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Steps, and the seconds that training took until each: what the logged speeds add up to."""
+    """Returns logged steps and the training seconds up to each, integrated from the logged speeds."""
     steps, seconds = [0], [0.0]
     for line in lines:
         if line["split"] == "train" and line.get("tokens_per_second"):
@@ -125,7 +132,7 @@ def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[
 
 
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
-    """Between two logged steps as if their speed were even, beyond the last at its speed."""
+    """Returns the training seconds up to `step`: interpolated between logged steps, extrapolated at the last speed."""
     if len(steps) < 2:
         return None
     if step <= steps[-1]:
@@ -134,18 +141,22 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 
 
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
-    """{"task metric (shots, examples)": score} of the checkpoint of `step`: the newest of lm-evaluation-harness's
-    results of each task, of the whole model as it was trained, on all examples; acc_norm where there is one."""
+    """Returns {"task metric (shots, examples)": score} of the checkpoint of `step`, from lm-evaluation-harness's result
+    files.
+
+    Uses only results on all examples, of the full model in its own dtype, and the newest per task: acc_norm if present,
+    else acc.
+    """
     scores = {}
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
-             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # see evaluate.py
+             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # names written by evaluate.py
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         evaluation = read_json(path) or {}
         for task, values in evaluation.get("results", {}).items():
             metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
             metric = next((metric for metric in ("acc_norm", "acc") if metric in metrics), None)
             if metric and not is_limited(evaluation, task):
-                scores[f"{task} {metric}{measured_with(evaluation, task)}"] = metrics[metric]
+                scores[f"{task} {metric}{settings_suffix(evaluation, task)}"] = metrics[metric]
     return scores
 
 
@@ -157,74 +168,77 @@ def is_limited(evaluation: dict, task: str) -> bool:
     return evaluation.get("config", {}).get("limit") is not None
 
 
-def measured_with(evaluation: dict, task: str) -> str:
-    """" (5-shot, 1,000 examples)", as far as the results say so."""
+def settings_suffix(evaluation: dict, task: str) -> str:
+    """Returns " (5-shot, 1,000 examples)", without what the results do not record."""
     shots, examples = evaluation.get("n-shot", {}).get(task), evaluation["results"][task].get("sample_len")
-    told = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
-    return f" ({', '.join(told)})" if told else ""
+    settings = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
+    return f" ({', '.join(settings)})" if settings else ""
 
 
 def read_json(path: Path):
+    """Returns the content of a JSON file, None if it cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def named(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """A name for each workdir: its folder's, without the seed; runs that differ in more get names of their own."""
+def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Returns (name, workdir) pairs: the folder's name without its seed, numbered where configs differ in more."""
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+$", "", folder.resolve().name)
-        config = workdir.flat(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
-        what = {field: value for field, value in config.items() if field != "train.seed"}
+        config = workdir.flatten(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
+        without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
-        while names.setdefault(name, what) != what:
+        while names.setdefault(name, without_seed) != without_seed:
             name, number = f"{short} ({number})", number + 1
         found.append((name, folder))
     return found
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError if two runs were validated on different texts, or the same run is there twice."""
+def require_comparable(runs: Sequence[Run]) -> None:
+    """Raises UserError if two runs have different texts, or if a run is listed twice."""
     seen: dict[tuple, Run] = {}
     for run in runs:
         other = seen.setdefault((run.name, run.seed), run)
         if other is not run:
-            raise UserError(f"{other.workdir} and {run.workdir}: the same run twice (config and seed are the same)")
-    own = [(run, text_of(Path(run.workdir))) for run in runs]
+            raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
+    own = [(run, text_identity(Path(run.workdir))) for run in runs]
     for run, text in own[1:]:
         first, its = own[0]
         if not data.same_text(text[0], its[0]) or text[1] != its[1]:
-            raise UserError(f"{first.workdir} and {run.workdir} cannot be drawn in one plot: their texts differ "
-                            f"({workdir.what_changed(its[0], text[0])}), so their losses mean different things")
-    for text in texts(runs):
+            raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
+                            f"({workdir.describe_changes(its[0], text[0])}); report on them separately")
+    for text in text_names(runs):
         measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
         recorded = [(row, run) for row, run in measured if "fingerprint" in row]
-        check_same_content(recorded, "fingerprint")
-        if len(recorded) < len(measured):  # by an older version: there is only its source to tell it by
-            check_same_content(measured, "source")
+        require_same_content(recorded, "fingerprint")
+        if len(recorded) < len(measured):  # an older version recorded only the source
+            require_same_content(measured, "source")
 
 
-def check_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if measurements under one name differ in what identifies their text."""
+def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
+    """Raises UserError if measurements with the same text name differ in `field`, which identifies the text."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row[field] != first[field]:
-            raise UserError(f"{other.workdir} and {run.workdir}: the texts measured as {row['text']!r} differ (of "
-                            f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or name "
-                            "the texts differently in config.compare.texts")
+            raise UserError(f"{other.workdir} and {run.workdir}: the texts named {row['text']!r} differ ("
+                            f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or use "
+                            "different names in config.compare.texts")
 
 
-def text_of(folder: Path) -> tuple[dict, str]:
+def text_identity(folder: Path) -> tuple[dict, str]:
+    """Returns what identifies a run's text: the store's description and the tokenizer's fingerprint."""
     store = read_json(folder / workdir.STORE_FILE)
     if store is None:
-        raise UserError(f"{folder}: this run has not begun yet")
+        raise UserError(f"{folder}: the run has not started; train it first")
     return store, tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
 
 
-def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Returns {name: runs}: the seeds of each model."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -233,7 +247,7 @@ def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Of one number over seeds."""
+    """Mean and range of one number over seeds."""
 
     mean: float
     low: float
@@ -242,22 +256,23 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """None if a value is missing."""
+    """Returns mean and range, None if a value is missing."""
     if not values or any(value is None for value in values):
         return None
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
 
 
-def last(runs: Sequence[Run], field: str) -> Spread | None:
-    """Of a field of the last points; None unless all seeds are as far as each other."""
+def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
+    """Returns the mean and range over seeds of a metric at the last evaluation; None unless all seeds end at the same
+    step."""
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
     return spread([getattr(run.last, field) for run in runs])
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
-    """(mean of `axis`, spread of the loss) at each step at which all seeds were validated, on as many targets as at
-    their last one."""
+    """Returns (mean of `axis`, spread of the loss) at each step at which all seeds were evaluated on as many targets as
+    at their last evaluation."""
     at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
     curve = []
     for step in sorted(set.intersection(*map(set, at))):
@@ -268,19 +283,19 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the last losses are means over different rows: over numbers of targets more than 1% apart. Not if it
-    is not recorded."""
+    """Whether the last losses are means over different rows: numbers of targets more than 1% apart. False if they are
+    not recorded."""
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
 
 
-def texts(runs: Sequence[Run]) -> list[str]:
-    """The names of the texts that any run was measured on."""
+def text_names(runs: Sequence[Run]) -> list[str]:
+    """Returns the names of all texts on which loss was evaluated."""
     return list(dict.fromkeys(row["text"] for run in runs for row in run.texts))
 
 
-def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    """{context: bits per byte} of seeds on a text."""
+def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
+    """Returns {context length: bits per byte} of seeds on a text."""
     found: dict[int, list[float | None]] = {}
     for run in runs:
         for row in run.texts:
@@ -289,16 +304,16 @@ def contexts(runs: Sequence[Run], text: str) -> dict[int, Spread]:
     return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
 
 
-def shared(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
-    """Of these fields those that are the same in all runs, and their values."""
+def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
+    """Returns {field: value} for those of these fields that are equal in all runs."""
     first, *others = (run.config for run in runs)
     return {field: first.get(field) for field in fields
             if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}
 
 
 def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """{field: {name of run: value}} for the fields in which the runs differ, but the seed."""
-    groups = by_name(runs)
+    """Returns {field: {run name: value}} for the fields in which the runs differ, except the seed."""
+    groups = group_by_name(runs)
     fields = dict.fromkeys(field for run in runs for field in run.config)
     table = {field: {name: group[0].config.get(field) for name, group in groups.items()} for field in fields}
     return {field: values for field, values in table.items()

@@ -1,5 +1,4 @@
-"""Checkpoints in and out: Hugging Face folders, and the `.pt` files of the paper's released code.
+"""Import and export: Hugging Face folders, and the `.pt` files of the paper's released code.
 
-Between a foreign format and our parameters lie tensors as PyTorch would have them, by name
-(`tensors.py`); each format is a table of its own names for these.
+`tensors.py` maps our parameters to named tensors in PyTorch's layouts; each format maps these names to its own.
 """

@@ -1,8 +1,8 @@
 """The `.pt` files of the paper's released code (SkAndMl/gpt-variations), all four architectures.
 
-A file holds {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are read from the
-tensors: in lgpt and cgpt the config was changed while its model was built, and says the last width.
-Only the number of heads, which no tensor shows, is the config's.
+A file holds {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are inferred from the tensors,
+since lgpt and cgpt modify their config while the model is built, so that it has the last width. Only the number of
+heads, which no tensor shows, comes from the config.
 """
 
 import re
@@ -21,30 +21,30 @@ CONFIG_CLASS = "models.GPTConfig"
 class Checkpoint(NamedTuple):
     model: models.LanguageModel
     params: dict
-    facts: dict  # step and validation loss, as far as the file says them
+    facts: dict  # step and validation loss, if the file has them
 
 
-def read(path: Path) -> Checkpoint:
-    """A model of the released code. Raises UserError if the file is none."""
-    saved = torch_file.read(path, records=(CONFIG_CLASS,))
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Returns a model of the released code. Raises UserError for other files."""
+    saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
-        raise UserError(f"{path}: not a checkpoint of the paper's code: it has no 'model'")
+        raise UserError(f"{path}: not a checkpoint of the paper's code: no 'model' entry")
     theirs = {name.removeprefix("_orig_mod."): x
-              for name, x in torch_file.tensors_only(saved["model"], path).items()}
+              for name, x in torch_file.require_tensors(saved["model"], path).items()}
     num_heads = getattr(saved.get("config"), "n_head", None)
     if not isinstance(num_heads, int):
         raise UserError(f"{path}: not a checkpoint of the paper's code: its config has no n_head")
     model = models.build(**model_fields(theirs, num_heads, path))
-    names = {name: their_name(name, model.config) for name in tensors.shapes(model)}
+    names = {name: gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
     ours = {theirs_: name for name, theirs_ in names.items()}
-    renamed = {ours.get(name, name): as_ours(ours.get(name, name), x, num_heads) for name, x in theirs.items()}
+    renamed = {ours.get(name, name): to_our_layout(ours.get(name, name), x, num_heads) for name, x in theirs.items()}
     params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
     facts = {name: saved[name] for name in ("step", "val_loss") if isinstance(saved.get(name), int | float)}
     return Checkpoint(model, params, facts)
 
 
 def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
-    """The `model` group of a config, read off the tensors."""
+    """Returns the `model` group of a config, inferred from the tensors."""
     def count(pattern: str) -> int:
         return len({match[0] for name in theirs if (match := re.match(pattern, name))})
 
@@ -56,7 +56,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
     except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
         raise UserError(f"{path}: not a checkpoint of the paper's code: no transformer.wte, transformer.wpe or "
-                        "MLP in it") from None
+                        "MLP tensor") from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     fields = dict(
         vocab_size=vocab_size, context_length=context_length, d_model=width, mlp_ratio=mlp_ratio,
@@ -66,27 +66,28 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         return own_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"),
                           path_weights="learned")
     if num_stages := count(dense):
-        return own_fields("lgpt", fields, **stages(num_layers, num_stages, min(
+        return own_fields("lgpt", fields, **stage_fields(num_layers, num_stages, min(
             int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))
     if num_convs := count(r"transformer\.h\.\d+\.conv_layer"):
         return own_fields("cgpt", fields, conv_kernel=num_taps,
-                          **stages(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
+                          **stage_fields(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
     return own_fields("gpt", fields)
 
 
 def own_fields(architecture: str, fields: dict, **own) -> dict:
-    """All fields of the `model` group: what the tensors say, and what is the same in all released models."""
+    """Returns all fields of the `model` group: inferred ones, and those that are equal in all released models."""
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 
 
-def stages(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
+def stage_fields(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
+    """Returns the fields of the `model` group that lgpt and cgpt have besides."""
     return dict(blocks_per_stage=blocks_per_stage, stage_heads="fixed",
                 compress_last_stage=num_compressions * blocks_per_stage == num_layers)
 
 
-def their_name(name: str, config: models.ModelConfig) -> str:
-    """The name of one of our tensors in the released code."""
+def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
+    """Returns the name of one of our tensors in the released code."""
     if name in gpt2.OTHER_NAMES:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
@@ -107,8 +108,8 @@ def their_name(name: str, config: models.ModelConfig) -> str:
     return f"transformer.{module}.{f'{inner}.' if inner else ''}{leaf}"
 
 
-def as_ours(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
-    """A tensor of theirs in the layout of ours."""
+def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
+    """Returns one of their tensors in our layout."""
     if name == "trunk.path_logits":
         return x.reshape(-1)
     if ".qkv." in name and len(x) % (3 * num_heads) == 0:

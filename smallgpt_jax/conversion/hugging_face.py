@@ -1,7 +1,7 @@
-"""Folders that Hugging Face's libraries read and write: a model out, a model in.
+"""Hugging Face folders: export and import.
 
-A gpt of GPT-2's shape becomes a GPT2LMHeadModel; all others bring their own PyTorch code along
-(`exported/`), which `trust_remote_code=True` runs. Weights are float32, in safetensors.
+A gpt of GPT-2's shape is exported as a GPT2LMHeadModel, all others with their own PyTorch code (`exported/`), which
+`trust_remote_code=True` runs. Weights are float32, in safetensors.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import current_umask
-from smallgpt_jax.formatting import reason
+from smallgpt_jax.formatting import short_reason
 
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
-ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # that this code computes
-# The only values of these fields that it computes.
+ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # that this code supports
+# The only values of these fields that it supports.
 FIXED = {"norm": "layer", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0, "qk_norm": False,
          "attention_windows": (), "rope_base": 10_000.0}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
     "activation", "position", "use_bias")
-OWN_FIELDS = (  # of single architectures; null in the files of the others
+ARCHITECTURE_FIELDS = (  # of some architectures; null for the others
     "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # ours: theirs
@@ -38,56 +38,57 @@ RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dt
 class Imported(NamedTuple):
     model: models.LanguageModel
     params: dict
-    tokenizer: Tokenizer | None  # None: there is none with it
+    tokenizer: Tokenizer | None  # None: the folder has none
 
 
-def export(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
-    """Writes a model into an empty folder; `card` is its README.md.
+def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
+    """Writes a model to an empty folder; `card` is its README.md.
 
-    Raises UserError if libraries are missing, the exported code does not know the architecture, or the
-    tokenizer cannot be written.
+    Raises UserError if libraries are missing, if the exported code does not support the model, or if the tokenizer
+    cannot be exported.
     """
     config, is_gpt2 = model.config, gpt2.is_gpt2(model.config)
     if config.architecture not in ARCHITECTURES:
-        raise UserError(f"config.model.architecture={config.architecture!r}: has no PyTorch code to bring along; "
-                        "smallgpt_jax/conversion/exported/ computes " + ", ".join(ARCHITECTURES))
+        raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
+                        "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
     for field, value in FIXED.items():
         if getattr(config, field) != value:
-            config.refuse(field, f"the exported PyTorch code computes only {value!r}")
+            config.refuse(field, f"the exported PyTorch code supports only {value!r}")
     if config.activation not in ACTIVATIONS:
-        config.refuse("activation", f"the exported PyTorch code computes only {', '.join(ACTIVATIONS)}")
+        config.refuse("activation", f"the exported PyTorch code supports only {', '.join(ACTIVATIONS)}")
     ours = tensors.from_params(model, params)
     theirs = gpt2.to_hugging_face(config, ours) if is_gpt2 else ours
-    library("safetensors.numpy").save_file(
+    import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # which the library does not ask
-    mark = tokenizer.end_of_text if tokenizer else None
-    marks = {"bos_token_id": mark, "eos_token_id": mark, "pad_token_id": mark}
+    (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # the library ignores it
+    end_of_text = tokenizer.end_of_text if tokenizer else None
+    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     described = gpt2.to_config(config) if is_gpt2 else own_config(config)
-    write_json(folder / "config.json", {**described, **marks, "dtype": "float32", "use_cache": True})
-    # The embedding may have more rows than the tokenizer ids.
-    beyond = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
+    write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
+    # The embedding may have more rows than the tokenizer has ids.
+    unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
     write_json(folder / "generation_config.json", {
-        **marks, "max_length": config.context_length, **({"suppress_tokens": beyond} if beyond else {})})
+        **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
     if not is_gpt2:
         for name in CODE:
             source = resources.files("smallgpt_jax.conversion.exported") / name
             (folder / name).write_text(source.read_text())
     if tokenizer:
-        for name, content in tokenizer_files.files(tokenizer, config.context_length).items():
+        for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
-        tokenizers.save(tokenizer, folder)  # its own files too: other programs, and we, read those
+        tokenizers.save(tokenizer, folder)  # its own files too: `read_folder` and other programs read those
     (folder / "README.md").write_text(card)
 
 
 def own_config(config: models.ModelConfig) -> dict:
+    """Returns the config.json of a SmallGPTForCausalLM."""
     fields = dataclasses.asdict(config)
     return {
         "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
                      "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
-        **{name: fields.get(name) for name in (*SAME_FIELDS, *OWN_FIELDS)},
+        **{name: fields.get(name) for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS)},
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 
 
@@ -95,30 +96,29 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read(source: str, finds_tokenizer: bool = True) -> Imported:
-    """The model in a folder, or by its name on the hub: a GPT-2, or what `export` has written.
+def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
+    """Returns the model in a folder or of a name on the hub: a GPT-2, or one that `export_folder` wrote.
 
-    Raises UserError for any other, for files that are missing, damaged or do not fit together, and for
-    a tokenizer of another kind than ours.
+    Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported tokenizers.
     """
     folder = Path(source).expanduser()
-    folder = folder if folder.is_dir() else download(source)
+    folder = folder if folder.is_dir() else download_folder(source)
     path = folder / "config.json"
     try:
         described = json.loads(path.read_text())
         kind = described.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not the config of a model ({reason(error)})") from None
+        raise UserError(f"{path}: not a model config ({short_reason(error)})") from None
     if kind == "gpt2":
         fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | gpt2.from_config(described, str(path))
     elif kind == "smallgpt":
         described = models.upgrade_fields(described)
         if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
-            raise UserError(f"{path}: {', '.join(missing)} missing: not written by this project, or damaged")
-        fields = {name: described[name] for name in (*SAME_FIELDS, *OWN_FIELDS) if name in described} | {
+            raise UserError(f"{path}: damaged, or not written by this project: no {', '.join(missing)}")
+        fields = {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
             ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()} | dict(scan_layers=False)
     else:
-        raise UserError(f"{path}: a model of the type {kind!r}; gpt2 and smallgpt can be read")
+        raise UserError(f"{path}: model_type={kind!r}: not supported; must be gpt2 or smallgpt")
     try:
         model = models.build(**fields)
     except UserError as error:
@@ -127,7 +127,7 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
     if kind == "gpt2":
         names = tensors.shapes(model)
         weights = gpt2.from_hugging_face(model.config, names, weights)
-        params = tensors.to_params(model, weights, gpt2.their_name, where)
+        params = tensors.to_params(model, weights, gpt2.hugging_face_name, where)
     else:
         if model.config.tie_embeddings:
             weights.pop("head.weight", None)
@@ -136,19 +136,18 @@ def read(source: str, finds_tokenizer: bool = True) -> Imported:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder, None if there are no files of one. Raises UserError if it is not of a kind
-    that we have."""
+    """Returns the tokenizer in a folder, None if it has no tokenizer files. Raises UserError for an unsupported one."""
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
         return tokenizers.load(folder)
     except UserError as error:
-        raise UserError(f"{folder}: its tokenizer cannot be read here ({error}). Name the one that it is with "
-                        "--tokenizer") from None
+        raise UserError(f"{folder}: unsupported tokenizer ({error}); name an equivalent one with --tokenizer"
+                        ) from None
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """All tensors of a folder, in one file or several, and which file that is."""
+    """Returns all tensors of a folder, from one file or several, and the path for messages about them."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
@@ -159,23 +158,23 @@ def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     elif not (folder / names[0]).is_file():
         old = folder / "pytorch_model.bin"
         if old.is_file():
-            return torch_file.tensors_only(torch_file.read(old), old), str(old)
-        raise UserError(f"{folder}: no weights in it: neither model.safetensors nor pytorch_model.bin")
+            return torch_file.require_tensors(torch_file.read_torch_file(old), old), str(old)
+        raise UserError(f"{folder}: no weights; expected model.safetensors or pytorch_model.bin")
     weights = {}
     for name in names:
         try:
-            weights |= library("safetensors.numpy").load_file(folder / name)
+            weights |= import_library("safetensors.numpy").load_file(folder / name)
         except UserError:
             raise
         except Exception as error:  # SafetensorError, OSError
-            raise UserError(f"{folder / name}: damaged, or not in the safetensors format ({reason(error)})"
+            raise UserError(f"{folder / name}: damaged, or not in the safetensors format ({short_reason(error)})"
                             ) from None
     return weights, str(folder / names[0] if len(names) == 1 else index)
 
 
-def download(name: str) -> Path:
-    """The folder that a model of the hub is in, from the cache if it is there."""
-    hub = library("huggingface_hub")
+def download_folder(name: str) -> Path:
+    """Returns the local folder of a model on the hub, downloaded unless it is in the cache."""
+    hub = import_library("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[
             "config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt",
@@ -184,12 +183,13 @@ def download(name: str) -> Path:
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder
     except Exception as error:  # of the hub, of the network
-        raise UserError(f"--input={name}: neither a folder here, nor a model that could be fetched from the "
-                        f"Hugging Face hub ({reason(error)})") from None
+        raise UserError(f"--input={name}: not a local folder, and not downloaded from the Hugging Face hub "
+                        f"({short_reason(error)})") from None
 
 
-def library(name: str):
+def import_library(name: str):
+    """Returns a library of the extra `hf`. Raises UserError with the install command."""
     try:
         return import_module(name)
     except ImportError:
-        raise UserError("this needs more libraries: pip install -e '.[hf]'") from None
+        raise UserError(f"{name} is not installed; run pip install -e '.[hf]'") from None

@@ -1,7 +1,7 @@
 """Parameters as a flat dictionary of tensors, with the names and layouts of PyTorch's modules.
 
-Stacked layers and paths are apart, numbered (`trunk.paths.0.blocks.1.mlp.up.weight`); the weight of a linear layer is
-(outputs, inputs), of a convolution (outputs, inputs, taps). The outputs of `attention.qkv` are ordered by head, then
+Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights are
+(outputs, inputs), convolution weights (outputs, inputs, taps). The outputs of `attention.qkv` are ordered by head, then
 queries, keys, values, then width: (H, 3, K).
 """
 
@@ -18,72 +18,73 @@ from flax import linen as nn
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 
-MOST_LISTED = 3  # names in a message
+MAX_LISTED = 3  # names in a message
 STACKED = ("layers", "path")
-TABLES = ("token_embedding", "position_embedding", "head")  # weights that are no module's of their own
+TABLES = ("token_embedding", "position_embedding", "head")  # weights without a module of their own
 
 
-class Place(NamedTuple):
-    """Where a tensor is in the parameters."""
+class TensorSlot(NamedTuple):
+    """The position of a tensor in the parameters."""
 
     name: str  # of the tensor
-    path: tuple[str, ...]  # of the array that holds it
+    path: tuple[str, ...]  # of the parameter array that contains it
     index: tuple[int, ...]  # in that array: its layer, or its path and its layer
-    axes: tuple[str, ...]  # of the tensor, as the model names them
+    axes: tuple[str, ...]  # the model's names of the tensor's axes
     shape: tuple[int, ...]  # of the tensor in the model
 
 
 def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
-    """Returns all parameters of a model as it is trained, in float32."""
+    """Returns all parameters of a model as named tensors, in float32."""
     arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
-    return {place.name: to_torch(np.asarray(arrays[place.path][place.index], np.float32), place)
-            for place in places(model)}
+    return {slot.name: to_torch(np.asarray(arrays[slot.path][slot.index], np.float32), slot)
+            for slot in tensor_slots(model)}
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
-    """Returns the names of a model's tensors, and their shapes."""
-    return {place.name: jax.eval_shape(lambda x, place=place: to_torch(x, place),
-                                       jax.ShapeDtypeStruct(place.shape, "float32")).shape for place in places(model)}
+    """Returns {name: shape} of a model's tensors."""
+    return {slot.name: jax.eval_shape(lambda x, slot=slot: to_torch(x, slot),
+                                      jax.ShapeDtypeStruct(slot.shape, "float32")).shape
+            for slot in tensor_slots(model)}
 
 
 def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
-    """Returns the parameters that these tensors are: the inverse of `from_params`.
+    """Returns the parameters that consist of these tensors: the inverse of `from_params`.
 
-    Raises UserError if tensors are missing, too many, or of another shape than the model's; `where` is the file, and
-    `their_name` turns a name of ours into the one in it.
+    Raises UserError for missing and unexpected tensors and for wrong shapes. In its message `where` is the file and
+    `their_name` maps our names to those in the file.
     """
     wanted = shapes(model)
 
     def refuse(what: str, names: list[str]):
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        raise UserError(f"{where}: {what}: {', '.join(names[:MOST_LISTED])}{more}")
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        raise UserError(f"{where}: {what}: {', '.join(names[:MAX_LISTED])}{more}")
 
     if missing := [their_name(name) for name in wanted if name not in tensors]:
-        refuse("tensors are missing", missing)
+        refuse("missing tensors", missing)
     if extra := [their_name(name) for name in tensors if name not in wanted]:
-        refuse("there are tensors that such a model has not", extra)
-    if misshapen := [f"{their_name(name)} is {tensors[name].shape}, not {shape}"
+        refuse("unexpected tensors", extra)
+    if misshapen := [f"{their_name(name)} {tensors[name].shape}, expected {shape}"
                      for name, shape in wanted.items() if tensors[name].shape != shape]:
-        refuse("tensors have other shapes than the model's", misshapen)
+        refuse("wrong shapes", misshapen)
     abstract = flax.traverse_util.flatten_dict(nn.unbox(models.abstract_params(model)))
     arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
-    for place in places(model):
-        arrays[place.path][place.index] = from_torch(np.asarray(tensors[place.name], np.float32), place)
+    for slot in tensor_slots(model):
+        arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
     return flax.traverse_util.unflatten_dict(arrays)
 
 
-def places(model: models.LanguageModel) -> Iterator[Place]:
+def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
     """Yields every tensor of a model, in the order of its parameters."""
     for name, part in models.abstract_params(model).items():
         children = part.items() if name == "trunk" else [("", part)]
         for child, tree in children:
-            yield from _places(tree, tuple(filter(None, (name, child))), (), "")
+            yield from _tensor_slots(tree, tuple(filter(None, (name, child))), (), "")
 
 
-def _places(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[Place]:
-    """Yields the tensors of a part of the parameters. `index` is that of the stacks it is in, `prefix` the name of the
-    innermost of them."""
+def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
+    """Yields the tensors of a subtree. `index` is the subtree's position in the stacks that contain it, `prefix` the
+    name of the innermost stack."""
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
     name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
@@ -94,29 +95,30 @@ def _places(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) ->
         yield from _children(tree, path, index, name)
 
 
-def _children(tree, path, index, name) -> Iterator[Place]:
+def _children(tree, path, index, name) -> Iterator[TensorSlot]:
     if isinstance(tree, nn.Partitioned):
-        yield Place(tensor_name(path[-1], name), path, index, tree.names[len(index):],
-                    tree.value.shape[len(index):])
+        yield TensorSlot(tensor_name(path[-1], name), path, index, tree.names[len(index):],
+                         tree.value.shape[len(index):])
         return
     for child, part in tree.items():
-        yield from _places(part, (*path, child), index, name)
+        yield from _tensor_slots(part, (*path, child), index, name)
 
 
 def dotted(path: tuple[str, ...]) -> str:
-    """Returns the name of a module: numbers at the end of names are parts of their own."""
+    """Returns the dotted name of a module, trailing numbers separated: blocks_1 → blocks.1."""
     return ".".join(re.sub(r"_(?=\d)", ".", part) for part in path)
 
 
 def tensor_name(leaf: str, name: str) -> str:
+    """Returns PyTorch's name of a parameter; kernels, scales and tables are weights there."""
     if leaf in TABLES:
         return f"{name}.weight"
     return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name
 
 
-def to_torch(x, place: Place):
-    """Returns a parameter as PyTorch has it."""
-    match place.path[-1], place.axes:
+def to_torch(x, slot: TensorSlot):
+    """Returns a parameter in PyTorch's layout."""
+    match slot.path[-1], slot.axes:
         case "bias", _:
             return x.reshape(-1)
         case "kernel", ("conv_time", *_):
@@ -126,10 +128,10 @@ def to_torch(x, place: Place):
     return x
 
 
-def from_torch(x, place: Place):
-    """Returns the inverse of `to_torch`."""
-    is_kernel = place.path[-1] == "kernel"
-    return (x.T if is_kernel else x).reshape(place.shape)
+def from_torch(x, slot: TensorSlot):
+    """Inverts `to_torch`."""
+    is_kernel = slot.path[-1] == "kernel"
+    return (x.T if is_kernel else x).reshape(slot.shape)
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:

@@ -1,12 +1,12 @@
-"""Our tokenizers in the form that Hugging Face's libraries read, `tokenizer.json`; the ids are the same."""
+"""Export of tokenizers to Hugging Face's `tokenizer.json`, with the same ids."""
 
 import json
 
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes one
-# What a tokenizer.json is compared on before it is given away.
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+# Texts on which a tokenizer.json is compared with the original.
 PROBES = [
     "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n", "  leading and trailing  ",
     "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n", "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
@@ -14,41 +14,42 @@ PROBES = [
     f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too", "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space", ""]
 
 
-def files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """File name → content.
+def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
+    """Returns {file name: content}.
 
-    Raises UserError if the `tokenizers` library cannot do what the tokenizer does; any text is text,
-    also what spells the end-of-text mark.
+    Raises UserError if the `tokenizers` library cannot reproduce the tokenizer. `<|endoftext|>` in a text is encoded as
+    ordinary text, not as the special token.
     """
     try:
         import tokenizers as library
     except ImportError:
-        raise UserError("this needs more libraries: pip install -e '.[hf]'") from None
-    made, mark = {"bytes": of_bytes, "gpt2": of_gpt2, "sentencepiece": of_sentencepiece}[tokenizer.kind](
-        library, tokenizer)
-    made.add_special_tokens([library.AddedToken(mark, special=True, normalized=False)])
-    made.encode_special_tokens = True
+        raise UserError("tokenizers is not installed; run pip install -e '.[hf]'") from None
+    builders = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer, "sentencepiece": sentencepiece_tokenizer}
+    converted, end_of_text = builders[tokenizer.kind](library, tokenizer)
+    converted.add_special_tokens([library.AddedToken(end_of_text, special=True, normalized=False)])
+    converted.encode_special_tokens = True
     for text in PROBES:
-        theirs, ours = made.encode(text, add_special_tokens=False).ids, tokenizer.encode([text])[0].tolist()
+        theirs, ours = converted.encode(text, add_special_tokens=False).ids, tokenizer.encode([text])[0].tolist()
         if theirs != ours:
             raise UserError(
-                f"this {tokenizer.kind} tokenizer cannot be written as a tokenizer.json: of {text[:20]!r} it "
-                f"would make {theirs[:5]}…, not {ours[:5]}…. (The libraries' ways to split and normalise text "
-                "differ.) --tokenizer=skip leaves it out")
+                f"this {tokenizer.kind} tokenizer cannot be exported as a tokenizer.json, which would encode "
+                f"{text[:20]!r} as {theirs[:5]}…, not {ours[:5]}… (the libraries split and normalize text "
+                "differently); use --tokenizer=skip to export without it")
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": mark, "eos_token": mark, "pad_token": mark,
-        "unk_token": None, "model_max_length": context_length, "padding_side": "left",
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_of_text, "eos_token": end_of_text,
+        "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
         "clean_up_tokenization_spaces": False, "split_special_tokens": True}
-    return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+    return {"tokenizer.json": converted.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
 
 
-def of_bytes(library, tokenizer: Tokenizer):
+def bytes_tokenizer(library, tokenizer: Tokenizer):
+    """Returns the converted tokenizer and its end-of-text token; so do the next two."""
     vocabulary = {character: byte for character, byte in gpt2_bytes().items()} | {
         END_OF_TEXT: tokenizer.end_of_text}
     return byte_level(library, vocabulary, [], use_regex=False), END_OF_TEXT
 
 
-def of_gpt2(library, tokenizer: Tokenizer):
+def gpt2_tokenizer(library, tokenizer: Tokenizer):
     files = tokenizer.files()
     merges = [tuple(line.split(" ")) for line in files["merges.txt"].decode().splitlines()
               if not line.startswith("#version") and line]
@@ -56,13 +57,13 @@ def of_gpt2(library, tokenizer: Tokenizer):
 
 
 def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):
-    made = library.Tokenizer(library.models.BPE(vocabulary, merges))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    made.decoder = library.decoders.ByteLevel()
-    return made
+    converted = library.Tokenizer(library.models.BPE(vocabulary, merges))
+    converted.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    converted.decoder = library.decoders.ByteLevel()
+    return converted
 
 
-def of_sentencepiece(library, tokenizer: Tokenizer):
+def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
@@ -77,7 +78,7 @@ def of_sentencepiece(library, tokenizer: Tokenizer):
         mergeable = {piece.piece: piece.score for piece in spec.pieces if piece.type == normal}
         model = library.models.BPE(ids, merges(mergeable), unk_token=unknown, fuse_unk=True,
                                    byte_fallback=spec.trainer_spec.byte_fallback)
-    made = library.Tokenizer(model)
+    converted = library.Tokenizer(model)
     rules = spec.normalizer_spec
     steps = []
     if rules.precompiled_charsmap:
@@ -86,15 +87,15 @@ def of_sentencepiece(library, tokenizer: Tokenizer):
         steps += [library.normalizers.Strip(), library.normalizers.Replace(library.Regex(" {2,}"), " ")]
     if rules.add_dummy_prefix:
         steps.append(library.normalizers.Prepend(SPACE))
-    made.normalizer = library.normalizers.Sequence([*steps, library.normalizers.Replace(" ", SPACE)])
-    made.decoder = library.decoders.Sequence([
+    converted.normalizer = library.normalizers.Sequence([*steps, library.normalizers.Replace(" ", SPACE)])
+    converted.decoder = library.decoders.Sequence([
         library.decoders.Replace(SPACE, " "), library.decoders.ByteFallback(), library.decoders.Fuse(),
         *([library.decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else [])])
-    return made, pieces[tokenizer.end_of_text]
+    return converted, pieces[tokenizer.end_of_text]
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The merges of a byte-pair model that SentencePiece describes by the scores of their results."""
+    """Returns the merges of a byte-pair model, which SentencePiece stores as scores of their results."""
     found = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

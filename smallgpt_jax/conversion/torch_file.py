@@ -1,13 +1,12 @@
-"""Reads what `torch.save` has written, without PyTorch, and without running anything that is in it.
+"""Reads files of `torch.save`, without PyTorch and without running any code in them.
 
-A `.pt` file is a zip archive: a pickle that says what there is, and the numbers of each tensor in a
-file of their own. A pickle can name any function and have it called; this reader knows the few names
-that tensors need, makes an inert `Record` of the instances of a class that the caller expects, and
-refuses all others.
+A `.pt` file is a zip archive: a pickle with the structure, and one member per tensor storage. A pickle can call any
+function by name. This reader supports the few names that tensors need, turns instances of classes that the caller
+expects into inert `Record`s, and refuses all other names.
 
-Nor does it trust any size: a member is read only if it is stored as it is and fits into the file, and
-tensors are views of what was read. What a file makes this reader allocate is a few times its own size,
-and at most some hundred bytes for each byte of its pickle, whose length is limited.
+Sizes are not trusted either: a member is read only if it is stored uncompressed and fits into the file, and tensors are
+views of what was read. So the memory that a file can allocate is a few times its own size, plus at most some hundred
+bytes per byte of its pickle, whose length is limited.
 """
 
 import io
@@ -28,12 +27,12 @@ DTYPES = {
     "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
-MAX_PICKLE_BYTES = 2**22  # a tensor takes some 150
-MAX_SHARING = 8  # bytes of all tensors for each byte of the file: tied weights take two
+MAX_PICKLE_BYTES = 2**22  # about 150 per tensor
+MAX_SHARING = 8  # bytes of all tensors per byte of the file; 2 with tied weights
 
 
 class Record:
-    """What is left of an instance of a class that is not imported: its attributes."""
+    """The attributes of an instance whose class is not imported."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -43,11 +42,13 @@ class Record:
 
 
 class StorageType(NamedTuple):
+    """Stands for a torch storage class, such as FloatStorage."""
+
     dtype: np.dtype
 
 
 class Storage(NamedTuple):
-    """The numbers that tensors are parts of."""
+    """The flat buffer that tensors are views of."""
 
     content: bytes
     dtype: np.dtype
@@ -59,8 +60,8 @@ class Storage(NamedTuple):
 class Members:
     """Reads members of a zip archive that are stored uncompressed, as torch.save writes them.
 
-    All of them together are no larger than the archive: neither members that claim to be large nor
-    members that overlap make a small file a large one.
+    Raises ValueError if the members read are larger together than the archive. This bounds memory if the archive
+    declares false sizes or overlapping members.
     """
 
     def __init__(self, archive: zipfile.ZipFile, archive_bytes: int):
@@ -72,66 +73,66 @@ class Members:
     def read(self, name: str) -> bytes:
         info = self._archive.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{name} is compressed, which torch.save never does")
+            raise ValueError(f"{name} is compressed, unlike torch.save's")
         self._bytes_left -= info.file_size
         if self._bytes_left < 0:
             raise ValueError(f"{name} is larger than the file")
         return self._archive.read(info)
 
 
-def read(path: Path, records: Collection[str] = ()):
-    """What was saved in `path`: tensors as NumPy arrays, instances of the classes named in `records`
-    as `Record`s.
+def read_torch_file(path: Path, records: Collection[str] = ()):
+    """Returns the object saved in `path`: tensors as NumPy arrays, instances of the classes named in `records` as
+    `Record`s.
 
-    Raises UserError if it is no such file, is damaged, or names anything else.
+    Raises UserError for other files, for damaged ones, and for pickles with other names.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(pickles) != 1:
-                raise UserError(f"{path}: a zip archive, but not one that torch.save has written")
+                raise UserError(f"{path}: a zip archive, but not a file of torch.save")
             root = pickles[0].removesuffix("data.pkl")
             archive_bytes = path.stat().st_size
             members = Members(archive, archive_bytes)
             byteorder = f"{root}byteorder"
             if byteorder in archive.namelist() and members.read(byteorder) != b"little":
-                raise UserError(f"{path}: written on a big-endian machine, which is not supported")
+                raise UserError(f"{path}: written on a big-endian machine; not supported")
             if members.size(pickles[0]) > MAX_PICKLE_BYTES:
                 raise ValueError(f"{pickles[0]} is larger than {MAX_PICKLE_BYTES:,} bytes")
             program = members.read(pickles[0])
             check_pickle(program)
             return _Unpickler(path, program, members, root, records, MAX_SHARING * archive_bytes).load()
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not a file of torch.save (since PyTorch 1.6), or cut short ({error})"
+        raise UserError(f"{path}: not a file of torch.save (PyTorch 1.6 or later), or truncated ({error})"
                         ) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except UserError:
         raise
-    except Exception as error:  # of all kinds: a pickle is a program, and this one is broken
+    except Exception as error:  # a pickle is a program, so a broken one can raise anything
         raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {error})") from None
 
 
 def check_pickle(program: bytes) -> None:
-    """Raises ValueError if a pickle numbers its memo beyond the values it has, or is cut short.
+    """Raises ValueError for memo indices beyond the number of values, and for a truncated pickle.
 
-    An unpickler has a table as long as the largest number, and room for a string before it is read.
+    An unpickler allocates a table up to the largest index, and a string before reading it.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:
             raise ValueError(f"its pickle stores value {argument:,} of {count:,}")
 
 
-def tensors_only(saved, path: Path) -> dict[str, np.ndarray]:
-    """What was saved, if it is tensors by name. Raises UserError if not."""
+def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
+    """Returns `saved` if it is a dictionary of tensors. Raises UserError if not."""
     if not isinstance(saved, dict) or not all(
             isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
-        raise UserError(f"{path}: not a checkpoint: it holds more than tensors by name")
+        raise UserError(f"{path}: not a checkpoint: has entries that are not named tensors")
     return dict(saved)
 
 
 class _Unpickler(pickle.Unpickler):
-    """What a pickle may name is made anew for each file, so that none can change it for the next."""
+    """The allowed globals are created for each file, so that loading one file cannot change what the next one sees."""
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
                  tensor_bytes: int):
@@ -139,7 +140,7 @@ class _Unpickler(pickle.Unpickler):
         self._path, self._members, self._root, self._storages = path, members, root, {}
         self._tensor_bytes_left = tensor_bytes
         self._known = {
-            # A dictionary that takes attributes: torch hangs some onto those it writes.
+            # A dictionary with attributes, which torch sets on state dicts.
             "collections.OrderedDict": type("Dictionary", (dict,), {}),
             "torch._utils._rebuild_tensor_v2": lambda *arguments: self._tensor(*arguments[:4]),
             "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -148,15 +149,15 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         if f"{module}.{name}" not in self._known:
-            raise UserError(f"{self._path}: it wants {module}.{name} to be run, which a checkpoint has no need of; "
-                            "nothing of it has been")
+            raise UserError(f"{self._path}: refused: its pickle names {module}.{name}, which no checkpoint needs; no "
+                            "code was run")
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, identifier):
-        """The numbers of a storage, ("storage", type, key, device, size)."""
+        """Returns the storage of an identifier ("storage", type, key, device, size)."""
         _, storage_type, key, _, size = identifier
         if not isinstance(storage_type, StorageType) or not isinstance(key, str) or not isinstance(size, int):
-            raise ValueError("a storage of no known type")
+            raise ValueError("unknown storage type")
         if key not in self._storages:
             name, dtype = f"{self._root}data/{key}", storage_type.dtype
             if self._members.size(name) != size * dtype.itemsize:
@@ -173,15 +174,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tensor(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """The tensor that is this part of a storage: a view, read-only.
+    """Returns a read-only view of a storage.
 
-    Raises ValueError if it reaches beyond it, or is larger: the arguments are whatever a file says.
+    Raises ValueError if it reaches beyond the storage or has more elements; the arguments come from the file unchecked.
     """
-    is_sound = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
+    is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
                 and len(shape) == len(strides)
                 and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)))
-    if not is_sound:
-        raise ValueError("a tensor of no known form")
+    if not is_valid:
+        raise ValueError("invalid tensor arguments")
     if 0 in shape:
         return np.empty(shape, storage.dtype)
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides))

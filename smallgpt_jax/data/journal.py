@@ -1,12 +1,12 @@
-"""The journal of an unfinished token store: whether its preparation can continue, and from where.
+"""The journal of an unfinished token store: whether its preparation can resume, and from where.
 
-A preparation continues only if the finished store is the same, to the byte, as one that is made anew:
+A preparation resumes only if the finished store will equal, to the byte, one prepared without interruption, so:
 
-- The settings are the same, except that items or bytes that were refused may now be skipped or replaced: there
-  were none in what has been read.
-- The text is the same as far as it has been read: whole parts by name, size and time, the items of the next part
-  by a digest. So a line that was mended or a file that was added further on does not matter.
-- The tokenizer, if it was trained on the text, was trained on no more than that.
+- The settings are the same, except that items or bytes that were refused may now be skipped or replaced: none of them
+  occurred in the part already read.
+- The text is the same as far as it was read: complete parts by name, size and time, the items of the next part by a
+  digest. A line fixed or a file added after that does not matter.
+- The tokenizer, if trained on the text, was trained on no more than the text already read.
 """
 
 import dataclasses
@@ -14,22 +14,21 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.data import sources
-from smallgpt_jax.data.sources import Part, Place, Rules
+from smallgpt_jax.data.parts import NOT_UTF8, Part, Place, Rules, digest_before
 from smallgpt_jax.files import write_atomically
 
 JOURNAL_FILE = "journal.json"
 VERSION = 2
-# Settings that may change from "refuse" before a preparation continues.
-MAY_BE_RELAXED = ("invalid_utf8", "invalid_items")
+# Settings that may change from "refuse" to another value before a preparation resumes.
+RELAXABLE_FIELDS = ("invalid_utf8", "invalid_items")
 
 
 class Progress(NamedTuple):
-    """What has been read of a source, and what the store has of it."""
+    """How far a source has been read, and the size of the store so far."""
 
     place: Place
-    digest: str  # of what has been read
-    done: float  # the share of the source, 0 to 1
+    digest: str  # of the source up to `place`
+    done: float  # fraction of the source, 0 to 1
     skipped: dict[str, int]  # reason → items
     splits: dict[str, dict]  # name → tokens, documents, text_bytes
 
@@ -37,9 +36,9 @@ class Progress(NamedTuple):
 @dataclasses.dataclass
 class Journal:
     identity: dict  # the store's format and settings ("made_from"), fingerprints of "tokenizer" and "texts"
-    learned: Place | None  # what the tokenizer was trained on ends here; None: with the source
+    learned: Place | None  # end of the text that the tokenizer was trained on; None: the whole source
     latest: Progress
-    earlier: Progress | None = None  # the last one in an earlier part; the part of `latest` may be taken away
+    earlier: Progress | None = None  # the last one in an earlier part, in case the part of `latest` is removed
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:
@@ -52,8 +51,8 @@ class Journal:
             "earlier": self.earlier and self.earlier._asdict()}))
 
 
-def read(folder: Path) -> Journal | None:
-    """Returns the journal in a folder, or None if there is none, or one of another version."""
+def read_journal(folder: Path) -> Journal | None:
+    """Returns the journal in a folder; None if it is missing, unreadable or of another version."""
     def progress(entries: dict) -> Progress:
         fields = {field: entries[field] for field in Progress._fields}
         return Progress(**{**fields, "place": Place(*fields["place"])})
@@ -68,29 +67,29 @@ def read(folder: Path) -> Journal | None:
         return None
 
 
-def resume(folder: Path, identity: dict, parts: list[Part], rules: Rules, say) -> Journal | None:
-    """Returns the journal in a folder, with `identity`, as far as a preparation of that can continue; None if it
-    has to begin anew."""
-    journal = read(folder)
-    if not journal or not may_continue(journal, identity):
+def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
+    """Returns the journal in a folder, up to the place from which a preparation of `identity` can resume; None if it
+    has to start over."""
+    journal = read_journal(folder)
+    if not journal or not can_resume(journal, identity):
         return None
     if journal.identity["texts"] != identity["texts"]:
-        say(f"{folder}: the text has changed; comparing what was read of it")
+        log(f"{folder}: the text has changed; comparing the part that was read")
         same = next((progress for progress in (journal.latest, journal.earlier)
                      if progress and journal.learned is not None and journal.learned <= progress.place
-                     and sources.digest_before(parts, rules, progress.place) == progress.digest), None)
+                     and digest_before(parts, rules, progress.place) == progress.digest), None)
         if not same:
             return None
         journal.latest = same
     return dataclasses.replace(journal, identity=identity)
 
 
-def may_continue(journal: Journal, identity: dict) -> bool:
-    """Whether the store's format and settings make of what has been read what the journal's made of it."""
+def can_resume(journal: Journal, identity: dict) -> bool:
+    """Returns whether the part already read gives the same store with these settings as with the journal's."""
     before, now = journal.identity["made_from"], identity["made_from"]
-    were_refused = {field for field in MAY_BE_RELAXED if before[field] == "refuse"}
+    were_refused = {field for field in RELAXABLE_FIELDS if before[field] == "refuse"}
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)
-        # What was skipped because it was not UTF-8 is a document once that is replaced.
-        and (before["invalid_utf8"] == now["invalid_utf8"] or not sources.NOT_UTF8 & journal.latest.skipped.keys()))
+        # An item skipped for invalid UTF-8 is a document if those bytes are now replaced.
+        and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

@@ -1,8 +1,8 @@
-"""How documents become rows of context_length + 1 tokens: `concat` and `best_fit`.
+"""Packing of documents into rows of context_length + 1 tokens: `concat` and `best_fit`.
 
-A row's inputs are its first context_length tokens, its targets the last as many. Where documents are
-to be kept apart, segments number those of its inputs, from 1 on; 0 is padding. Attention, positions
-and ConvGPT's convolutions follow from them.
+The inputs of a row are its first context_length tokens, the targets its last context_length tokens, unless the batch
+has explicit targets. If documents are separated, segment ids number the documents of a row from 1; 0 is padding.
+Attention, positions and ConvGPT's convolutions respect them.
 """
 
 import dataclasses
@@ -14,32 +14,34 @@ import numpy as np
 from smallgpt_jax.data.store import Split
 
 
-class Rows(NamedTuple):
+class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segments_BxT: np.ndarray | None = None  # int32; None: documents of a row see those before them
-    counts_BxT: np.ndarray | None = None  # bool, which targets count in the loss; None: all
-    targets_BxT: np.ndarray | None = None  # int32; None: the target of each input is the token after it
+    segment_ids_BxT: np.ndarray | None = None  # int32; None: documents attend to those before them in the row
+    loss_mask_BxT: np.ndarray | None = None  # bool, targets that count in the loss; None: all
+    targets_BxT: np.ndarray | None = None  # int32; None: the next token
 
 
 class Packing(Protocol):
-    """The rows of one epoch of a split, each at a place that never changes."""
+    """The rows of one epoch of a split, in a fixed order."""
 
     num_rows: int
-    padding: float  # the share of inputs that are padding
-    cut_documents: float  # the share of documents that do not lie in one row whole
+    padding: float  # fraction of inputs
+    cut_documents: float  # fraction of documents that are not whole in one row
 
-    def read(self, rows_B: np.ndarray) -> Rows:
-        """The rows with these numbers."""
+    def read_rows(self, rows_B: np.ndarray) -> Batch:
+        """Returns the rows with these numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Concat:
-    """Documents joined, each behind its end-of-text, and cut into windows that overlap by one token:
-    every token but the first is a target once. What does not fill a last window is left out."""
+    """Concatenates documents, each preceded by an end-of-text token, and cuts windows that overlap by one token.
+
+    Every token but the first is a target once per epoch. The remainder after the last full window is dropped.
+    """
 
     split: Split
     context_length: int
-    separate: bool  # keep the documents of a row apart
+    separate: bool  # adds segment ids
 
     padding = 0.0
 
@@ -53,26 +55,25 @@ class Concat:
         ends = np.append(starts[1:], self.split.tokens)
         return float(np.mean(starts // self.context_length != (ends - 1) // self.context_length))
 
-    def read(self, rows_B: np.ndarray) -> Rows:
+    def read_rows(self, rows_B: np.ndarray) -> Batch:
         stream, length = self.split.stream, self.context_length + 1
         tokens_BxT1 = np.empty((len(rows_B), length), np.int32)
         for row, start in zip(tokens_BxT1, rows_B.astype(np.int64) * self.context_length):
             row[:] = stream[start:start + length]
         if not self.separate:
-            return Rows(tokens_BxT1)
+            return Batch(tokens_BxT1)
         begins_BxT = tokens_BxT1[:, :-1] == self.split.end_of_text
         begins_BxT[:, 0] = True
-        return Rows(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
+        return Batch(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class BestFit:
-    """Whole documents, put together so that rows are filled: only a document longer than a row is cut
-    (Ding et al., arXiv 2404.10830, best-fit decreasing).
+    """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830). Only documents longer
+    than a row are cut.
 
-    Every token of the split is an input once per epoch and has its target: the next token of its document,
-    after the last one an end-of-text, whatever follows in the row. Cost: some 30 bytes of memory a document,
-    130 while they are put together.
+    Every token of the split is an input once per epoch. Its target is the next token of its document, or end-of-text
+    after the last one, regardless of what follows in the row. Memory: about 30 bytes per document, 130 while packing.
     """
 
     split: Split
@@ -93,42 +94,43 @@ class BestFit:
         return float(np.mean(lengths > self.context_length))
 
     @cached_property
-    def _plan(self) -> "Plan":
-        return plan(np.asarray(self.split.starts), self.split.tokens, self.context_length)
+    def _plan(self) -> "BestFitPlan":
+        return plan_best_fit(np.asarray(self.split.starts), self.split.tokens, self.context_length)
 
-    def read(self, rows_B: np.ndarray) -> Rows:
+    def read_rows(self, rows_B: np.ndarray) -> Batch:
         stream, mark, room = self.split.stream, self.split.end_of_text, self.context_length
         tokens_BxT1 = np.full((len(rows_B), room + 1), mark, np.int32)
         targets_BxT = np.full((len(rows_B), room), mark, np.int32)
-        segments_BxT = np.zeros((len(rows_B), room), np.int32)
-        for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segments_BxT, rows_B):
+        segment_ids_BxT = np.zeros((len(rows_B), room), np.int32)
+        for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segment_ids_BxT, rows_B):
             first, last = self._plan.first_piece[row:row + 2]
             place = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # One token more, which is the target of the last one: the next one of a cut document, or the
-                # end-of-text that begins the next document of the split (the last document has none there).
+                # One more token, the target of the last one: the next token of a cut document, or the end-of-text
+                # that begins the next document of the split (none follows the last document).
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
                 targets[place:place + len(text) - 1] = text[1:]
                 segments[place:place + length] = number
                 place += length
-        return Rows(tokens_BxT1, segments_BxT if self.separate else None, segments_BxT > 0, targets_BxT)
+        return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, segment_ids_BxT > 0, targets_BxT)
 
 
-class Plan(NamedTuple):
-    """Pieces of a split's documents, row by row."""
+class BestFitPlan(NamedTuple):
+    """Pieces of documents, in the order of rows."""
 
-    starts: np.ndarray  # (pieces,) int64, where in the stream each begins
-    lengths: np.ndarray  # (pieces,) int64, at most a row's
-    first_piece: np.ndarray  # (rows + 1,), the number of each row's first piece
+    starts: np.ndarray  # (pieces,) int64, first token in the stream
+    lengths: np.ndarray  # (pieces,) int64, at most context_length
+    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece
 
 
-def plan(starts_D: np.ndarray, tokens: int, room: int) -> Plan:
-    """Best-fit decreasing: the longest piece first, each into the row where it leaves the least room.
+def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
+    """Returns the best-fit decreasing plan for documents that start at `starts_D` in a stream of `tokens` tokens and
+    rows of `room` tokens: longest pieces first, each into the row where it leaves the least room.
 
-    Pieces of one length are placed together, so the cost depends on their number only through
-    NumPy. Rows that are equally full are taken in order.
+    Places all pieces of one length at once, so that the loop in Python is over lengths, not pieces. Equally full rows
+    are filled in order.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // room)
@@ -140,7 +142,7 @@ def plan(starts_D: np.ndarray, tokens: int, room: int) -> Plan:
     by_length = np.argsort(-lengths, kind="stable")
     negative = -lengths[by_length]  # ascending
     row_of = np.empty(len(lengths), np.int64)  # in the order of by_length
-    with_room = {}  # room left → rows
+    with_room = {}  # room left in a row → rows
     num_rows = first = 0
     while first < len(negative):
         length = -int(negative[first])
@@ -170,7 +172,7 @@ def plan(starts_D: np.ndarray, tokens: int, room: int) -> Plan:
     by_row = np.argsort(row_of, kind="stable")
     order = by_length[by_row]
     first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
-    return Plan(starts[order], lengths[order], first_piece)
+    return BestFitPlan(starts[order], lengths[order], first_piece)
 
 
 PACKINGS = {"concat": Concat, "best_fit": BestFit}

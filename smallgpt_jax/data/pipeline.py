@@ -16,36 +16,36 @@ from smallgpt_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DataPipeline:
-    """What a run reads. Batches are functions of the step alone."""
+    """The data of a run. Batches depend on the step only."""
 
     corpus: corpora.Corpus
     train: batches.Mixture
-    tokens_per_step: float  # padding left out
-    train_batches: Any  # item `step` − 1: the rows of that batch that this process needs
+    tokens_per_step: float  # without padding
+    train_batches: Any  # item `step` − 1: this process's rows of that step's batch
     validation_batches: Any
-    row_numbers: Any  # item `step` − 1: which rows of `train` are that step's batch
-    to_devices: Callable  # such rows → the global batch
+    row_numbers: Any  # item `step` − 1: the numbers in `train` of that step's rows
+    to_devices: Callable  # this process's rows → the global batch
 
-    def row_numbers_of(self, step: int) -> list[int]:
-        """Returns which rows of the training split are the batch of a step."""
+    def row_numbers_at(self, step: int) -> list[int]:
+        """Returns the numbers of the training rows of a step's batch."""
         return list(self.row_numbers[step - 1])
 
 
 def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_size: int, batch_size: int,
                   eval_steps: int, seed: int) -> DataPipeline:
-    """Returns the data of a config's `data` group, for this process's devices of the mesh.
+    """Returns the pipeline of a config's `data` group, for this process's devices of the mesh.
 
-    Process 0 prepares the store where there is none; the others then find it, or prepare the same one again if they do
-    not see its files. Raises UserError if there is no text, too little of it, or another one in another process.
+    Process 0 prepares a missing store. The others then open it, or prepare their own copy if they do not share its file
+    system. Raises UserError if text is missing, too short, or not the same in all processes.
     """
     if data.workers < 0:
         raise UserError(f"config.data.workers={data.workers}: must not be negative")
-    distributed.first(lambda: corpora.find_or_make(data))
-    corpus = corpora.find_or_make(data)
+    distributed.run_on_primary(lambda: corpora.load_or_prepare(data))
+    corpus = corpora.load_or_prepare(data)
     if corpus.tokenizer.vocab_size > vocab_size:
-        raise UserError(f"config.model.vocab_size={vocab_size}: the tokenizer of the text has "
-                        f"{corpus.tokenizer.vocab_size:,} entries")
-    distributed.check_same("a text", json.dumps(corpus.description))
+        raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
+                        "size of the tokenizer")
+    distributed.require_equal("a text", json.dumps(corpus.description))
     rows = sharding.local_rows(mesh, batch_size)
     train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
 
@@ -62,12 +62,12 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
 def pack(corpus: corpora.Corpus, split: str, data, context_length: int) -> batches.Mixture:
     """Returns the rows of a split as a config's `data` group packs them."""
     return batches.Mixture(
-        corpus.packed(split, data.packing, data.separate_documents, context_length), corpus.weights)
+        corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
 
 
 def num_validation_targets(corpus: corpora.Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
-    """Returns how many targets one evaluation counts, on all processes together."""
+    """Returns the number of targets of one evaluation, over all processes."""
     validation = pack(corpus, "validation", data, context_length)
-    return sum(int(np.sum(batch.counts_BxT))
+    return sum(int(np.sum(batch.loss_mask_BxT))
                for batch in batches.validation_batches(validation, batch_size, eval_steps))

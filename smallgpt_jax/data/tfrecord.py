@@ -1,7 +1,7 @@
-"""TFRecord files, read in order and without TensorFlow.
+"""TFRecord files, read sequentially and without TensorFlow.
 
-A record is the number of its bytes (uint64), a checksum of that number, the bytes, and a checksum of the bytes
-(uint32 each, all little-endian). The checksums are CRC-32C, masked as below.
+A record is its length in bytes (uint64), a checksum of the length, the data, and a checksum of the data (uint32 each,
+all little-endian). Checksums are masked CRC-32C, see `masked_crc32c`.
 """
 
 import struct
@@ -12,28 +12,28 @@ HEADER = struct.Struct("<QI")
 CHECKSUM_BYTES = 4
 
 
-def records(file: BinaryIO, size: int) -> Iterator[bytes]:
+def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
     """Yields the records of a file of `size` bytes.
 
-    Raises ValueError where a record is cut off, or where the number of its bytes does not match its checksum. The
-    checksum of the bytes themselves is not compared: in Python that takes longer than tokenizing them.
+    Raises ValueError if a record is truncated or its length does not match the checksum. The checksum of the data is
+    not verified: in Python that takes longer than tokenizing.
     """
     end = 0
     while end < size:
         start, header = end, file.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise ValueError(f"the record at byte {start} is cut off")
+            raise ValueError(f"the record at byte {start} is truncated")
         length, checksum = HEADER.unpack(header)
         if checksum != masked_crc32c(header[:8]):
-            raise ValueError(f"no record begins at byte {start}")
+            raise ValueError(f"no record starts at byte {start}")
         end = start + HEADER.size + length + CHECKSUM_BYTES
         if end > size:
-            raise ValueError(f"the record at byte {start} is cut off")
+            raise ValueError(f"the record at byte {start} is truncated")
         yield file.read(length + CHECKSUM_BYTES)[:length]
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum of `data` as a TFRecord file has it: rotated, and a constant added."""
+    """Returns the checksum of `data` as TFRecord files store it: rotated, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -45,8 +45,8 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def table() -> list[int]:
-    """What each byte adds to a CRC-32C (the reflected Castagnoli polynomial)."""
+def make_crc32c_table() -> list[int]:
+    """Returns the CRC-32C of each byte (reflected Castagnoli polynomial)."""
     entries = []
     for crc in range(256):
         for _ in range(8):
@@ -55,4 +55,4 @@ def table() -> list[int]:
     return entries
 
 
-TABLE = table()
+TABLE = make_crc32c_table()

@@ -1,9 +1,8 @@
-"""Text ↔ token ids: SentencePiece, GPT-2's byte-pair encoding, and bytes.
+"""Tokenizers: SentencePiece, GPT-2's byte-pair encoding, and bytes.
 
-A tokenizer lives in a folder, next to its token store and again in each workdir, in the file names
-that other tools read: `tokenizer.model` (SentencePiece) or `vocab.json` and `merges.txt` (GPT-2);
-`tokenizer_kind.json` beside them says which kind it is. No tokenizer gives its end-of-text id for any
-text: that id only ever marks the beginning of a document.
+A tokenizer is stored in a folder, in its token store and again in each workdir, under the file names that other tools
+read: `tokenizer.model` (SentencePiece) or `vocab.json` and `merges.txt` (GPT-2); `tokenizer_kind.json` names its kind.
+No text encodes to the end-of-text id: it only marks the beginning of a document.
 """
 
 import functools
@@ -23,9 +22,9 @@ from smallgpt_jax.files import local_path, write_atomically
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
-# SentencePiece is trained on at most this much text: more hardly changes its pieces.
-TRAINING_CHARACTERS = 50_000_000
-LONGEST_LINE = 4096  # characters; SentencePiece leaves out lines beyond a length, so cut them
+# SentencePiece is trained on at most this much text; more hardly changes the pieces.
+MAX_TRAINING_CHARACTERS = 50_000_000
+MAX_LINE_CHARACTERS = 4096  # SentencePiece ignores longer lines, so they are split
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # our name: OpenAI's
@@ -39,24 +38,24 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
-    unknown: int | None  # what stands for characters that it has no piece for, if there are such
+    unknown: int | None  # id of characters without a piece; None if there are none
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without end-of-text. Threads may call it at the same time."""
+        """Returns the ids of each text, without end-of-text. Thread-safe."""
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """The ids of a text that continues another one."""
+        """Returns the ids of a text that continues another one."""
         return self.encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids below vocab_size."""
+        """Returns the text of ids below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """File name → content: all that `load` needs besides the kind."""
+        """Returns file name → content, all that `load` needs besides the kind."""
 
 
 class Bytes(Tokenizer):
-    """One id a byte of UTF-8, and 256 for end-of-text."""
+    """One id per byte of UTF-8, and 256 for end-of-text."""
 
     kind = "bytes"
     vocab_size = 257
@@ -74,8 +73,8 @@ class Bytes(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model. Text comes back as it was, but U+2581, SentencePiece's own mark for a
-    space, comes back as a space."""
+    """A SentencePiece model. Decoding restores the text, except that U+2581, which SentencePiece uses for spaces,
+    becomes a space."""
 
     kind = "sentencepiece"
 
@@ -85,18 +84,18 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
         marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # Not one that a text can have in it.
+        # Control pieces only: text never encodes to them.
         self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
         if self.end_of_text is None:
-            raise UserError(f"the SentencePiece model has neither {END_OF_TEXT} nor an end-of-sentence "
-                            "piece to mark documents with")
+            raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
+                            "end-of-sentence piece to mark documents; use another model")
 
     def encode(self, texts):
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
     def encode_continuation(self, text):
-        # Most models put a space in front of a text (add_dummy_prefix) and drop those that it begins with
-        # (remove_extra_whitespaces). Within a text neither may happen: one space stays one, none stays none.
+        # Most models prepend a space to a text (add_dummy_prefix) and drop leading ones (remove_extra_whitespaces).
+        # Within a text neither may happen.
         without_space, with_space = self._for_continuations
         ids = without_space.encode(text)
         if text[:1].isspace() and ids == without_space.encode(text.lstrip()):
@@ -105,7 +104,7 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """The same model, which puts no space in front of a text, and which does."""
+        """Returns the same model without and with a space prepended to texts."""
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
         model, processors = ModelProto.FromString(self._model), []
@@ -133,7 +132,7 @@ class GPT2(Tokenizer):
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = json.loads(vocab_json)
         self.end_of_text = ids.pop(END_OF_TEXT)
-        # tiktoken merges in the order of the ids: that has to be the order of the merges.
+        # tiktoken merges in the order of the ids, which must be that of the merges.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
@@ -145,7 +144,7 @@ class GPT2(Tokenizer):
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, texts):
-        # Text that spells a special token is text like any other.
+        # "<|endoftext|>" in a document is ordinary text.
         return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids):
@@ -156,29 +155,29 @@ class GPT2(Tokenizer):
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """The character that stands for each byte in GPT-2's files → that byte.
+    """Returns the characters of GPT-2's files → the bytes that they represent.
 
-    Printable Latin-1 characters stand for themselves; the other 68 bytes, in order, are written as
-    the characters from U+0100 on.
+    Printable Latin-1 characters represent themselves; the characters from U+0100 on represent the other 68 bytes in
+    order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-def make(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that a config names; `texts` are what SentencePiece is trained on.
+def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """Returns the tokenizer of a config; SentencePiece is trained on `texts`.
 
-    spec: "sentencepiece:SIZE", "gpt2" (downloaded by tiktoken), "bytes", or a path: a SentencePiece
-    model file, a folder with GPT-2's two files, or a folder that a run or store keeps.
+    spec: "sentencepiece:SIZE", "gpt2" (downloaded by tiktoken), "bytes", or a path to a SentencePiece model file, to a
+    folder with GPT-2's two files, or to the tokenizer folder of a run or store. Raises UserError.
     """
     kind, _, size = spec.partition(":")
     if kind == "bytes":
         return Bytes()
     if kind == "sentencepiece":
         if not size.isdecimal() or int(size) < 300:
-            raise UserError(f"config.data.tokenizer={spec!r}: after sentencepiece: comes the number of "
-                            "pieces, at least 300 (256 of them are bytes)")
+            raise UserError(f"config.data.tokenizer={spec!r}: expected sentencepiece:SIZE, where SIZE is the number "
+                            "of pieces, at least 300 (256 of them are bytes)")
         return train_sentencepiece(texts, int(size))
     if kind == "gpt2":
         return GPT2(*(download(name) for name in GPT2_FILES.values()))
@@ -187,19 +186,19 @@ def make(spec: str, texts: Iterable[str]) -> Tokenizer:
         return load(path)
     if path.is_file():
         return read_sentencepiece(path)
-    raise UserError(f"config.data.tokenizer={spec!r}: neither sentencepiece:SIZE, gpt2 or bytes, nor a "
-                    "file or folder")
+    raise UserError(f"config.data.tokenizer={spec!r}: expected sentencepiece:SIZE, gpt2, bytes, or an existing file or "
+                    "folder")
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder. Raises UserError naming what is missing or unreadable."""
+    """Returns the tokenizer in a folder. Raises UserError naming the file that is missing or unreadable."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: the tokenizer's folder is missing")
+        raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
     try:
         kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{files[KIND_FILE]}: damaged, it does not say which tokenizer this is") from None
+        raise UserError(f"{files[KIND_FILE]}: damaged, names no kind of tokenizer") from None
     if kind == "bytes":
         return Bytes()
     if "tokenizer.model" in files:
@@ -207,16 +206,16 @@ def load(folder: Path) -> Tokenizer:
     # GPT-2's two files, by Hugging Face's names or OpenAI's.
     pair = [files.get(ours) or files.get(theirs) for ours, theirs in GPT2_FILES.items()]
     if not all(pair):
-        raise UserError(f"{folder}: no tokenizer here: neither tokenizer.model (SentencePiece) nor "
-                        "vocab.json and merges.txt (GPT-2; also as encoder.json and vocab.bpe)")
+        raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), or vocab.json and "
+                        "merges.txt (GPT-2; also as encoder.json and vocab.bpe)")
     try:
         return GPT2(*(path.read_bytes() for path in pair))
     except (ValueError, KeyError) as error:
         raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
 
 
-def content(spec: str) -> str:
-    """Changes with what lies at the path that `spec` may be."""
+def spec_fingerprint(spec: str) -> str:
+    """Returns a hash of the files at the path `spec`; "" if it is not an existing path."""
     path = Path(spec).expanduser()
     if not path.exists():
         return ""
@@ -227,7 +226,7 @@ def content(spec: str) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the files that `load` reads; a loss of power afterwards does not undo them."""
+    """Writes the files that `load` reads, durably."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
         write_atomically(folder / name, content)
@@ -235,7 +234,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """The same for tokenizers that give the same ids."""
+    """Returns a hash that is equal for tokenizers that give the same ids."""
     content = b"".join(tokenizer.files()[name] for name in sorted(tokenizer.files()))
     return hashlib.sha256(tokenizer.kind.encode() + content).hexdigest()[:16]
 
@@ -248,17 +247,17 @@ def read_sentencepiece(path: Path) -> SentencePiece:
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Byte-pair pieces that keep every space and line end; unseen characters fall back to bytes.
+    """Returns a byte-pair model that preserves all whitespace and encodes unseen characters as bytes.
 
-    A source too small for `size` pieces gives as many as it has.
+    A text too small for `size` pieces gives fewer. Raises UserError if there is no text.
     """
     def lines():
         read = 0
         for text in texts:
             for line in text.split("\n"):
-                yield from (line[i:i + LONGEST_LINE] for i in range(0, len(line), LONGEST_LINE))
+                yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
             read += len(text)
-            if read > TRAINING_CHARACTERS:
+            if read > MAX_TRAINING_CHARACTERS:
                 return
 
     model = io.BytesIO()
@@ -267,22 +266,22 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
-            max_sentence_length=4 * LONGEST_LINE, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
+            max_sentence_length=4 * MAX_LINE_CHARACTERS, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
             pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
     except RuntimeError as error:
         raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-                        f"({str(error).split(']')[-1].strip() or 'there is none'}); is there enough of it?") from None
+                        f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text") from None
     return SentencePiece(model.getvalue())
 
 
 def download(name: str) -> bytes:
-    """One of GPT-2's two files, through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
+    """Returns one of GPT-2's two files, through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
     import tiktoken.load
 
     try:
         return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
-    except (OSError, ValueError) as error:  # no network, or not the file it should be
+    except (OSError, ValueError) as error:  # no network, or another file
         raise UserError(
-            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}). "
-            "Put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
+            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}); "
+            "put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
             "--config.data.tokenizer=FOLDER") from None

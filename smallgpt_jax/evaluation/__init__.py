@@ -1,8 +1,7 @@
-"""Benchmarks, through lm-evaluation-harness: its tasks and its arithmetic, our forward pass."""
+"""Benchmarks: the tasks and metrics of lm-evaluation-harness, the forward pass of this project."""
 
 import os
 
-# Looked at when the libraries are imported. Of progress bars there is one of our own; of a hub that cannot be
-# reached one error tells enough.
+# Read by the libraries on import: hide their progress bars, and raise a single error for an unreachable hub.
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""A model of this project as lm-evaluation-harness sees one."""
+"""A model of this project behind lm-evaluation-harness's interface."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,23 +12,22 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, windows
-from smallgpt_jax.inference import TextModel, text_model
-from smallgpt_jax.inference.decoder import Texts
+from smallgpt_jax.inference import TextModel, build_text_model
+from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 
-NEW_TOKENS = 256  # at most, where a task does not say
-ROWS = 32  # texts that are written at one time
-SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}  # of sampling
+MAX_NEW_TOKENS = 256  # for tasks that set no limit
+BATCH_ROWS = 32  # texts generated at one time
+SAMPLING_SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}
 OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
-    """What the harness's `hf` backend does with a causal language model, in JAX.
+    """Does in JAX what the harness's `hf` backend does with a causal language model.
 
-    Contexts are read as they are, without a mark in front; an empty one is the end-of-text mark.
-    What is longer than the model's context loses its beginning; the text to be scored never does.
-    `params` and `model_state` are those of the scorer's model; `progress` is called with what is done and how many
-    there are; `seed` is of texts that are drawn.
+    Contexts get no end-of-text token in front; an empty context is that token. Contexts longer than the model's are
+    truncated on the left; text to score never is. `params` and `model_state` are those of the scorer's model.
+    `progress` is called with a label, the number done and the total. `seed` is for sampled texts.
     """
 
     def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
@@ -40,9 +39,9 @@ class SmallGPT(TemplateLM):
         self.max_length = scorer.model.config.context_length
 
     @cached_property
-    def _writer(self) -> TextModel:
-        """Made when there is something to write: it has the weights once more."""
-        return text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
+    def _text_model(self) -> TextModel:
+        """Built only for tasks that generate text, because it copies the weights."""
+        return build_text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
 
     @property
     def eot_token_id(self) -> int:
@@ -59,12 +58,12 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Requests are ((context, continuation), the context's tokens, the continuation's)."""
+        """Scores requests of the form ((context, continuation), context tokens, continuation tokens)."""
         jobs = []
         for text, context, continuation in requests:
             if not continuation:
-                raise UserError(f"there is nothing to score in {text!r}: the continuation has no tokens of its own")
-            context = context or [self.prefix_token_id]  # which was nothing but spaces
+                raise UserError(f"nothing to score in {text!r}: the continuation has no tokens; check the task's data")
+            context = context or [self.prefix_token_id]  # the context was only spaces
             jobs.append(windows([*context, *continuation], len(context), self.max_length))
         keys = [text for text, _, _ in requests]
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
@@ -76,13 +75,12 @@ class SmallGPT(TemplateLM):
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """The score of each job, a text in as many sequences as it takes; each goes into the harness's
-        cache as soon as it is there."""
+        """Returns the score of each job, a text split into sequences, and adds each to the harness's cache."""
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
         done = sum(not parts for parts in jobs)
-        for number, score in self._scorer.score([sequence for _, sequence in sequences]):
-            job = sequences[number][0]
+        for index, score in self._scorer.score([sequence for _, sequence in sequences]):
+            job = sequences[index][0]
             total[job] = Score(total[job].log_likelihood + score.log_likelihood,
                                total[job].is_greedy and score.is_greedy)
             left[job] -= 1
@@ -94,40 +92,40 @@ class SmallGPT(TemplateLM):
         return total
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts of the same settings are written together, those of the longest contexts first."""
-        written: list[str] = [""] * len(requests)
+        """Returns the continuations; requests with equal settings are batched, longest contexts first."""
+        texts: list[str] = [""] * len(requests)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
         seen, samples = Counter(), []
-        for request in requests:  # equal ones are to give different texts, if these are drawn
+        for request in requests:  # equal requests get different samples
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
-            some = [i for i in order[done:done + ROWS] if requests[i].args[1] == settings]
-            texts = self._write([requests[i].args[0] for i in some], [contexts[i] for i in some],
-                                [samples[i] for i in some], settings)
-            for i, text in zip(some, texts):
-                written[i] = text
+            batch = [i for i in order[done:done + BATCH_ROWS] if requests[i].args[1] == settings]
+            continuations = self._generate([requests[i].args[0] for i in batch], [contexts[i] for i in batch],
+                                           [samples[i] for i in batch], settings)
+            for i, text in zip(batch, continuations):
+                texts[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
-            done += len(some)
-            self._progress("texts written", done, len(order))
-        return written
+            done += len(batch)
+            self._progress("texts generated", done, len(order))
+        return texts
 
-    def _write(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
-        """The continuations of `prompts`, whose tokens are `contexts`."""
-        settings = normalize_gen_kwargs(settings, NEW_TOKENS)
-        if unknown := settings.keys() - SETTINGS - OTHER_SETTINGS:
-            raise UserError(f"writing text knows no {', '.join(sorted(unknown))}; it knows "
-                            f"{', '.join(sorted(SETTINGS | OTHER_SETTINGS))}")
-        most = settings["max_gen_toks"]
-        chosen = {name: settings[name] for name in SETTINGS if settings.get(name)}  # top_k=0: all
-        sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).check()
-        room = max(self.max_length - most, self.max_length // 2, 1)  # for a context; the rest is to be written
-        text = Texts(self._writer.model, self._writer.weights, self._tokenizer.vocab_size,
-                     [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
-        return self._writer.finish(text, prompts, most, settings["until"], sampling)
+    def _generate(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
+        """Returns the continuations of `prompts`, whose tokens are `contexts`."""
+        settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
+        if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
+            raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
+                            f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}")
+        new_tokens = settings["max_gen_toks"]
+        chosen = {name: settings[name] for name in SAMPLING_SETTINGS if settings.get(name)}  # top_k=0: all tokens
+        sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
+        room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # for the context
+        session = DecodeSession(self._text_model.model, self._text_model.weights, self._tokenizer.vocab_size,
+                                [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
+        return self._text_model.complete(session, prompts, new_tokens, settings["until"], sampling)
 
     def get_model_info(self) -> dict:
         config = self._scorer.model.config

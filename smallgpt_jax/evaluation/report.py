@@ -1,11 +1,11 @@
-"""The table that a person reads: scores with standard errors, beside chance and the paper's numbers."""
+"""The table of results: scores with standard errors, chance, and the paper's numbers."""
 
 import math
 
-# The probability of a right guess, for a uniform choice between a question's options.
+# Accuracy of a uniform choice among a question's options.
 CHANCE = {"hellaswag": 1 / 4, "winogrande": 1 / 2, "commonsense_qa": 1 / 5, "anli_r1": 1 / 3, "piqa": 1 / 2,
           "copa": 1 / 2, "arc_easy": 1 / 4}
-# What the authors of arXiv 2404.14462 logged; pgpt's second number is of one path alone.
+# Logged by the authors of arXiv 2404.14462.
 LOGGED = {
     "gpt": dict(hellaswag=.3043, winogrande=.4933, commonsense_qa=.1179, anli_r1=.335, piqa=.5000, copa=.51,
                 arc_easy=.2228),
@@ -17,33 +17,34 @@ LOGGED = {
                  arc_easy=.2456),
     "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
                  arc_easy=.2561)}
-LOGGED_METRIC = {"hellaswag": "acc_norm"}  # of the others: acc
+LOGGED_METRIC = {"hellaswag": "acc_norm"}  # acc for the others
 FOOTNOTE = (
-    "¹ As logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag's compare: "
-    "for the other six their code adds up the log-probabilities of the whole vocabulary at every position and "
-    "never looks up the option's own tokens, so those numbers lie near or below chance and rank nothing. Here, as "
-    "in lm-evaluation-harness, an option's score is the log-likelihood of its tokens given the question "
-    "(`acc`), or that divided by its length in characters (`acc_norm`).")
+    "¹ As logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable: "
+    "for the other six, their code adds up the log-probabilities of the whole vocabulary at every position and never "
+    "looks up the option's own tokens, so those numbers are near or below chance and rank nothing. Here, as in "
+    "lm-evaluation-harness, an option's score is the log-likelihood of its tokens given the question (`acc`), or that "
+    "divided by its length in characters (`acc_norm`).")
 
 
-def table(results: dict, of: str) -> str:
-    """Markdown, of the harness's results. `of` names the model as LOGGED does."""
-    logged = LOGGED.get(of, {})
-    lines = [f"| task | examples | shots | metric | value | chance | paper's {of}¹ |", "|---|---|---|---|---|---|---|"]
+def results_table(results: dict, model_name: str) -> str:
+    """Returns the harness's results as Markdown, beside those of `model_name` in LOGGED, if it has that model."""
+    logged = LOGGED.get(model_name, {})
+    lines = [f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
+             "|---|---|---|---|---|---|---|"]
     for name, values in results["results"].items():
         examples = values.get("sample_len", "")
         shots = results["n-shot"].get(name, "")
         for key, value in values.items():
-            metric, _, chosen = key.partition(",")
-            if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = values.get(f"{metric}_stderr,{chosen}")
-            told = f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else "")
-            is_share = metric in ("acc", "acc_norm")
-            theirs = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            shown = f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else "")
+            is_accuracy = metric in ("acc", "acc_norm")
+            paper = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
             lines.append(
-                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {told} | "
-                f"{f'{CHANCE[name]:.4f}' if is_share and name in CHANCE else ''} | "
-                f"{'' if theirs is None else f'{theirs:.4f}'} |")
+                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {shown} | "
+                f"{f'{CHANCE[name]:.4f}' if is_accuracy and name in CHANCE else ''} | "
+                f"{'' if paper is None else f'{paper:.4f}'} |")
     is_compared = any(name in logged for name in results["results"])
     return "\n".join([*lines, "", FOOTNOTE if is_compared else ""]).strip() + "\n"

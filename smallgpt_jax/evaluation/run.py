@@ -1,4 +1,4 @@
-"""An evaluation: tasks in, the harness's results out."""
+"""Runs lm-evaluation-harness on tasks by name."""
 
 import contextlib
 import difflib
@@ -12,12 +12,12 @@ from typing import Any
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
-from smallgpt_jax.formatting import reason
+from smallgpt_jax.formatting import short_reason
 
-# arXiv 2404.14462, table 2, in its order; and the split that its numbers of examples are those of.
+# arXiv 2404.14462, table 2, in its order, and the split whose number of examples it gives.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 PAPER_SPLITS = {"arc_easy": {"test_split": None}}  # the harness then uses the validation split
-# Where the harness keeps some tasks: to read the descriptions of all takes it six seconds.
+# Folders of some tasks in the harness, which takes six seconds to read the descriptions of all tasks.
 FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa": "commonsense_qa",
            "anli_r1": "anli", "piqa": "piqa", "copa": "super_glue/copa", "arc_easy": "arc",
            "lambada_openai": "lambada", "wikitext": "wikitext"}
@@ -25,32 +25,37 @@ FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa
 
 def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | None = None,
              cache: Path | None = None, **settings) -> dict:
-    """lm-evaluation-harness's results of the model that `model` makes, an lm_eval LM.
+    """Returns lm-evaluation-harness's results for the lm_eval LM that `model` returns.
 
-    `tasks` are names that the harness knows; `paper` stands for the paper's seven. With `data_dir` their
-    original files are read from there (`local_data`), else they are fetched from the hub. What is
-    computed is kept in `cache`, so that an evaluation that was interrupted goes on. `settings` are
-    those of lm_eval.simple_evaluate. Raises UserError for unknown tasks, before the model is made,
-    and for data that is not there.
+    `tasks` are the harness's task names; `paper` stands for the paper's seven. Data comes from the benchmarks' original
+    files in `data_dir` (see `local_data`), or from the hub. Scores are stored in `cache`, from which an interrupted
+    evaluation resumes. `settings` are those of lm_eval.simple_evaluate. Raises UserError for unknown tasks and missing
+    data, before `model` is called, and for more few-shot examples than a task has.
     """
-    with quiet():
+    with quiet_logging():
         import lm_eval
 
-        names = spelt_out(tasks)
+        names = expand_tasks(tasks)
         manager = task_manager(names)
-        check(names, manager.all_tasks)
+        require_known_tasks(names, manager.all_tasks)
         if data_dir:
-            local_data.check(names, data_dir)
-        specs = [specify(name, "paper" in tasks, data_dir, manager) for name in names]
-        loaded = load(specs, manager, data_dir)
+            local_data.require_files(names, data_dir)
+        specs = [task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
+        loaded = load_tasks(specs, manager, data_dir)
         lm = model()
-        with contextlib.redirect_stdout(io.StringIO()):  # what the harness prints of its own
-            return lm_eval.simple_evaluate(
-                lm, tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
+        with contextlib.redirect_stdout(io.StringIO()):  # the harness prints there
+            try:
+                return lm_eval.simple_evaluate(
+                    lm, tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
+            except ValueError as error:
+                if "larger than population" not in str(error):  # random.sample's message
+                    raise
+                raise UserError(f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer other examples; "
+                                "use a smaller number") from None
 
 
-def quiet():
-    """Neither the harness's log, nor what datasets and the hub say on their way to an error."""
+def quiet_logging():
+    """Returns a context without warnings; also silences the harness, datasets and the hub below errors."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -60,16 +65,16 @@ def quiet():
     return stack
 
 
-def spelt_out(tasks: Sequence[str]) -> list[str]:
-    """The names of tasks, each once."""
+def expand_tasks(tasks: Sequence[str]) -> list[str]:
+    """Returns the names of the tasks, without duplicates; raises UserError if there are none."""
     names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
     if not names:
-        raise UserError("--tasks is empty: name some, or paper")
+        raise UserError("--tasks: is empty; name tasks, or paper")
     return names
 
 
 def task_manager(names: Sequence[str]):
-    """What knows these tasks, and if one of them is not among FOLDERS all that the harness has."""
+    """Returns a TaskManager of these tasks; of all the harness's tasks if one of them is not in FOLDERS."""
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -78,17 +83,17 @@ def task_manager(names: Sequence[str]):
     return tasks.TaskManager(include_defaults=False, include_path=[root / FOLDERS[name] for name in names])
 
 
-def check(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises UserError for a name that the harness does not know."""
+def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises UserError for a name that the harness does not have."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}"
-                            + (f"; the nearest: {', '.join(near)}" if near else ""))
+                            + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
-def specify(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """What the harness takes for a task: its name, or a config that differs from its own."""
+def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
+    """Returns the harness's argument for a task: its name, or a modified config."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
@@ -101,16 +106,17 @@ def specify(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | 
     return {**config, **changes, "task": name}
 
 
-def load(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:
-    """The tasks, their data fetched."""
+def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:
+    """Returns the tasks with their data; raises UserError if it cannot be loaded."""
     tasks = []
     for spec in specs:
         name = spec if isinstance(spec, str) else spec["task"]
         try:
             loaded = manager.load([spec])
-        except Exception as error:  # of the hub, of the network, of a task's own code
+        except Exception as error:  # from the hub, the network or a task's own code
             raise UserError(
-                f"--tasks: the data of {name!r} could not be loaded ({reason(error)})."
-                + ("" if data_dir else "\nWithout a network: --data_dir=FOLDER with its original files")) from None
+                f"--tasks: cannot load the data of {name!r} ({short_reason(error)})"
+                + ("" if data_dir else "; without a network, set --data_dir to a folder with its original files")
+            ) from None
         tasks += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
     return tasks

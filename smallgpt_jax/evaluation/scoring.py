@@ -1,5 +1,7 @@
-"""Log-likelihoods of many token sequences: sorted by length, filled up to a few static lengths, spread
-over all devices, each compiled once a length."""
+"""Log-likelihoods of token sequences, on all devices.
+
+Sequences are sorted by length and padded to a few static lengths, one compiled program each.
+"""
 
 import functools
 import math
@@ -13,35 +15,35 @@ from jax.sharding import PartitionSpec
 
 from smallgpt_jax import models, sharding
 
-STATIC_LENGTHS = 6  # at most
+STATIC_LENGTHS = 6  # maximum number of them
 LENGTH_STEP = 16  # static lengths are multiples of this
-CHUNK = 256  # positions whose logits exist at one time, on each device
+CHUNK = 256  # positions whose logits exist at one time, per device
 
 
 class TokenSequence(NamedTuple):
-    """Tokens of which the last `scored` are predicted from those before them."""
+    """Tokens, of which the last `scored` are scored given those before them."""
 
     tokens: Sequence[int]
     scored: int
 
 
 class Score(NamedTuple):
-    log_likelihood: float  # of all scored tokens, in nats
-    is_greedy: bool  # whether each of them is the likeliest one
+    log_likelihood: float  # sum over the scored tokens, in nats
+    is_greedy: bool  # whether each scored token is the most likely one
 
 
-class Batch(NamedTuple):
-    """Rows of one length, and which of their positions are asked for."""
+class ScoringBatch(NamedTuple):
+    """Padded sequences of one static length, and which of their positions are scored."""
 
-    numbers: list[int]  # of the sequences, row by row
+    indices: list[int]  # of each row's sequence
     tokens_BxT1: np.ndarray
-    asked_BxT: np.ndarray  # bool
+    scored_BxT: np.ndarray  # bool
 
 
 class Scorer:
-    """Scores sequences of at most context_length + 1 tokens with a model, on all devices.
+    """Scores sequences of up to context_length + 1 tokens, data-parallel over all devices.
 
-    `batch_tokens`: of the positions computed at one time on each device.
+    `batch_tokens`: positions per device and batch.
     """
 
     def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
@@ -51,18 +53,18 @@ class Scorer:
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
-        """The number and the score of each sequence, the longest first, as they are computed."""
-        waiting = None  # its results are read when the next batch is under way
+        """Yields each sequence's index and score as they are computed, longest first."""
+        pending = None  # its results are read once the next batch is dispatched
         for batch in self.batches(sequences):
             results = self.run(batch)
-            if waiting:
-                yield from _scores(*waiting)
-            waiting = (batch, results)
-        if waiting:
-            yield from _scores(*waiting)
+            if pending:
+                yield from _scores(*pending)
+            pending = (batch, results)
+        if pending:
+            yield from _scores(*pending)
 
-    def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Batch]:
-        """The longest first; each is filled up to the static length of its longest one."""
+    def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[ScoringBatch]:
+        """Yields batches, longest sequences first, each padded to the static length of its longest sequence."""
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
@@ -71,43 +73,44 @@ class Scorer:
         while first < len(order):
             length = next(length for length in lengths if length >= needed[order[first]])
             rows = max(1, self._batch_tokens // length) * self.mesh.size
-            numbers = order[first:first + rows]
+            indices = order[first:first + rows]
             tokens_BxT1 = np.zeros((rows, length + 1), np.int32)
-            asked_BxT = np.zeros((rows, length), bool)
-            for tokens, asked, number in zip(tokens_BxT1, asked_BxT, numbers):
-                end = len(sequences[number].tokens)
-                tokens[:end] = sequences[number].tokens
-                asked[end - 1 - sequences[number].scored:end - 1] = True
-            yield Batch(numbers, tokens_BxT1, asked_BxT)
-            first += len(numbers)
+            scored_BxT = np.zeros((rows, length), bool)
+            for tokens, is_scored, index in zip(tokens_BxT1, scored_BxT, indices):
+                end = len(sequences[index].tokens)
+                tokens[:end] = sequences[index].tokens
+                is_scored[end - 1 - sequences[index].scored:end - 1] = True
+            yield ScoringBatch(indices, tokens_BxT1, scored_BxT)
+            first += len(indices)
 
-    def run(self, batch: Batch):
-        """Log-probability of the next token, and whether it is the likeliest, where that is asked for:
-        (B, T) float32 and bool arrays, which are still being computed."""
+    def run(self, batch: ScoringBatch):
+        """Returns the log-probability of the next token, and whether it is the most likely one, at scored positions:
+        (B, T) float32 and bool, not yet computed."""
         put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
-        return _run(self._variables, put(batch.tokens_BxT1), put(batch.asked_BxT), self.model, self.mesh)
+        return _run(self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
-def _run(variables, tokens_BxT1, asked_BxT, model: models.LanguageModel, mesh):
+def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
     rows = PartitionSpec(("data", "fsdp"))
     return jax.shard_map(
         functools.partial(log_probabilities, model=model), mesh=mesh, in_specs=(PartitionSpec(), rows, rows),
-        out_specs=(rows, rows), check_vma=False)(variables, tokens_BxT1, asked_BxT)
+        out_specs=(rows, rows), check_vma=False)(variables, tokens_BxT1, scored_BxT)
 
 
-def log_probabilities(variables, tokens_BxT1, asked_BxT, *, model: models.LanguageModel):
-    """See `Scorer.run`. Logits are computed for the positions that are asked for only, CHUNK at a time."""
-    batch, time = asked_BxT.shape
+def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
+    """Returns the log-probabilities that `Scorer.run` returns. Logits are computed at scored positions only, CHUNK at a
+    time."""
+    batch, time = scored_BxT.shape
     x_BxTxW, head_VxW = model.apply(
         variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
     x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
     size = -(-batch * time // CHUNK) * CHUNK
-    asked_S, = jnp.nonzero(asked_BxT.reshape(-1), size=size, fill_value=batch * time)
+    scored_S, = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)
 
     def add_chunk(carry):
         first, log_p_S, is_best_S = carry
-        positions_C = jax.lax.dynamic_slice(asked_S, (first,), (CHUNK,))
+        positions_C = jax.lax.dynamic_slice(scored_S, (first,), (CHUNK,))
         x_CxW, targets_C = x_RxW.at[positions_C].get(mode="clip"), targets_R.at[positions_C].get(mode="clip")
         logits_CxV = jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32)
         target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
@@ -115,25 +118,25 @@ def log_probabilities(variables, tokens_BxT1, asked_BxT, *, model: models.Langua
         return (first + CHUNK, jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),
                 jax.lax.dynamic_update_slice(is_best_S, jnp.argmax(logits_CxV, axis=1) == targets_C, (first,)))
 
-    count = jnp.sum(asked_BxT)
+    count = jnp.sum(scored_BxT)
     _, log_p_S, is_best_S = jax.lax.while_loop(
         lambda carry: carry[0] < count, add_chunk,
         (jnp.int32(0), jnp.zeros(size, jnp.float32), jnp.zeros(size, bool)))
-    log_p_R = jnp.zeros(batch * time).at[asked_S].set(log_p_S, mode="drop")
-    is_best_R = jnp.ones(batch * time, bool).at[asked_S].set(is_best_S, mode="drop")
+    log_p_R = jnp.zeros(batch * time).at[scored_S].set(log_p_S, mode="drop")
+    is_best_R = jnp.ones(batch * time, bool).at[scored_S].set(is_best_S, mode="drop")
     return log_p_R.reshape(batch, time), is_best_R.reshape(batch, time)
 
 
-def _scores(batch: Batch, results) -> Iterator[tuple[int, Score]]:
+def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
     log_p_BxT, is_best_BxT = (np.asarray(x) for x in results)
-    sums_B = log_p_BxT.sum(axis=1, where=batch.asked_BxT, dtype=np.float64)
-    for number, total, is_greedy in zip(batch.numbers, sums_B, is_best_BxT.all(axis=1)):
-        yield number, Score(float(total), bool(is_greedy))
+    sums_B = log_p_BxT.sum(axis=1, where=batch.scored_BxT, dtype=np.float64)
+    for index, total, is_greedy in zip(batch.indices, sums_B, is_best_BxT.all(axis=1)):
+        yield index, Score(float(total), bool(is_greedy))
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """At most STATIC_LENGTHS lengths, ascending, for sequences that need these: those that add the fewest
-    positions in all."""
+    """Returns at most STATIC_LENGTHS padded lengths, ascending, for sequences of the lengths `needed`: those with the
+    least padding in total."""
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
@@ -150,8 +153,8 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
 
 def windows(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """tokens[first:], each scored once, given as many of the tokens before it as the context holds; in as
-    few sequences as that takes."""
+    """Splits a text into the fewest sequences that score each of tokens[first:] once, given as many of the tokens
+    before it as the context holds."""
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)
             for end in [min(start + context_length, len(tokens))]]

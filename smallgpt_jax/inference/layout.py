@@ -1,9 +1,9 @@
-"""How weights lie in memory for decoding: the only place that decides it.
+"""Memory layout of weights for decoding.
 
-The tree is that of training, with the same names. Three things differ, each for the speed of products with few rows:
+`pack` keeps the tree and the names of training. Three things differ, each to speed up products with few rows:
 
-- Stacked layers and paths are tuples of arrays, one per layer: slicing a stack would copy the weights for each token.
-- Weights, but not vectors, have the type of products: they are read once per token and would be cast each time.
+- Stacked layers and paths become tuples of arrays, one per layer: slicing a stack would copy the weights per token.
+- Weights, but not vectors, are cast to the dtype of products once, not per token.
 - The head is stored transposed, (W, V). On a two-core Intel Xeon (jax 0.10.2, float32, 2026-11-22) the product of one
   row takes 0.68× (V 50,304, W 768) and 0.85× (8,192, 256) of the time that it takes with (V, W). A physical layout
   (`jax.experimental.layout`, column-major) took 8 to 20 times as long instead: XLA's CPU compiler copies.
@@ -19,7 +19,7 @@ STACKED = ("layers", "path")
 
 
 def pack(model: models.LanguageModel, params, model_state=None):
-    """Returns the variables of a model, {"params": …, "state": …}, as decoding stores them."""
+    """Returns the variables of a model, {"params": …, "state": …}, in the layout for decoding."""
     variables = {"params": params, "state": model_state or {}}
     names = jax.tree.map(
         lambda x: x.names if isinstance(x, nn.Partitioned) else (), abstract_variables(model),
@@ -34,14 +34,16 @@ def pack(model: models.LanguageModel, params, model_state=None):
 
 
 def unpack(packed):
-    """Returns packed variables as a model reads them. To be called in the function that is compiled, where transposing
-    the head twice is free."""
+    """Returns packed variables in the layout that a model's modules read.
+
+    Call it inside the jitted function: there, transposing the head twice is free.
+    """
     params = packed["params"]
     return {**packed, "params": {**params, "head": params["head"].T} if "head" in params else params}
 
 
 def unstack(x, names: tuple[str, ...]):
-    """Returns the parts of a stack along its leading stacked axes as tuples; other arrays as they are."""
+    """Splits a stack along its leading stacked axes into tuples; returns other arrays unchanged."""
     if not names or names[0] not in STACKED:
         return x
     return tuple(unstack(part, names[1:]) for part in x)

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits."""
+"""Sampling of the next token from logits."""
 
 import flax
 import jax
@@ -9,23 +9,20 @@ from smallgpt_jax.errors import UserError
 
 @flax.struct.dataclass
 class Sampling:
-    """Settings of a choice. Those that are None cost nothing; `check` says what they may be.
+    """Sampling settings, applied in this order: repetition penalty, temperature, top-k, top-p. None disables one."""
 
-    Applied in this order: repetition penalty, temperature, top-k, top-p.
-    """
+    temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
+    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples from this many most likely tokens
+    top_p: float | None = None  # samples from the most likely tokens up to this total probability
+    repetition_penalty: float | None = None  # of tokens in the context; 1: none
 
-    temperature: float | None = 1.0  # of softmax(logits / temperature); None or 0: the likeliest token
-    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # among this many likeliest
-    top_p: float | None = None  # among the likeliest that together have this probability
-    repetition_penalty: float | None = None  # of tokens that the text has in the context; 1: none
-
-    def check(self) -> "Sampling":
-        """The same, with what has no effect set to None. Raises UserError for what is out of range."""
+    def validated(self) -> "Sampling":
+        """Returns the settings, those without effect set to None; raises UserError for values out of range."""
         def refuse(field: str, rule: str):
             raise UserError(f"{field}={getattr(self, field)}: {rule}")
 
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            refuse("temperature", "must be a number, not negative")
+            refuse("temperature", "must be a number, at least 0")
         if self.top_k is not None and self.top_k < 1:
             refuse("top_k", "must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -39,30 +36,31 @@ class Sampling:
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
-    """One token a row, (B,) int32. `seen_BxV`: the tokens a row has; read for the penalty only."""
-    logits_BxV = filtered(logits_BxV, seen_BxV, sampling)
-    if sampling.temperature is not None:  # the Gumbel trick: the largest of these is a draw from the softmax
+    """Returns one token per row, (B,) int32. `seen_BxV`, the tokens in each row's context, is for the penalty only."""
+    logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
+    if sampling.temperature is not None:  # Gumbel-max trick
         logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
-    return likeliest(logits_BxV)
+    return greedy(logits_BxV)
 
 
-def likeliest(logits_BxV):
-    """argmax, (B,) int32; the last token where there is NaN. In two passes: XLA has a slow loop for one on CPUs."""
+def greedy(logits_BxV):
+    """Returns the argmax, (B,) int32; for rows with NaN the last id, V − 1. Two passes: XLA's argmax is slow on
+    CPUs."""
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
     return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(jnp.int32)
 
 
-def filtered(logits_BxV, seen_BxV, sampling: Sampling):
-    """The logits that are drawn from; −∞ for what is left out.
+def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
+    """Returns the logits to sample from, −∞ for excluded tokens.
 
-    The penalty divides positive logits and multiplies negative ones (Keskar et al., arXiv
-    1909.05858, section 4.1, in the form for either sign); top-p keeps the smallest set of likeliest
-    tokens whose probabilities reach p (Holtzman et al., arXiv 1904.09751, section 3.1).
+    The penalty divides positive logits and multiplies negative ones (Keskar et al., arXiv 1909.05858, section 4.1,
+    extended to negative logits). Top-p keeps the smallest set of most likely tokens whose probabilities reach p
+    (Holtzman et al., arXiv 1904.09751, section 3.1).
     """
     if (penalty := sampling.repetition_penalty) is not None:
-        penalised = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
-        logits_BxV = jnp.where(seen_BxV, penalised, logits_BxV)
+        penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
+        logits_BxV = jnp.where(seen_BxV, penalized, logits_BxV)
     if sampling.temperature is None:
         return logits_BxV
     logits_BxV = logits_BxV / sampling.temperature

@@ -1,8 +1,8 @@
-"""The architectures by name, and how one from another package is found.
+"""The table of architectures, and lookup of one in another package.
 
-An architecture is a Linen module, the trunk between the embedding and the final norm: it has the field `config`, maps
-(B, T, D) activations and the context to (B, T, config.output_width), and names the class of its config as `Config`, a
-subclass of `ModelConfig` that adds its own fields and validates them.
+An architecture is a Linen module, the trunk between the embedding and the final norm. It has the field `config` and
+maps (B, T, D) activations and the context to (B, T, config.output_width). Its class attribute `Config` is the class of
+its config: a subclass of `ModelConfig` that adds and validates its own fields.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
-PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # the tables that fields of the config name entries of
+PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config fields that name an entry of a table
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # whose decoding the tests compare with the full forward pass
+BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # decoding is tested; others are checked when loaded
 
 
 def find_architecture(name: str):
-    """Returns the trunk class: of the table, or `package.module:Class`.
+    """Returns the trunk class of a name in the table, or of `package.module:Class`.
 
-    Raises UserError if there is none.
+    Raises UserError if it does not exist.
     """
     where = f"config.model.architecture={name!r}"
     module, colon, class_name = str(name).partition(":")
@@ -40,26 +40,26 @@ def find_architecture(name: str):
     try:
         trunk = getattr(importlib.import_module(module), class_name)
     except ModuleNotFoundError as error:
-        raise UserError(f"{where}: no module {error.name!r}; start the command in the folder that holds it, or add "
+        raise UserError(f"{where}: no module {error.name!r}; run the command in the folder that contains it, or add "
                         "that folder to PYTHONPATH") from None
     except AttributeError:
         raise UserError(f"{where}: the module {module} has no {class_name!r}") from None
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
-        raise UserError(f"{where}: needs a class attribute Config, which is smallgpt_jax.models.ModelConfig or a "
-                        "subclass of it")
+        raise UserError(f"{where}: needs a class attribute Config: smallgpt_jax.models.ModelConfig or a "
+                        "subclass")
     return trunk
 
 
 def field_names(architecture: str) -> tuple[str, ...]:
-    """Returns the fields that the `model` group of this architecture has."""
+    """Returns the names of the fields in this architecture's `model` group."""
     return tuple(field.name for field in dataclasses.fields(find_architecture(architecture).Config))
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config of the architecture that `fields` name.
+    """Returns the validated config of the architecture in `fields`.
 
-    Raises UserError for unknown or missing fields, and for a model that cannot be built.
+    Raises UserError for unknown or missing fields and for an impossible model.
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
@@ -70,12 +70,12 @@ def make_config(**fields) -> ModelConfig:
                         + (f"did you mean {near[0]!r}?" if near else "remove it"))
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in fields]:
-        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value here")
+        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value")
     config = config_class(**fields)
     for field, table in PARTS.items():
         config.validate_choice(field, table)
     config.validate()
     if config.tie_embeddings and config.output_width != config.d_model:
-        config.refuse("tie_embeddings", f"the trunk of {architecture} ends at width {config.output_width}, the "
-                      f"embedding has {config.d_model}; they cannot share a matrix")
+        config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, "
+                      f"the embedding {config.d_model}; they cannot share a matrix")
     return config

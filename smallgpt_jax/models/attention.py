@@ -6,22 +6,22 @@ import numpy as np
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import INIT_STD, Dense, alibi_slopes, apply_rope, residual_std, rms_norm, zeros
+from smallgpt_jax.models.layers import INIT_STD, Dense, residual_std, rms_norm, zeros
+from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import attention as ops
-from smallgpt_jax.ops.platform import platform
+from smallgpt_jax.ops.matmul import one_product_is_faster
 
 
 class QKVProjection(Dense):
     """The fused projection to queries, keys and values: (B, T, D) → (B, H, T, K), (B, G, T, K), (B, G, T, K).
 
-    The kernel is (D, G, H/G + 2, K): for each head of keys and values its H/G queries, its key, its value. Heads come
-    first so that a mesh can split them. The products are computed apart, each in the layout that attention reads: TPUs
-    would else copy them. On CPUs, and in decoding, one product is faster, copies included.
+    The kernel is (D, G, H/G + 2, K): for each key–value head its H/G queries, its key, its value. Heads come first so
+    that a mesh can shard them.
     """
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        if context.decode or platform() == "cpu":
+        if one_product_is_faster(context.decode):
             return split_heads(super().__call__(x_BxTxD, context))
         kernel_DxGxJxK = self.kernel(x_BxTxD.shape[2:])
         _, parts, _ = self.features
@@ -64,8 +64,8 @@ class OutputProjection(Dense):
 class Attention(nn.Module):
     """Causal self-attention; with `num_kv_heads` below `num_heads`, heads share keys and values.
 
-    When decoding, keys (with "rope" as they are rotated) and values of all positions so far are kept: 2·B·S·G·K numbers
-    of the model's type, S the cache's length.
+    In decoding, the cache holds the keys (after rope) and values of all positions so far: 2·B·S·G·K numbers of the
+    model's dtype, S the cache length.
     """
 
     config: ModelConfig
@@ -92,11 +92,10 @@ class Attention(nn.Module):
             residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Attends to each row's earlier positions too, which the cache holds; adds these to it.
+        """Returns attention over the cached and the new positions, (B, H, T, K), and appends the new ones to the cache.
 
-        Slot s of the cache is position s. The padding of short rows is written as well, beyond their ends: nothing
-        reads it before it is overwritten. Rows and heads share an axis: with two, XLA's CPU compiler copies the whole
-        cache for each token.
+        Slot s of the cache is position s. Padding of short rows is written past their ends and overwritten before it is
+        read. Rows and heads share an axis: with two, XLA's CPU compiler copies the whole cache per token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
@@ -110,7 +109,7 @@ class Attention(nn.Module):
             room = ((0, 0), (0, context.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
             chunk = ops.QUERIES
-            y = jnp.concatenate([  # a chunk of queries at a time, which reads no later keys
+            y = jnp.concatenate([  # chunks of queries, which read no later keys
                 ops.cached_attention(q[:, :, i:i + chunk], k[:, :i + chunk], v[:, :i + chunk],
                                      jnp.arange(i, min(i + chunk, time))[None], mask, slopes)
                 for i in range(0, time, chunk)], axis=2)

@@ -1,14 +1,14 @@
-"""A block from its parts, and stacks of blocks.
+"""Blocks, and stacks of blocks.
 
-How the parameters of a stack lie in a checkpoint is decided here and nowhere else:
+The checkpoint layout of a stack is decided here and nowhere else:
 
 - Equal blocks are stacked along a leading `layers` axis, under the name of the stack: `blocks/mlp/up/kernel` is
   (L, D, F).
-- Blocks that differ in a pattern which repeats have one stack per place in the pattern, `blocks/0`, `blocks/1`, …,
-  each of L / (length of the pattern) blocks.
-- Other blocks have one stack per run of equal neighbours, `blocks/0`, `blocks/1`, ….
+- Blocks in a repeating pattern have one stack per position in the pattern, `blocks/0`, `blocks/1`, …, each of
+  L / (length of the pattern) blocks.
+- Other blocks have one stack per run of equal consecutive blocks, `blocks/0`, `blocks/1`, ….
 
-Whether layers are scanned or unrolled, and whether they are rematerialized, does not change the parameters.
+Scanning and rematerialization do not change the parameters.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.ops.attention import OUTPUT
 
-REMAT = {  # what the forward pass of a block keeps for the backward pass, which computes the rest again
+REMAT = {  # what a block's forward pass saves; the backward pass recomputes the rest
     "none": None,  # everything
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(OUTPUT)),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-# The collections that modules may have besides parameters, all stacked as these are: "state" is carried from step to
-# step, what is sown into "losses" is added to the training loss, into "metrics" to metrics.jsonl.
+# Collections and their layer axis. "state" is carried from step to step; what is sown into "losses" is added to the
+# training loss, into "metrics" to metrics.jsonl.
 PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0}
 
 
 class Block(nn.Module):
     """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x)).
 
-    `mixer` is the class of the part that moves information between positions: a module with the field `config`, called
+    `mixer` is the class of the module that moves information between positions. It has the field `config` and is called
     with (B, T, D) activations and the context.
     """
 
@@ -56,9 +56,9 @@ class Block(nn.Module):
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the config of each of `length` blocks, the first of which is number `first` of the model.
+    """Returns the configs of `length` blocks, starting with block `first` of the model.
 
-    They differ in their attention window: `attention_windows` is tiled over the depth.
+    They differ in their attention windows: `attention_windows` is tiled over the depth.
     """
     windows = config.attention_windows or (0,)
     own = [windows[i % len(windows)] for i in range(first, first + length)]
@@ -66,10 +66,10 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function (B, T, D) → (B, T, D): a block per config, one after another.
+    """Returns a function (B, T, D) → (B, T, D): one block per config, in sequence.
 
-    `block` is a module class with the field `config`, called as `Block` is. `config.scan_layers` loops over equal
-    blocks (compile time flat in depth); otherwise they are unrolled. To be called in the compact method of a module.
+    `block` is a module class with the field `config`, called like `Block`. `config.scan_layers` loops over equal blocks
+    (compile time flat in depth); otherwise they are unrolled. Call it in a module's compact method.
     """
     pattern = next(p for p in range(1, len(configs) + 1)
                    if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
@@ -82,7 +82,7 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
 
 
 class Pattern(nn.Module):
-    """Different blocks, one after another."""
+    """Different blocks in sequence."""
 
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
@@ -99,7 +99,7 @@ class Pattern(nn.Module):
 
 
 class Runs(nn.Module):
-    """Runs of equal blocks, one after another, each stacked."""
+    """Runs of equal blocks in sequence, each run stacked."""
 
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
@@ -114,7 +114,7 @@ class Runs(nn.Module):
 
 
 def stack_equal_blocks(block: nn.Module, length: int, context: Context):
-    """Returns a function (B, T, D) → (B, T, D): `length` such blocks, their variables stacked on a `layers` axis."""
+    """Returns a function (B, T, D) → (B, T, D): `length` copies of `block`, variables stacked on a `layers` axis."""
     if context.decode:
         return lambda x_BxTxD: functools.reduce(
             lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
@@ -133,10 +133,10 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Returns module(x), its parameters and state the i-th slice of what is stacked.
+    """Returns module(x) with the i-th slice of the stacked parameters and state.
 
-    A stack is an array with a leading axis, or a tuple of arrays: slicing an array copies the weights for each token,
-    so `inference.layout` takes stacks apart once.
+    A stack is an array with a leading axis, or a tuple of arrays. Slicing an array copies the weights per token, so
+    `inference.layout` splits stacks once.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

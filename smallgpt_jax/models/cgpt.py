@@ -13,11 +13,11 @@ from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 
 
 class CausalConv(nn.Module):
-    """Convolution over time that sees only the past, (B, T, D) → (B, T, features).
+    """Causal convolution over time, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position of a text. With
-    kernel_size 1 this is a dense layer. When decoding, each row's last kernel_size − 1 inputs are
-    kept: B·(kernel_size − 1)·D numbers of the model's type.
+    kernel_size 1 this is a dense layer. In decoding, the cache holds each row's last kernel_size − 1 inputs:
+    B·(kernel_size − 1)·D numbers of the model's dtype.
     """
 
     features: int
@@ -38,27 +38,27 @@ class CausalConv(nn.Module):
         for j in range(self.kernel_size):  # two-dimensional products, see Dense
             past = padded[:, j:j + time]
             if context.segment_ids_BxT is not None:
-                is_of_this_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
-                past = jnp.where(is_of_this_text_BxT[:, :, None], past, 0)
+                same_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
+                past = jnp.where(same_text_BxT[:, :, None], past, 0)
             y += past.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
     def with_past(self, x_BxTxD, context: Context):
-        """Returns x with the kernel_size − 1 inputs before it in front, (B, kernel_size − 1 + T, D)."""
+        """Returns x with the kernel_size − 1 previous inputs prepended, (B, kernel_size − 1 + T, D)."""
         batch, _, width = x_BxTxD.shape
         taps = self.kernel_size - 1
         if not context.decode or taps == 0:
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # padding does not count
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # without padding
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CGPTConfig(LGPTConfig):
-    """The fields of a cgpt; configs/cgpt.py explains its own."""
+    """The fields of a cgpt; configs/cgpt.py documents its own."""
 
     conv_kernel: int
 
@@ -69,7 +69,7 @@ class CGPTConfig(LGPTConfig):
 
 
 class CGPT(LGPT):
-    """LGPT whose dense layers between the stages are causal convolutions of `conv_kernel` taps."""
+    """LGPT with causal convolutions of `conv_kernel` taps in place of the dense layers between stages."""
 
     config: CGPTConfig
 

@@ -15,10 +15,10 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The `model` group of a config; configs/base.py explains each field.
+    """The `model` group of a config; configs/base.py documents each field.
 
-    An architecture with fields of its own subclasses this. Fields with a default came after the first release: configs
-    of runs from before have the default.
+    Architectures with fields of their own subclass it. Fields with a default were added after the first release:
+    configs of older runs get the default.
     """
 
     architecture: str
@@ -55,12 +55,12 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values per block."""
+        """Key–value heads per block."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def window(self) -> int:
-        """The attention window of the first block, which is that of a block whose config this is; 0: all positions."""
+        """The attention window of a block with this config (of the first block of a model), in positions; 0: all."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -73,7 +73,7 @@ class ModelConfig:
         return self.d_model
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError naming a field of the model group, its value and the rule that it breaks."""
+        """Raises UserError with the field, its value and the rule that it breaks."""
         raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
 
     def validate(self) -> None:
@@ -92,18 +92,18 @@ class ModelConfig:
             if not 0 < getattr(self, field) < float("inf"):
                 self.refuse(field, "must be above 0")
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
-            self.refuse("attention_windows", "must be numbers of positions; 0 is full attention")
+            self.refuse("attention_windows", "must be numbers of positions; 0 means full attention")
         if self.num_kv_heads < 0:
-            self.refuse("num_kv_heads", "must not be negative; 0 means as many as num_heads")
+            self.refuse("num_kv_heads", "must be at least 0; 0 means config.model.num_heads")
         self.validate_block()
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
-        """Raises UserError for a value that is not one of these."""
+        """Raises UserError unless the field's value is one of these."""
         if getattr(self, field) not in allowed:
             self.refuse(field, f"must be one of {', '.join(allowed)}")
 
     def validate_types(self) -> None:
-        """Raises UserError for a value of another type than its field's: a config.json can hold anything."""
+        """Raises UserError for a value of the wrong type: a config.json can hold anything."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
             if not isinstance(value, (float, int) if kind is float else kind) or (
@@ -117,7 +117,7 @@ class ModelConfig:
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
-            self.refuse("position", f"heads must have an even width, those of blocks of width {self.d_model} have "
-                        f"{self.head_width}; set another config.model.num_heads")
+            self.refuse("position", f"needs an even head width, but heads of blocks of width {self.d_model} have "
+                        f"{self.head_width}; change config.model.num_heads")
         if self.mlp_width < 1:
-            self.refuse("mlp_ratio", f"leaves no width for the MLP of blocks of width {self.d_model}")
+            self.refuse("mlp_ratio", f"gives the MLP of blocks of width {self.d_model} no width; increase it")

@@ -1,4 +1,4 @@
-"""How a model is applied: what layers need to know besides the activations, and what they keep when decoding."""
+"""The context of a forward pass: what layers need besides the activations, and the decoding cache."""
 
 import flax
 import flax.linen as nn
@@ -12,19 +12,19 @@ from smallgpt_jax.ops.attention import AttentionMask
 class Context:
     """How a model is applied.
 
-    In training and evaluation each row is a whole text from position 0 on, or, with `segment_ids_BxT`, several that do
-    not see each other. In decoding the rows continue where their caches end; layers keep what later positions need in
-    the collection "cache". Rows may differ in length: their padding comes last.
+    In training and evaluation a row is one text starting at position 0, or, with `segment_ids_BxT`, several texts that
+    do not see each other. In decoding, rows continue where their caches end; layers store what later positions need in
+    the collection "cache". Rows may differ in length; padding comes last.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # dropout is applied
-    # Decoding: the positions that a new cache has room for; None when not decoding.
+    # Decoding: positions of a new cache; None when not decoding.
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # decoding: the position of each row's first token
-    length_B: jax.Array | None = None  # decoding: how many tokens each row has
-    segment_ids_BxT: jax.Array | None = None  # not decoding: integers that number the texts of a row
-    prefix_lengths_B: jax.Array | None = None  # not decoding: positions of each row that all see each other
-    # In training: whether a new update begins, i.e. this is its first microbatch. For modules that carry state.
+    length_B: jax.Array | None = None  # decoding: tokens per row
+    segment_ids_BxT: jax.Array | None = None  # not decoding: the text in its row of each position
+    prefix_lengths_B: jax.Array | None = None  # not decoding: first positions of each row that all see each other
+    # Training: whether this is the first microbatch of an update. For modules with state.
     begins_update: jax.Array | bool = True
 
     @property
@@ -42,7 +42,7 @@ class Context:
         return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
 
     def attention_mask(self, window: int) -> AttentionMask:
-        """Returns who sees whom in a layer whose attention spans `window` positions (0: all)."""
+        """Returns the attention mask of a layer with this window, in positions (0: all)."""
         return AttentionMask(window, self.segment_ids_BxT, self.prefix_lengths_B)
 
 
@@ -50,9 +50,9 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of the collection "cache", zero at first, and whether it is new.
+    """Returns a variable of the collection "cache", initially zero, and whether it is new.
 
-    A module that is called several times per pass has one per call: layers may be shared.
+    A module that is called several times per pass, as shared layers are, has one variable per call.
     """
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)

@@ -12,16 +12,15 @@ from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # of the embedding and of the head
 
-# The variance of the first logits is width × std²; above this width GPT-2's 0.02 would lift the
-# loss of an untrained model by more than 0.05 over ln(vocabulary).
+# The variance of initial logits is width × std²; above this width GPT-2's 0.02 would raise the initial loss by more
+# than 0.05 over ln(vocabulary).
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
 class LanguageModel(nn.Module):
     """Token embedding, position embedding if positions are learned, an architecture's trunk, final norm, output head.
 
-    Build it with `models.build`, which validates the config first. Applied with `Context(train=True)` it needs the
-    random stream "dropout".
+    Build it with `models.build`, which validates the config. `Context(train=True)` needs the random stream "dropout".
     """
 
     config: ModelConfig
@@ -30,7 +29,7 @@ class LanguageModel(nn.Module):
         c = self.config
         self.token_embedding = self.param(
             "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
-        if c.position == "learned":  # other kinds of positions are part of attention
+        if c.position == "learned":  # others are part of attention
             self.position_embedding = self.param(
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
@@ -41,11 +40,11 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
         """Returns the head's input: (B, T, W), W the trunk's output width.
 
-        T ≤ context_length if positions are learned; else context_length is only what training has shown the model.
+        T ≤ context_length if positions are learned; otherwise context_length is only the length seen in training.
         """
         dtype = self.config.dtype
-        # Each device looks up whole rows: an embedding kept in parts by width is gathered first. In float32,
-        # for the gradient's sake: a frequent token's row is the sum of more terms than bfloat16 can add.
+        # Devices look up whole rows, so an embedding sharded by width is gathered first; in float32, because the
+        # gradient of a frequent token's row has too many terms to be summed in bfloat16.
         table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
         if self.config.position == "learned":
@@ -53,19 +52,19 @@ class LanguageModel(nn.Module):
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.final_norm(self.trunk(x_BxTxD, context))
-        # Also where its gradient is: left to itself, XLA's partitioner has got that one wrong.
+        # Also constrains the sharding of the gradient; without it XLA's partitioner chose a bad one.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
         """Returns the position embedding of each token, (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
-        # The padding of short rows may be beyond the last position.
+        # Padding of short rows can exceed the last position.
         return jnp.take(self.position_embedding, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
     def head_weight(self):
-        """Returns the output matrix, (V, W), in the type of products: the head's own, or the embedding."""
+        """Returns the output matrix, (V, W), in the compute dtype: the head's own, or the tied embedding."""
         c = self.config
         if c.tie_embeddings:
             weight = self.token_embedding
@@ -91,10 +90,9 @@ class LanguageModel(nn.Module):
 
 
 def abstract_params(model: LanguageModel):
-    """Returns the shapes and axis names of the parameters, nothing allocated: a tree of LogicallyPartitioned.
+    """Returns the shapes and axis names of the parameters, a tree of LogicallyPartitioned; allocates nothing.
 
-    Parameters that name no axes, as flax's own layers make them, get names that are None: no rule is for those, so each
-    device has the whole parameter.
+    Parameters without axis names, those of flax's own layers, get the names None and are replicated.
     """
     def with_names(x):
         return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(
@@ -105,7 +103,7 @@ def abstract_params(model: LanguageModel):
 
 
 def abstract_model_state(model: LanguageModel):
-    """Returns the shapes of what modules carry from step to step besides parameters; {} for most models."""
+    """Returns the shapes of the collection "state", carried from step to step; {} for most models."""
     return nn.unbox(abstract_variables(model).get("state", {}))
 
 

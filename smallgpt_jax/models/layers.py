@@ -1,9 +1,9 @@
-"""The layers that blocks are made of: dense layers, norms, MLPs, positions.
+"""Parts of blocks: dense layers, norms, MLPs.
 
-Shapes stand in names: B batch, T time (positions), D model width, H heads, G heads of keys and values, K width of a
-head, F width of the MLP, L layers, V vocabulary. Every weight here names its axes; `sharding.py` maps the names onto
-the mesh. Flax's own layers (nn.Dense, nn.RMSNorm), which name none, work as well: each device then has the whole
-weight. Weights are float32; products are computed in `config.dtype`.
+Suffixes of names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head width,
+F MLP width, L layers, V vocabulary. Every weight names its axes; `sharding.py` maps the names onto the mesh. Flax's own
+layers (nn.Dense, nn.RMSNorm), which name none, work too; their weights are replicated. Weights are float32, products
+are computed in `config.dtype`.
 
 NORMS and MLPS are looked up by `config.model.norm` and `config.model.mlp`. A norm is a function (config, name) →
 module; an MLP is a module with the field `config`, called with (B, T, D) activations and the context.
@@ -13,7 +13,6 @@ import math
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 
 from smallgpt_jax import sharding
 from smallgpt_jax.models.config import ModelConfig
@@ -25,17 +24,17 @@ INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections s
 
 
 def normal(std: float, *axes: str):
-    """Returns the initializer of a weight: normal(0, std), its axes named."""
+    """Returns a normal(0, std) initializer for a weight with these axis names."""
     return nn.with_logical_partitioning(nn.initializers.normal(std), axes)
 
 
 def zeros(*axes: str):
-    """Returns the initializer of a bias, its axes named."""
+    """Returns a zero initializer for a bias with these axis names."""
     return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Returns the initial scale of what is added to the residual stream: 0.02/√(2N), N the model's blocks.
+    """Returns the initial std of projections into the residual stream: 0.02/√(2N), N blocks in the model.
 
     The sum of the 2N projections then starts with the variance of one (GPT-2 report, section 2.3).
     """
@@ -45,8 +44,8 @@ def residual_std(config: ModelConfig) -> float:
 class Dense(nn.Module):
     """x·W (+ b) on (B, T, *inputs) → (B, T, *features); kernel (*inputs, *features).
 
-    `axes` names the kernel's axes. The product is of two-dimensional arrays: around a three-dimensional one XLA fuses
-    into slower loops on CPUs.
+    `axes` are the names of the kernel's axes. The product is two-dimensional: XLA fuses three-dimensional ones into
+    slower loops on CPUs.
     """
 
     features: tuple[int, ...]
@@ -60,7 +59,7 @@ class Dense(nn.Module):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
         x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # Without a gradient to come, and few rows, the plain product.
+        # Few rows and no gradient: the plain product.
         y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
@@ -76,9 +75,9 @@ class Dense(nn.Module):
 
 
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
-    """LayerNorm over the last axis, a bias only if the model has biases.
+    """Returns LayerNorm over the last axis, with a bias only if the model has biases.
 
-    The variance is E[x²] − E[x]², in float32: one pass where E[(x − E[x])²] takes two.
+    The variance is E[x²] − E[x]² in float32: one pass where E[(x − E[x])²] takes two.
     """
     return nn.LayerNorm(
         epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
@@ -87,7 +86,7 @@ def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
-    """RMSNorm over the last axis, x/√(mean x² + ε)·γ (Zhang & Sennrich, arXiv 1910.07467), computed in float32."""
+    """Returns RMSNorm over the last axis, x/√(mean x² + ε)·γ (Zhang & Sennrich, arXiv 1910.07467), in float32."""
     return nn.RMSNorm(
         epsilon=config.norm_epsilon, dtype=config.dtype,
         scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)
@@ -130,27 +129,3 @@ class GatedMLP(nn.Module):
 
 
 MLPS = {"dense": MLP, "gated": GatedMLP}
-
-
-def apply_rope(x_BxHxTxK, positions_BxT, base: float):
-    """Returns queries or keys turned by their positions, in their own type: a score then depends on the distance.
-
-    Rotary embedding (Su et al., arXiv 2104.09864, equation 34): entries i and i + K/2 are a point that is turned by
-    position · base^(−2i/K), computed in float32. The paper pairs neighbours instead, which is this with the entries in
-    another order; most published models pair halves.
-    """
-    half = x_BxHxTxK.shape[-1] // 2
-    frequencies = np.float32(base ** (-np.arange(half) / half))
-    angles_Bx1xTxI = positions_BxT[:, None, :, None] * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles_Bx1xTxI), jnp.sin(angles_Bx1xTxI)
-    first, second = jnp.split(x_BxHxTxK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BxHxTxK.dtype)
-
-
-def alibi_slopes(heads: int) -> np.ndarray:
-    """Returns what each head's scores lose per position of distance, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
-
-    Press et al., arXiv 2108.12409, section 3; the same sequence where H is no power of two.
-    """
-    return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

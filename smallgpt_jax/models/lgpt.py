@@ -1,4 +1,4 @@
-"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks, the width halved between them."""
+"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks; every stage is half as wide as the previous one."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LGPTConfig(ModelConfig):
-    """The fields of an lgpt; configs/lgpt.py explains its own."""
+    """The fields of an lgpt; configs/lgpt.py documents its own."""
 
     blocks_per_stage: int
     compress_last_stage: bool
@@ -44,20 +44,20 @@ class LGPTConfig(ModelConfig):
         smallest = 2 ** (self.num_stages - 1)
         for field in ("num_heads", "num_kv_heads"):
             if self.stage_heads == "scaled" and getattr(self, field) % smallest:
-                self.refuse(field, f"is halved from each of the {self.num_stages} stages to the next, so "
+                self.refuse(field, f"is halved from stage to stage ({self.num_stages} stages), so "
                             f"2^{self.num_stages - 1}={smallest} must divide it")
         for stage in stages(self):
             if stage.d_model % stage.num_heads:
-                self.refuse("num_heads", f"must divide {stage.d_model}, the width of one of the stages")
+                self.refuse("num_heads", f"must divide {stage.d_model}, the width of a stage")
             stage.validate_block()
 
 
 class LGPT(nn.Module):
     """Stages of `blocks_per_stage` blocks, each followed by a dense layer that halves the width.
 
-    (B, T, D) → (B, T, D / 2^compressions); the last stage is followed by one too if `compress_last_stage`. With
-    `stage_heads` "fixed" every stage has `num_heads` heads, which narrow with the width (the paper's form); with
-    "scaled" the heads keep their width and each stage has half as many.
+    (B, T, D) → (B, T, D / 2^compressions); `compress_last_stage` adds one after the last stage. With `stage_heads`
+    "fixed" every stage has `num_heads` heads, whose width shrinks (as in the paper); with "scaled" the head width stays
+    and each stage has half as many heads as the one before.
     """
 
     config: LGPTConfig
@@ -75,17 +75,17 @@ class LGPT(nn.Module):
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """Returns the layer from this stage's width to half of it, (B, T, D) → (B, T, D/2).
+        """Returns the layer that halves this stage's width, (B, T, D) → (B, T, D/2).
 
-        Its initial weights keep the variance of their input: GPT-2's 0.02 would shrink the residual stream of the
-        narrow stages below the epsilon of their norms.
+        Its initial weights preserve the variance: GPT-2's 0.02 would shrink the residual stream of narrow stages below
+        the epsilon of their norms.
         """
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    """Returns the config of each stage's blocks: `config` with that stage's width and heads."""
+    """Returns one config per stage: `config` with the width and heads of its blocks."""
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(

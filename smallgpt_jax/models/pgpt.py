@@ -1,4 +1,4 @@
-"""ParallelGPT (arXiv 2404.14462, section 3.1): paths side by side, joined by a learned weighting."""
+"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths and their learned weighted sum."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PGPTConfig(ModelConfig):
-    """The fields of a pgpt; configs/pgpt.py explains its own."""
+    """The fields of a pgpt; configs/pgpt.py documents its own."""
 
     num_paths: int
     path_weights: str = "learned"
@@ -32,10 +32,9 @@ class PGPTConfig(ModelConfig):
 
 
 class Path(nn.Module):
-    """One path: its own dense layer with a bias, then num_layers / num_paths blocks; (B, T, D) → (B, T, D).
+    """One path: a dense layer with a bias, then num_layers / num_paths blocks; (B, T, D) → (B, T, D).
 
-    The dense layer starts with weights that keep the variance: GPT-2's 0.02 would shrink the embeddings of narrow
-    models.
+    The dense layer's initial weights preserve the variance: GPT-2's 0.02 would shrink the embeddings of narrow models.
     """
 
     config: PGPTConfig
@@ -51,9 +50,9 @@ class Path(nn.Module):
 class PGPT(nn.Module):
     """`num_paths` paths of num_layers / num_paths blocks; (B, T, D) → (B, T, D).
 
-    The weights of the paths are a softmax over P logits, the last of which stays at zero: with two paths that is the
+    The path weights are a softmax over P logits, the last of which is fixed at zero: with two paths this is the
     released code's sigmoid(w)·path0 + (1 − sigmoid(w))·path1. The other logits start at 0.5, as w does there. With
-    `path_weights` "equal" each path has 1/P. Path parameters are stacked on a leading `path` axis.
+    `path_weights` "equal" each weight is 1/P. Path parameters are stacked on a leading `path` axis.
     """
 
     config: PGPTConfig
@@ -80,31 +79,38 @@ class PGPT(nn.Module):
             "path_logits",
             nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
             (num_paths - 1,))
-        # Whole on each device, so that nothing but the sum of the paths passes between them.
+        # Replicated, so that devices exchange only the sum of the paths.
         weights_P = nn.with_logical_constraint(
             jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
 
 
 def path_weights(params) -> np.ndarray:
-    """Returns the weights of a pgpt's paths, (P,) float64; they sum to 1."""
+    """Returns a pgpt's path weights, (P,) float64; they sum to 1."""
     equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
     logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
     return exponentials / exponentials.sum()
 
 
-def with_paths(config: PGPTConfig, params, paths: Sequence[int]):
-    """Returns the config and the parameters of the pgpt with these paths only.
+def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
+    """Returns the config, parameters and model state ({} for most models) of the pgpt with these paths only.
 
-    The weights of the paths are those it has, renormalised over the chosen ones.
+    The path weights are renormalized over these paths.
     """
-    trunk = params["trunk"]
     chosen = np.array(paths)
-    kept = {"paths": jax.tree.map(lambda x: x[chosen], trunk["paths"])}
-    if len(chosen) > 1 and "path_logits" in trunk:
-        logits = jnp.append(trunk["path_logits"], 0.0)[chosen]
-        kept["path_logits"] = logits[:-1] - logits[-1]
+
+    def cut(variables):
+        trunk = dict(variables.get("trunk", {}))
+        if "paths" in trunk:
+            trunk["paths"] = jax.tree.map(lambda x: x[chosen], trunk["paths"])
+        return {**variables, "trunk": trunk} if trunk else variables
+
+    params, model_state = cut(params), cut(model_state)
+    logits = params["trunk"].pop("path_logits", None)  # of the copy
+    if logits is not None and len(chosen) > 1:
+        logits = jnp.append(logits, 0.0)[chosen]
+        params["trunk"]["path_logits"] = logits[:-1] - logits[-1]
     length = config.num_layers // config.num_paths
     config = dataclasses.replace(config, num_paths=len(chosen), num_layers=length * len(chosen))
-    return config, {**params, "trunk": kept}
+    return config, params, model_state

@@ -1,5 +1,5 @@
-"""Numerical kernels: everything that is written one way for one compiler and another way for another.
+"""Numerical kernels: all code that depends on the platform or is written for a compiler.
 
-Every branch on the platform, and every rewriting for a compiler's sake, stands in this folder, with what it was
-measured to gain, where, and with which versions. The rest of the package is plain JAX.
+Each platform branch and compiler workaround is here, with the measured gain, hardware and versions. The rest of the
+package is plain JAX.
 """

@@ -1,4 +1,4 @@
-"""Activation functions of MLPs: ACTIVATIONS, by their names in `config.model.activation`."""
+"""Activation functions of MLPs: ACTIVATIONS, by name in `config.model.activation`."""
 
 import functools
 import math
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def gelu(x):
-    """Returns GELU, x·Φ(x), with the exact Φ (Hendrycks & Gimpel, arXiv 1606.08415), in the type of x.
+    """Returns the exact GELU, x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415), in the dtype of x.
 
-    Computed in float32: in bfloat16, 1 + erf loses what Φ is for negative x. Its derivative is computed with its value
-    and kept for the backward pass in place of x and in its type: no more memory, and a quarter of the time on a CPU,
-    where `erf` and `exp` are what it costs.
+    Computed in float32: in bfloat16, 1 + erf loses the negative tail of Φ. The forward pass
+    also computes the derivative and saves it in place of x, in x's dtype: the same memory, and no second `erf` and
+    `exp`, which dominate on CPUs.
     """
     return _gelu_forward(x)[0]
 

@@ -1,12 +1,12 @@
-"""Attention of whole rows: one call, several backends, each tested against one formula.
+"""Attention of full rows: one call, several backends, each tested against one formula.
 
 `chunked` (`config.model.attention="xla"`) is plain JAX and runs anywhere. `splash` is JAX's Pallas kernel for TPUs,
-`cudnn` NVIDIA's fused kernel: neither ever holds the (time, time) scores. `auto` is the one for the platform that the
-program is compiled for. What a kernel does not support is computed by `chunked`; `select_backend` says why. Attention
-to a cache is in `cached_attention`.
+`cudnn` NVIDIA's fused kernel; neither materializes the (time, time) scores. `auto` selects by the platform that the
+program is compiled for. `chunked` computes what a kernel does not support; `select_backend` returns the reason.
+`cached_attention` is for decoding.
 
 Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
-key–value heads, head h attends to the keys of h // (H / G).
+key–value heads, head h attends to the keys of head h // (H / G).
 """
 
 import math
@@ -22,24 +22,24 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
-BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "reference" is for counting FLOPs
+BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "reference" counts FLOPs
 QUERIES = 128  # queries per chunk
 OUTPUT = "attention_output"  # the name of the kernel's output for rematerialization policies
 
 
 @flax.struct.dataclass
 class AttentionMask:
-    """Who sees whom: a position sees itself and what came before it in its text, less what these fields exclude.
+    """Which positions attend to which: causal within a text, modified by these fields.
 
-    Every backend takes the mask whole; what it does not support `select_backend` names.
+    Every backend takes the whole mask; `select_backend` reports what it does not support.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # of this many positions, itself included; 0: all
-    segment_ids_BxT: jax.Array | None = None  # positions of equal ids are of one text; None: a row is one text
-    prefix_lengths_B: jax.Array | None = None  # positions of a row that all see each other (prefix LM)
+    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, the query's own included; 0: all
+    segment_ids_BxT: jax.Array | None = None  # equal ids: one text; None: a row is one text
+    prefix_lengths_B: jax.Array | None = None  # first positions of a row, which all see each other (prefix LM)
 
     def allowed(self, start: int, time: int, keys: slice):
-        """Returns which of the positions `keys` the queries from position `start` on see, (B or 1, time, keys) bool."""
+        """Returns which keys in the slice `keys` the `time` queries from `start` on see, (B or 1, time, keys) bool."""
         queries_Tx1 = jnp.arange(start, start + time)[:, None]
         keys_1xS = jnp.arange(keys.start, keys.stop)[None]
         allowed_BxTxS = (keys_1xS <= queries_Tx1)[None]
@@ -56,40 +56,40 @@ class AttentionMask:
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False) -> tuple[str, str]:
-    """Returns the backend that computes such an attention on a "tpu", "gpu" or "cpu", and why it is not the requested
-    one ("" if it is)."""
+    """Returns the backend for this attention on a "tpu", "gpu" or "cpu", and why it is not the requested one ("" if it
+    is)."""
     if backend == "auto":
         backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "splash":
         if time % splash_attention_kernel.NUM_LANES:
-            return "xla", "splash attention takes multiples of 128 positions"
+            return "xla", "splash attention needs a multiple of 128 positions"
         if platform == "gpu":
-            return "xla", "splash attention is for TPUs"
+            return "xla", "splash attention is for TPUs only"
         if has_alibi:
-            return "xla", "splash attention has no ALiBi"
+            return "xla", "splash attention does not support ALiBi"
         if mask.prefix_lengths_B is not None:
-            return "xla", "splash attention has no prefixes"
+            return "xla", "splash attention does not support prefixes"
     if backend == "cudnn":
         if platform != "gpu":
-            return "xla", "cuDNN is for NVIDIA GPUs"
+            return "xla", "cuDNN is for NVIDIA GPUs only"
         if dtype != "bfloat16":
-            return "xla", "cuDNN's attention takes bfloat16"
+            return "xla", "cuDNN's attention needs bfloat16"
         if head_width % 8 or head_width > 128:
-            return "xla", "cuDNN's attention takes head widths that are multiples of 8, up to 128"
-        if mask.segment_ids_BxT is not None:  # handed a mask beside is_causal, it has let texts see each other
-            return "xla", "cuDNN's attention does not keep the documents of a row apart"
+            return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
+        if mask.segment_ids_BxT is not None:  # with a mask beside is_causal, texts have seen each other
+            return "xla", "cuDNN's attention does not support separate documents in a row"
         if mask.prefix_lengths_B is not None:
-            return "xla", "cuDNN's attention has no prefixes"
-        if has_alibi:  # it takes biases only written out, (time, time) per head
-            return "xla", "cuDNN's attention has no ALiBi"
+            return "xla", "cuDNN's attention does not support prefixes"
+        if has_alibi:  # it takes only materialized biases, (time, time) per head
+            return "xla", "cuDNN's attention does not support ALiBi"
     return backend, ""
 
 
 def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
     """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
 
-    With `slopes_H` the scores of each head lose its slope times the distance (ALiBi). Scores and softmax are float32
-    (Vaswani et al., arXiv 1706.03762, equation 1).
+    With `slopes_H`, each head's slope times the distance is subtracted from its scores (ALiBi). Scores and softmax are
+    float32 (Vaswani et al., arXiv 1706.03762, equation 1).
     """
     _, _, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -102,13 +102,13 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """All scores at once, none left out: the form whose FLOPs are counted."""
+    """Computes all scores at once, masked ones too: the form whose FLOPs are counted."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """In chunks of QUERIES queries, which read no later keys, and none before the window."""
+    """Computes chunks of QUERIES queries, which skip later keys and those before the window."""
     time, parts = q_BxHxTxK.shape[2], []
     for start in range(0, time, QUERIES):
         keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
@@ -120,18 +120,17 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
-    """Of the queries from position `start` on, for the keys at the positions `keys`, (B, H, T, K).
+    """Returns attention of the queries from position `start` on to the keys at positions `keys`, (B, H, T, K).
 
-    Weights are divided by their sums after the product with the values: neither it nor its gradient then passes over
-    (T, S) once more.
+    Weights are normalized after the product with the values, which saves a pass over (T, S) in both directions.
     """
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups
-    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries of a group's heads
+    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries of a group
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # places in the row serve: distances within a text are the same
+    if slopes_H is not None:  # positions in the row: distances in a text are the same
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
@@ -147,13 +146,13 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Each device runs the kernel on its own rows and heads; off a TPU it is interpreted, slowly."""
+    """Runs the kernel on each device's own rows and heads; interpreted, slowly, unless on a TPU."""
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     interpret = platform() != "tpu"
     queries, names = q_BxHxTxK, [("batch", "heads", "time", "head_width")] * 3
-    if heads > groups:  # the mesh splits queries as it splits keys
+    if heads > groups:  # sharded like keys
         queries = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
         names[0] = ("batch", "heads", "per_group", "time", "head_width")
     arguments = (queries, k_BxGxTxK, v_BxGxTxK)
@@ -172,11 +171,13 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_keys: bool, interpret: bool):
-    """The kernel for (heads, time, head width) queries; its mask is never written out. With `shares_keys` all heads
-    read the same keys and values, (time, head width)."""
+    """Returns the kernel for (heads, time, head width) queries; it never materializes the mask.
+
+    With `shares_keys` all heads read the same keys and values, (time, head width).
+    """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
-    # Memory is filled up to `lanes` along an array's last axis: narrow heads would waste most of it.
+    # Memory is padded to `lanes` along the last axis: narrow heads would waste most of it.
     layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
     block = math.gcd(time, 4 * lanes)
     mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
@@ -193,7 +194,7 @@ def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_ke
 
 
 def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Each device runs the kernel on its own rows and heads."""
+    """Runs the kernel on each device's own rows and heads."""
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None and slopes_H is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
@@ -213,24 +214,25 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache with `x` in the slots from each row's start on; slots beyond S are dropped."""
+    """Returns the cache with `x` written from each row's start slot on; slots beyond S are dropped."""
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
         return cache_GxSxK.at[jnp.arange(rows)[:, None], slots_GxT].set(x_GxTxK, mode="drop")
-    if rows == 1:  # XLA's CPU compiler makes something slower of the form below
+    if rows == 1:  # faster on CPUs than the form below
         return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
     return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
         cache_GxSxK, x_GxTxK, start_G)
 
 
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
-    """Returns softmax(q·keysᵀ/√K)·values over the slots that `mask` allows, (G, R, T, K): R heads read the keys and
-    values of each of the G rows of the cache, whose slot s holds position s. `slopes_GxR` as in `attention`.
+    """Returns softmax(q·keysᵀ/√K)·values over the slots that `mask` allows, (G, R, T, K).
+
+    R heads read each of the G rows of the cache, whose slot s is position s. `slopes_GxR` as in `attention`.
     """
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
-    # A single query is a matrix–vector product, which XLA's CPU compiler sees only without the axis.
+    # A single query is a matrix–vector product; XLA's CPU compiler recognizes it only without the axis.
     t = "" if per_group * time == 1 else "t"
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width)
     q = (q_GxQxK if t else q_GxQxK[:, 0]) / math.sqrt(head_width)

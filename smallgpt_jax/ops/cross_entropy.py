@@ -1,4 +1,4 @@
-"""The loss of a vocabulary's logits, computed in chunks with its gradient."""
+"""Cross-entropy over the vocabulary, computed in chunks together with its gradient."""
 
 import flax.linen as nn
 import jax
@@ -7,24 +7,25 @@ import jax.numpy as jnp
 from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
-# In training, the most that a logit exceeds its target's by, in nats: the sum of a vocabulary's exponentials then stays
-# below the largest float32. The loss of a token less likely than exp(−70) is understated; in evaluation it is not.
+# In training, logits are clipped to their target's plus this, in nats, so that the sum of exponentials stays finite in
+# float32. The loss of a token less likely than exp(−70) is understated; in evaluation it is exact.
 MAX_DIFFERENCE = 70.0
 
 
 def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
     """Returns Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
-    Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) never exists whole; `chunks` divides
-    T. The gradients are computed with the value, chunk by chunk: three products, where keeping or recomputing the
-    logits would cost more, or a fourth. Logits and softmax are float32, the products take the type of x and head.
+    Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) is never materialized; `chunks`
+    divides T. The forward pass computes the gradients too, chunk by chunk: three matmuls and no stored logits;
+    recomputing logits in the backward pass would take a fourth. Logits and softmax are float32; products have the dtype
+    of x and head.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
 
 
 def _in_chunks(x_BxT, chunks: int):
-    """(B, T, …) → (chunks, B, T / chunks, …)."""
+    """Returns (B, T, …) as (chunks, B, T / chunks, …)."""
     batch, time, *rest = x_BxT.shape
     return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
 
@@ -49,10 +50,10 @@ def _target_logits(chunk, head_VxW):
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW):
-    """Returns the weighted loss of one chunk, and its gradient by the logits, (B·C, V) in the type of x.
+    """Returns the weighted loss of one chunk and its gradient by the logits, (B·C, V) in the dtype of x.
 
-    The loss of a row is log Σⱼ exp(lⱼ − l) with l the logit of its target, which is computed beforehand: no pass over
-    the logits looks for the largest. Differences are cut at MAX_DIFFERENCE.
+    The loss of a row is log Σⱼ exp(lⱼ − l), l the logit of its target, which is computed first: this saves the pass
+    over the logits for their maximum. Differences are clipped at MAX_DIFFERENCE.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
@@ -63,7 +64,7 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
-    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # what is kept of the logits
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # all that is kept of the logits
     d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
     return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 
@@ -78,9 +79,9 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
-    # Each device adds up its own part of the head's gradient; they are summed once, after the loop.
-    parts = sharding.batch_parts()
-    # On a CPU it is transposed until then: XLA has a faster product for a wide result than for a tall one.
+    # Each device accumulates its own part of the head's gradient; one sum over devices follows the loop.
+    parts = sharding.num_batch_shards()
+    # Transposed until then on CPUs, where XLA computes a product with a wide result faster than with a tall one.
     axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
         "pvw", ("batch", "vocab", None))
 

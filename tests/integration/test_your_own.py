@@ -1,4 +1,4 @@
-"""Architectures from a package outside the repository: the examples of docs/your-own.md, run as they stand there."""
+"""Architectures from a package outside the repository: the examples of docs/your-own.md, executed as printed."""
 
 import importlib
 import json
@@ -13,69 +13,69 @@ from conftest import ROOT, forward, init, load_config
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.comparison import budget, results
-from smallgpt_jax.data.packing import Rows
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.program import build_program
 from smallgpt_jax.train import train
 
+pytestmark = pytest.mark.slow
+SIZES = dict(num_layers=2, d_model=16, num_heads=2)
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
+
+@pytest.fixture(scope="module", autouse=True)
+def package(tmp_path_factory):
     """The page's files, in a folder that Python imports from."""
+    folder = tmp_path_factory.mktemp("own")
     page = (ROOT / "docs" / "your-own.md").read_text()
     for name, code in re.findall(r"```python\n# (my_models/\w+\.py)\n(.*?)```", page, re.DOTALL):
-        path = tmp_path / "own" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "own")
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    yield tmp_path / "own" / "my_models"
+    yield
+    sys.path.remove(str(folder))
     for name in [name for name in sys.modules if name.startswith("my_models")]:
         del sys.modules[name]
 
 
 def own(architecture: str, **fields):
-    return load_config("gpt", model__architecture=architecture, model__num_layers=2, model__d_model=16,
-                       model__num_heads=2, **fields)
+    return load_config("gpt", model__architecture=architecture,
+                       **{f"model__{name}": size for name, size in SIZES.items()}, **fields)
 
 
-def test_an_architecture_with_knobs_of_its_own(package, text_file, tmp_path):
-    """From its recipe through training on eight devices, continuing, text, evaluation, planning and comparison."""
+def test_an_architecture_with_its_own_fields(text_file, tmp_path):
+    """From its recipe through training on eight devices, text, evaluation, planning and comparison."""
     config = importlib.import_module("my_models.recipe").get_config("tiny")
     config.data.update(source=str(text_file), validation_fraction=0.2)
-    config.model.update(num_layers=2, d_model=16, num_heads=2, passes=3)
+    config.model.update(**SIZES, passes=3)
     config.mesh.update(data=2, fsdp=2, tensor=2)
     config.train.update(steps=2, eval_every=2, eval_steps=1, checkpoint_every=2, log_every=1)
-    folder = tmp_path / "run"
-    train(config, str(folder))
-    config.train.steps = 3
-    train(config, str(folder))
-    saved = json.loads((folder / "config.json").read_text())["model"]
+    train(config, str(tmp_path))
+    saved = json.loads((tmp_path / "config.json").read_text())["model"]
     assert (saved["architecture"], saved["passes"], saved["input_scale"]) == ("my_models.twice:Twice", 3, 0.5)
 
-    model = inference.load(folder)
+    model = inference.load(tmp_path)  # which compares its decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
-    trained = inference.load_trained(folder)
+    trained = inference.load_trained(tmp_path)
     (_, score), = Scorer(trained.model, trained.params).score([TokenSequence([1, 2, 3, 4], 2)])
     log_p = jax.nn.log_softmax(forward(trained.model, trained.params, np.array([[1, 2, 3]])))[0]
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
     result = estimate(build_program(config))
-    # The blocks' products count as often as they are passed through.
-    one_pass = own("gpt").model
+    # The blocks' products count once per pass.
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
-    assert result.flops_per_token == 3 * per_pass + 6 * 16 * one_pass.vocab_size
+    assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives
-    assert results.read_run("twice", folder).curve[-1].step == 3
+    assert results.read_run("twice", tmp_path).curve[-1].step == 2
     comparison = importlib.import_module("configs.compare.base").comparison(
         load_config("gpt"), {"gpt": {}, "own": {"model": {"architecture": "my_models.twice:Twice", "passes": 2}}})
-    resolved = budget.resolve(comparison, "own").model
+    resolved = budget.resolve_run(comparison, "own").model
     assert (resolved.passes, resolved.d_model) == (2, 64)
 
 
-def test_a_wrong_knob_is_refused(package):
+def test_refuses_wrong_fields():
     with pytest.raises(UserError, match=r"config.model.passes=0: must be at least 1"):
         models.build(**{**own("my_models.twice:Twice").model, "passes": 0})
     with pytest.raises(UserError, match=r"config.model.passses=2: .* did you mean 'passes'"):
@@ -85,67 +85,64 @@ def test_a_wrong_knob_is_refused(package):
 
 
 @pytest.mark.parametrize("architecture, fields", [
-    ("my_models.parallel_block:Parallel", {"model__mlp": "gated"}), ("my_models.average:Average", {})])
-@pytest.mark.parametrize("scan, remat", [(True, "full"), (False, "none")])
-def test_own_blocks_and_mixers(package, architecture, fields, scan, remat):
-    """Decoding is the full pass; documents of a row do not see each other; scan and remat change nothing."""
-    model = models.build(**own(architecture, model__scan_layers=scan, model__remat=remat, **fields).model)
+    ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
+    ("my_models.average:Average", {"model__scan_layers": False})])
+def test_own_blocks_and_mixers(architecture, fields):
+    """Decoding equals the full pass, scanned and rematerialized or not; documents of a row do not see each other."""
+    config = own(architecture, data__separate_documents=True, train__batch_size=2, **fields)
+    model = models.build(**config.model)
     params = init(model)
     check_decoding(model, params)
     assert jax.tree.leaves(params["trunk"]["blocks"])[0].shape[0] == 2
-    program = build_program(own(architecture, model__scan_layers=scan, model__remat=remat,
-                                data__separate_documents=True, train__batch_size=2, **fields), jax.devices()[:1])
+    program = build_program(config, jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 257, (2, 65), np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0).astype(np.int32)
     eval_step, losses = program.compile_eval_step(), []
-    for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):  # a token of the first document is changed
-        rows = Rows(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
-                    np.tile(np.arange(64) >= 32, (2, 1)))  # targets of the second one
+    for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):  # another token in the first document
+        rows = Batch(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
+                     np.tile(np.arange(64) >= 32, (2, 1)))  # targets of the second one
         losses.append(float(eval_step(params, {}, rows)[0]))
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_own_losses_metrics_and_state(package, scan):
-    """They reach the training loss, the metrics and the state, and do not depend on the number of microbatches."""
-    found = []
-    for microbatches in (1, 2):
+def test_own_losses_metrics_and_state():
+    """They reach the training loss, the metrics and the state, however layers and microbatches are computed."""
+    rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
+    plain, found = build_program(own("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
+    for scan, microbatches in ((True, 1), (False, 2)):
         config = own("my_models.calm:Calm", model__scan_layers=scan, model__remat="full",
                      train__microbatches=microbatches, train__batch_size=4)
         program = build_program(config, jax.devices()[:1])
         state = program.initial_state()
-        rows = Rows(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
-        plain = build_program(own("gpt", train__batch_size=4), jax.devices()[:1])
-        blocks = state.params["trunk"]["blocks"]["block"]
-        same = {**state.params, "trunk": {"blocks": blocks}}
-        nats, targets = plain.compile_eval_step()(
-            same, {}, rows._replace(counts_BxT=np.ones((4, 64), bool)))
+        # At their initial scale blocks write so little that the loss's rounding hides their own loss.
+        state = state._replace(params=jax.tree_util.tree_map_with_path(
+            lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
+        same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
+        nats, targets = plain(same, {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool)))
         step = program.compile_train_step()
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
         # Two layers' mean squares: their sum is the loss, their mean is logged, each is summed over microbatches.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
-        assert float(metrics["loss"]) == pytest.approx(
-            float(nats) / int(targets) + 1e-3 * 2 * float(metrics["mean_square"]), rel=1e-5)
+        own_loss = float(metrics["loss"]) - float(nats) / int(targets)
+        assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)
         found.append(float(metrics["loss"]))
         state, _ = step(state, rows)
         assert np.all(np.asarray(state.model_state["trunk"]["blocks"]["energy"]) > energies)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_state_is_saved_and_read(package, text_file, tmp_path):
-    """A run killed between two checkpoints has the same state as one that was not."""
+def test_state_is_saved_and_restored(text_file, tmp_path):
+    """A resumed run on eight devices has the same state as one that was never interrupted."""
     def config(steps):
-        config = own("my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2,
-                     train__steps=steps, train__eval_every=4, train__eval_steps=1, train__checkpoint_every=2,
-                     train__log_every=1)
-        config.mesh.data = 8
-        return config
+        return own("my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,
+                   train__steps=steps, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=1,
+                   train__log_every=1)
 
-    train(config(4), str(tmp_path / "whole"))
+    train(config(2), str(tmp_path / "whole"))
+    train(config(1), str(tmp_path / "parts"))
     train(config(2), str(tmp_path / "parts"))
-    train(config(4), str(tmp_path / "parts"))
     whole, parts = (inference.load_trained(tmp_path / name) for name in ("whole", "parts"))
     assert jax.tree.leaves(whole.model_state)
     for a, b in zip(jax.tree.leaves((whole.params, whole.model_state)),

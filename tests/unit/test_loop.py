@@ -1,28 +1,28 @@
-"""The training loop, driven with stand-ins: the order of its events, however a run goes. Nothing is compiled."""
+"""The order of events in the training loop, with fakes. Nothing is compiled."""
 
 import contextlib
 import math
 
 import pytest
 
-from smallgpt_jax.errors import Diverged
+from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.metrics import NonFiniteGuard, StepMetrics
 from smallgpt_jax.train import Schedule, train_loop
 
 
 class Run:
-    """Stand-ins for all that the loop calls, which note what happens in `events`.
+    """Fakes of everything that the loop calls; they append to `events`.
 
-    The state is the number of updates. `stop_after` is a step after which the run is asked to stop,
-    `stop_in_evaluation` one whose evaluation it is asked to stop in, `bad_steps` have losses that are not finite.
+    The state is the number of updates. The run is asked to stop after step `stop_after`, or in the evaluation of step
+    `stop_in_evaluation`; `bad_steps` have non-finite losses.
     """
 
     def __init__(self, stop_after=None, stop_in_evaluation=None, bad_steps=(), on_nonfinite="stop", max_nonfinite=2):
-        self.events, self.has_something_to_save, self.losses = [], False, []
+        self.events, self.can_save, self.losses = [], False, []
         self._stop_after, self._stop_in_evaluation, self._bad_steps = stop_after, stop_in_evaluation, bad_steps
         self._pending = None
         self.guard = NonFiniteGuard(on_nonfinite, max_nonfinite, lambda step: [step], lambda: None,
-                                    say=lambda line: self.events.append("skip"))
+                                    log=lambda line: self.events.append("skip"))
 
     def go(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
         batches = iter(range(first_step + 1, 1000))
@@ -71,20 +71,20 @@ class Run:
         return step != self._stop_in_evaluation
 
     # The stop.
-    def is_agreed(self):
-        assert self.has_something_to_save
+    def is_requested_anywhere(self):
+        assert self.can_save
         updates = [event for event in self.events if event.startswith("update")]
         return updates[-1] == f"update {self._stop_after}"
 
 
-def test_metrics_are_read_when_the_next_update_is_under_way():
+def test_metrics_are_read_after_the_next_update_is_dispatched():
     run = Run()
     run.go(steps=3, eval_every=10, checkpoint_every=10)
     assert run.events[:5] == ["update 1", "update 2", "read 1", "log 1", "update 3"]
 
 
-def test_a_step_that_saves_and_evaluates():
-    """Its metrics are read first, so that nothing bad is saved; it is saved before it is evaluated."""
+def test_saving_and_evaluating_at_one_step():
+    """The step's metrics are checked before it is saved; it is saved before it is evaluated."""
     run = Run()
     run.go(steps=4, eval_every=2, checkpoint_every=2)
     assert run.events == [
@@ -94,30 +94,30 @@ def test_a_step_that_saves_and_evaluates():
         "update 4", "read 3", "log 3", "read 4", "log 4", "pause", "save 4", "unpause", "evaluate 4"]
 
 
-def test_what_is_due_at_different_steps():
+def test_saving_and_evaluating_at_different_steps():
     run = Run()
     assert run.go(steps=7, eval_every=3, checkpoint_every=2) == (7, 7, False)
     assert [event for event in run.events if event.split()[0] in ("save", "evaluate")] == [
         "save 2", "evaluate 3", "save 4", "save 6", "evaluate 6", "save 7", "evaluate 7"]
-    assert run.unread_batch == 8  # no batch is taken that is not trained on
+    assert run.unread_batch == 8  # no batch is read in excess
 
 
-def test_a_resumed_run_makes_the_steps_that_are_left():
+def test_a_resumed_run_makes_the_remaining_steps():
     run = Run()
     assert run.go(steps=7, eval_every=3, checkpoint_every=3, first_step=5) == (7, 7, False)
     assert [event for event in run.events if "update" in event] == ["update 6", "update 7"]
     assert run.events.count("save 7") == run.events.count("evaluate 7") == 1
 
 
-def test_a_run_with_no_steps_left_does_nothing():
+def test_a_finished_run_does_nothing():
     run = Run()
     assert run.go(steps=5, eval_every=3, checkpoint_every=3, first_step=5) == (5, 5, False)
     assert run.events == [] and run.unread_batch == 6
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
-def test_a_stopped_run_saves_the_step_and_evaluates_no_more(stop_after):
-    """At a step on which nothing else is due, one that is saved anyway, one that would be evaluated, the last one."""
+def test_a_stopped_run_saves_and_does_not_evaluate(stop_after):
+    """At a step without other events, one that is saved anyway, one that would be evaluated, and the last one."""
     run = Run(stop_after=stop_after)
     assert run.go(steps=6, eval_every=4, checkpoint_every=3) == (stop_after, stop_after, True)
     assert run.events[-5:] == [f"read {stop_after}", f"log {stop_after}", "pause", f"save {stop_after}", "unpause"]
@@ -125,26 +125,26 @@ def test_a_stopped_run_saves_the_step_and_evaluates_no_more(stop_after):
 
 
 @pytest.mark.parametrize("step, is_saved", [(2, False), (4, True)])
-def test_a_run_stopped_while_it_evaluates(step, is_saved):
+def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.go(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    assert (f"save {step}" in run.events) == is_saved  # if not, `run` saves it at the end
+    assert (f"save {step}" in run.events) == is_saved  # otherwise `run` saves it at the end
 
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
-    """Step 3 is saved: its metrics are read before. Step 2's are read while step 3 is under way."""
+    """Step 3 would be saved: its metrics are read before. Step 2's are read after step 3 is dispatched."""
     run = Run(bad_steps=(bad_step,))
-    with pytest.raises(Diverged, match=f"step {bad_step}: loss nan"):
+    with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):
         run.go(steps=9, eval_every=3, checkpoint_every=3)
     assert run.events[-1] == last_event
     assert not any("save" in event or "evaluate" in event for event in run.events)
 
 
-def test_skipped_updates_are_logged_and_too_many_in_a_row_end_the_run():
+def test_skipped_updates_are_logged_up_to_the_maximum():
     run = Run(bad_steps=(1, 3, 4), on_nonfinite="skip")
-    with pytest.raises(Diverged, match="2 updates in a row"):
+    with pytest.raises(DivergenceError, match="2 non-finite updates in a row"):
         run.go(steps=9, eval_every=9, checkpoint_every=9)
     assert [event for event in run.events if event.split()[0] in ("skip", "log")] == [
         "skip", "log 1", "log 2", "skip", "log 3"]

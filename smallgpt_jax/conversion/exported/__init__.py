@@ -1,4 +1,1 @@
-"""What an exported folder brings along, so that Hugging Face's libraries can run the model from it.
-
-These two files are copied there; they import nothing of this project.
-"""
+"""PyTorch code that is copied to exported folders, for Hugging Face's libraries; imports nothing of this project."""

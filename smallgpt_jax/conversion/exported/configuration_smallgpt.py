@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 class SmallGPTConfig(PretrainedConfig):
     """GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462), as smallgpt_jax trains them.
 
-    The fields are those of its `model` group. `num_hidden_layers` counts what keeps a cache: the blocks,
-    and the convolutions that see more than one position.
+    The fields are those of smallgpt_jax's `model` group. `num_hidden_layers` counts the layers with a cache: the blocks, and
+    convolutions over more than one position.
     """
 
     model_type = "smallgpt"
@@ -51,12 +51,12 @@ class SmallGPTConfig(PretrainedConfig):
 
     @property
     def num_compressions(self) -> int:
-        """How often the width is halved."""
+        """The number of times that the width is halved."""
         if not self.blocks_per_stage:
             return 0
         return self.num_stages if self.compress_last_stage else self.num_stages - 1
 
     def stage(self, number: int) -> tuple[int, int]:
-        """Width and heads of the blocks of a stage."""
+        """Returns width and number of heads of the blocks of a stage."""
         heads = self.num_heads // 2**number if self.stage_heads == "scaled" else self.num_heads
         return self.d_model // 2**number, heads

@@ -1,6 +1,6 @@
 """The models of smallgpt_jax in PyTorch, for Hugging Face's transformers.
 
-Shapes in comments: B batch, T time, S positions in the cache and these, D width, H heads, K width of a head.
+Shapes in comments: B batch, T time, S cached positions and T, D width, H heads, K head width.
 """
 
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from .configuration_smallgpt import SmallGPTConfig
 
 
 class Places(NamedTuple):
-    """Where the tokens of a pass stand."""
+    """The attention mask and positions of a forward pass."""
 
-    mask: torch.Tensor  # (B or 1, 1, T, S): what each may see
-    positions: torch.Tensor  # (B or 1, T): in their texts
-    slots: torch.Tensor  # (B or 1, S): the same of all that the cache holds, these included
+    mask: torch.Tensor  # (B or 1, 1, T, S): visible keys per query
+    positions: torch.Tensor  # (B or 1, T): of the queries in their texts
+    slots: torch.Tensor  # (B or 1, S): of the keys in their texts, cached ones included
 
 
-def rotated(x, positions):
-    """Queries or keys (B, H, T, K) turned by their positions (arXiv 2104.09864): entries i and i + K/2 are a
-    point, turned by position · 10000^(−2i/K)."""
+def apply_rope(x, positions):
+    """Returns queries or keys (B, H, T, K) with rotary positions (arXiv 2104.09864): the pair of entries i and i + K/2 is
+    rotated by position · 10000^(−2i/K)."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angles = positions[:, None, :, None].float() * frequencies
@@ -34,9 +34,8 @@ def rotated(x, positions):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def alibi(places, heads):
-    """What is added to the scores of each head, (B or 1, H, T, S) (arXiv 2108.12409), and −∞ for what is not
-    to be seen."""
+def alibi_bias(places, heads):
+    """Returns the bias of each head's scores, (B or 1, H, T, S) (arXiv 2108.12409); −∞ for masked keys."""
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=places.mask.device) / heads)
     distances = places.slots[:, None, -places.mask.shape[2]:, None] - places.slots[:, None, None]
     return (-slopes[:, None, None] * distances).masked_fill(~places.mask, -torch.inf)
@@ -56,10 +55,10 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, time, self.heads, 3, -1)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, K) each
         if self.position == "rope":
-            q, k = rotated(q, places.positions), rotated(k, places.positions)
+            q, k = apply_rope(q, places.positions), apply_rope(k, places.positions)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        mask = alibi(places, self.heads).to(q.dtype) if self.position == "alibi" else places.mask
+        mask = alibi_bias(places, self.heads).to(q.dtype) if self.position == "alibi" else places.mask
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(batch, time, width))
 
@@ -92,7 +91,7 @@ class Block(nn.Module):
 
 
 class CausalConv(nn.Conv1d):
-    """A convolution over time that sees only the past. Its inputs are kept as a layer of the cache."""
+    """A causal convolution over time. Its inputs are stored as a layer of the cache."""
 
     def __init__(self, width, features, taps, layer):
         super().__init__(width, features, taps)
@@ -101,7 +100,7 @@ class CausalConv(nn.Conv1d):
     def forward(self, x, is_text, cache):  # (B, T, D), (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
-            x = x * is_text  # before a text there is nothing but zeros
+            x = x * is_text  # padding before a text is zeros
         if cache is not None and past:
             x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
         x = F.pad(x[:, -(time + past):], (0, 0, max(0, time + past - x.shape[1]), 0))
@@ -125,7 +124,7 @@ class Path(nn.Module):
 
 
 class Trunk(nn.Module):
-    """What lies between the embedding and the final LayerNorm."""
+    """The layers between the embedding and the final LayerNorm."""
 
     def __init__(self, config):
         super().__init__()
@@ -210,9 +209,8 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
-        """Logits of each position's next token; with `labels` (the tokens themselves; −100: not counted)
-        the loss too. Texts shorter than others of a batch are filled up on either side, which
-        `attention_mask` says."""
+        """Returns the logits of each position's next token, and the loss if `labels` are given (the tokens themselves;
+        −100: ignored). Short texts may be padded on either side; `attention_mask` marks their tokens."""
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -228,7 +226,7 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
         mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
         is_text = None
         if attention_mask is not None:
-            here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]  # else there is none to see
+            here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]  # padding sees itself: a row without keys is NaN
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
         x = self.final_norm(self.trunk(x, Places(mask, position_ids, slots), is_text, past_key_values))

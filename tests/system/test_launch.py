@@ -1,7 +1,7 @@
-"""The launch scripts: what they would run, and real runs of them with stand-ins for gcloud, srun and python.
+"""The launch scripts: their dry runs, and real runs with fakes of gcloud, srun and python.
 
-A stand-in records how it was called and then does what the test says. The one for gcloud runs the commands
-that are for a worker in a shell of this machine, with another home folder.
+A fake records its arguments and then runs a program of the test. That of gcloud runs the commands for a worker in a
+local shell, with another home folder.
 """
 
 import json
@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = ROOT / "launch"
 SCRIPTS = ("local_cluster.sh", "tpu_vm.sh", "slurm.sbatch")
 
-STAND_IN = """#!{python} -SE
+FAKE = """#!{python} -SE
 import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 folder, name, args = Path({folder!r}), Path(sys.argv[0]).name, sys.argv[1:]
@@ -53,16 +55,16 @@ if args[0] == "venv":
 
 
 class Machine:
-    """A PATH that begins with stand-ins, and what was called of them."""
+    """A PATH that starts with fakes, and a record of their calls."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         (folder / "bin").mkdir()
         (folder / "calls").touch()
 
-    def stand_in(self, name: str, program: str = "", folder: Path | None = None) -> None:
+    def fake(self, name: str, program: str = "", folder: Path | None = None) -> None:
         path = (folder or self.folder / "bin") / name
-        path.write_text(STAND_IN.format(python=sys.executable, folder=str(self.folder)))
+        path.write_text(FAKE.format(python=sys.executable, folder=str(self.folder)))
         path.chmod(0o755)
         (self.folder / f"{name}.py").write_text(program)
 
@@ -74,7 +76,9 @@ class Machine:
     def start(self, script: Path, *args, cwd: Path = ROOT, **more) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", script, *args], cwd=cwd, env=self.environment(**more), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # Tests that a shell runs in the background ignore SIGINT, and bash cannot trap what it inherits as ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:
         process = self.start(script, *args, **more)
@@ -97,18 +101,18 @@ def machine(tmp_path) -> Machine:
 def wait_until(condition, seconds: float = 10) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.02)
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of printed commands, one command a line."""
+    """Returns the words of printed commands, one per line."""
     return [shlex.split(line, comments=True) for line in text.splitlines()]
 
 
-def is_going(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # it is empty for one that has ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # empty for a zombie
     except OSError:
         return False
 
@@ -124,19 +128,19 @@ def test_shellcheck_finds_nothing(script):
 
 
 @pytest.mark.parametrize("script, args, words", [
-    ("local_cluster.sh", [], "after --"),
-    ("local_cluster.sh", ["--config=configs/gpt.py"], "unknown flag --config=configs/gpt.py"),
+    ("local_cluster.sh", [], "missing --"),
+    ("local_cluster.sh", ["--config=configs/gpt.py"], "--config=configs/gpt.py: unknown flag"),
     ("local_cluster.sh", ["--processes=none", "--"], "--processes=none"),
     ("local_cluster.sh", ["--devices=0", "--"], "--devices=0"),
-    ("tpu_vm.sh", [], "a command is missing"),
-    ("tpu_vm.sh", ["restart"], "no command restart"),
+    ("tpu_vm.sh", [], "missing command"),
+    ("tpu_vm.sh", ["restart"], "restart: unknown command"),
     ("tpu_vm.sh", ["status", "--zone=z"], "--name="),
     ("tpu_vm.sh", ["status", "--name=gpt"], "--zone="),
-    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--zones=z"], "unknown flag --zones=z"),
-    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--", "x"], "nothing after --"),
+    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--zones=z"], "--zones=z: unknown flag"),
+    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--", "x"], "unexpected arguments after --"),
     ("tpu_vm.sh", ["create", "--name=gpt", "--zone=z"], "--accelerator_type="),
     ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--"], "after --"),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--config=c.py"], "after --"),
+    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--config=c.py"], "follow --"),
     ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--", "--workdir=~/bucket/x"], "--bucket=NAME"),
     ("slurm.sbatch", ["--config=c.py"], "start it with sbatch"),
 ])
@@ -161,7 +165,7 @@ MAIN = ["-m", "smallgpt_jax.main"]
 
 
 def test_cluster_starts_every_process(machine):
-    machine.stand_in("python", "print('of', args[4])")
+    machine.fake("python", "print('of', args[4])")
     result = machine.run(
         CLUSTER, "--processes=3", "--devices=2", "--", "--workdir=runs/a b", "it's", cwd=machine.folder,
         XLA_FLAGS="--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2")
@@ -178,7 +182,7 @@ def test_cluster_starts_every_process(machine):
 
 
 def test_cluster_dry_run(machine):
-    machine.stand_in("python")
+    machine.fake("python")
     result = machine.run(CLUSTER, "--dry-run", "--", "--workdir=runs/a b", XLA_FLAGS="--xla_a=1")
     coordinator = re.search(r"--coordinator=127\.0\.0\.1:\d+", result.stdout)[0]
     assert commands(result.stdout) == [
@@ -187,8 +191,8 @@ def test_cluster_dry_run(machine):
     assert machine.calls("python") == []
 
 
-def test_cluster_uses_the_python_it_is_given(machine):
-    machine.stand_in("mine", folder=machine.folder)
+def test_cluster_uses_PYTHON(machine):
+    machine.fake("mine", folder=machine.folder)
     assert machine.run(CLUSTER, "--", "--x", PYTHON=str(machine.folder / "mine")).returncode == 0
     assert len(machine.calls("mine")) == 2
 
@@ -196,11 +200,11 @@ def test_cluster_uses_the_python_it_is_given(machine):
 def test_cluster_needs_a_python(machine):
     result = machine.run(CLUSTER, "--", "--x", PYTHON="/not/there")
     assert result.returncode == 1
-    assert result.stderr == "error: there is no /not/there: activate the environment, or set PYTHON\n"
+    assert result.stderr == "error: /not/there: not found; activate the environment, or set PYTHON\n"
 
 
 def test_cluster_stops_all_when_one_fails(machine):
-    machine.stand_in("python", """
+    machine.fake("python", """
 print("words of", args[4], flush=True)
 if args[4] == "--process_id=1":
     while len((folder / "calls").read_text().splitlines()) < 4:
@@ -215,12 +219,12 @@ time.sleep(60)
     assert result.returncode == 3
     assert result.stdout == "words of --process_id=0\n"
     assert result.stderr.splitlines() == [
-        "process 1: words of --process_id=1", "process 1: it broke", "process 1 ended with status 3"]
-    assert not any(is_going(call["pid"]) for call in machine.calls("python"))
+        "process 1: words of --process_id=1", "process 1: it broke", "process 1: exit status 3"]
+    assert not any(is_running(call["pid"]) for call in machine.calls("python"))
 
 
-def test_cluster_gives_the_others_a_moment(machine):
-    machine.stand_in("python", """
+def test_cluster_waits_before_stopping_the_others(machine):
+    machine.fake("python", """
 if args[4] == "--process_id=0":
     sys.exit(4)
 time.sleep(0.5)
@@ -230,12 +234,12 @@ sys.exit(5)
     result = machine.run(CLUSTER, "--", "--x", GRACE_SECONDS="10")
     assert result.returncode == 4
     assert (machine.folder / "saved").exists()
-    assert result.stderr == "process 0 ended with status 4\nprocess 1 ended with status 5\n"
+    assert result.stderr == "process 0: exit status 4\nprocess 1: exit status 5\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_cluster_hands_signals_on(machine, number):
-    machine.stand_in("python", """
+def test_cluster_forwards_signals(machine, number):
+    machine.fake("python", """
 def end(number, _):
     (folder / f"heard {args[4]}").write_text(str(number))
     sys.exit(6)
@@ -243,7 +247,7 @@ signal.signal(signal.SIGINT, end)
 signal.signal(signal.SIGTERM, end)
 (folder / f"ready {args[4]}").touch()
 while True:
-    time.sleep(0.05)  # a signal that comes just before a sleep is heard only after it
+    time.sleep(0.05)  # Python handles a signal that arrives just before a sleep only after it
 """)
     process = machine.start(CLUSTER, "--", "--x")
     wait_until(lambda: len(list(machine.folder.glob("ready *"))) == 2)
@@ -289,7 +293,7 @@ START = [ssh(f"{THERE} ready mine"), ssh(f"{THERE} start --config=c.py '--workdi
 
 
 class Cloud(Machine):
-    """A machine with a gcloud, a repository of the launch scripts alone, and one worker."""
+    """A machine with a fake gcloud, a repository of the launch scripts, and one worker."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -299,16 +303,16 @@ class Cloud(Machine):
         for command in ("init", "add .", "commit --no-gpg-sign --message=x"):
             subprocess.run([*git, *command.split()], check=True, capture_output=True)
         (self.worker / ".local/bin").mkdir(parents=True)
-        self.stand_in("gcloud", GCLOUD)
-        self.stand_in("python", "time.sleep(60)")
-        self.stand_in("uv", UV, folder=self.worker / ".local/bin")
-        self.stand_in("gcsfuse", "(folder / 'mounted').touch()")
-        self.stand_in("mountpoint", "sys.exit(not (folder / 'mounted').exists())")
+        self.fake("gcloud", GCLOUD)
+        self.fake("python", "time.sleep(60)")
+        self.fake("uv", UV, folder=self.worker / ".local/bin")
+        self.fake("gcsfuse", "(folder / 'mounted').touch()")
+        self.fake("mountpoint", "sys.exit(not (folder / 'mounted').exists())")
         for name in ("curl", "sudo"):
-            self.stand_in(name, "sys.exit('not in a test')")
+            self.fake(name, "sys.exit('not in a test')")
 
     def states(self, *states: str) -> None:
-        """What gcloud will answer, one after another; the last one from then on."""
+        """Sets the answers of gcloud, in order; the last one is repeated."""
         (self.folder / "states").write_text(" ".join(states))
 
     def tpu(self, command: str, *args, **more) -> subprocess.CompletedProcess:
@@ -320,7 +324,7 @@ def cloud(tmp_path):
     cloud = Cloud(tmp_path)
     yield cloud
     for call in cloud.calls("python"):
-        if is_going(call["pid"]):
+        if is_running(call["pid"]):
             os.kill(call["pid"], signal.SIGKILL)
 
 
@@ -351,24 +355,24 @@ def test_tpu_dry_run(cloud, command, expected):
     assert not (cloud.repository / "build").exists()
 
 
-def test_tpu_create_waits_until_the_slice_is_there(cloud):
+def test_tpu_create_waits_until_active(cloud):
     cloud.states("ACCEPTED", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "BROKEN", "PROVISIONING",
                  "ACTIVE")
     result = cloud.tpu("create", *KIND)
     assert result.returncode == 0
     assert cloud.args("gcloud") == [CREATE[1:], *[DESCRIBE[1:]] * 6]
     assert [line.split(" is ")[1] for line in result.stdout.splitlines()] == [
-        "ACCEPTED", "WAITING_FOR_RESOURCES", "not known", "PROVISIONING", "ACTIVE"]
-    said = [line for line in result.stderr.splitlines() if line.startswith("+ ")]
-    assert commands("\n".join(line[2:] for line in said)) == [CREATE, DESCRIBE]
+        "ACCEPTED", "WAITING_FOR_RESOURCES", "unknown", "PROVISIONING", "ACTIVE"]
+    logged = [line for line in result.stderr.splitlines() if line.startswith("+ ")]
+    assert commands("\n".join(line[2:] for line in logged)) == [CREATE, DESCRIBE]
 
 
-def test_tpu_create_says_when_it_cannot_be(cloud):
+def test_tpu_create_reports_failure(cloud):
     cloud.states("ACCEPTED", "FAILED")
     result = cloud.tpu("create", *KIND)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "error: gpt is FAILED. Why, says gcloud compute tpus queued-resources describe gpt --zone=z")
+        "error: gpt is FAILED; for the reason, run gcloud compute tpus queued-resources describe gpt --zone=z")
 
 
 def test_tpu_run_from_install_to_stop(cloud):
@@ -390,7 +394,7 @@ def test_tpu_run_from_install_to_stop(cloud):
     call, = cloud.calls("python")
     assert call["args"] == [*MAIN, RUN[0], f"--workdir={cloud.worker}/bucket/runs/a b", *RUN[2:]]
     assert call["cwd"] == str(cloud.worker / "smallgpt_jax")
-    assert os.getsid(call["pid"]) == call["pid"]  # it does not end with the ssh session
+    assert os.getsid(call["pid"]) == call["pid"]  # it outlives the ssh session
     assert len(cloud.calls("gcsfuse")) == 1  # mounted once
 
     (cloud.worker / "smallgpt_jax.log").write_text("step 1\nstep 2\n")
@@ -398,16 +402,16 @@ def test_tpu_run_from_install_to_stop(cloud):
     for command in (["start", "--", "--x"], ["install"]):
         refused = cloud.tpu(*command)
         assert refused.returncode == 1
-        assert re.search("error: a run is going on .*: stop it first", refused.stderr)
+        assert re.search("error: .*: a run is in progress; stop it first", refused.stderr)
 
     assert cloud.tpu("stop").returncode == 0
-    assert not is_going(call["pid"])
+    assert not is_running(call["pid"])
     assert "no run" in cloud.tpu("status").stdout
 
 
-def test_tpu_stop_ends_also_those_who_ignore_it(cloud):
+def test_tpu_stop_kills_processes_that_ignore_sigterm(cloud):
     cloud.states("ACTIVE")
-    cloud.stand_in("python", """
+    cloud.fake("python", """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("deaf", flush=True)
 time.sleep(60)
@@ -416,10 +420,10 @@ time.sleep(60)
     assert cloud.tpu("start", "--", "--x").returncode == 0
     wait_until(lambda: (cloud.worker / "smallgpt_jax.log").read_text() == "deaf\n")
     assert cloud.tpu("stop", GRACE_SECONDS="1").returncode == 0
-    wait_until(lambda: not is_going(cloud.calls("python")[0]["pid"]), 2)
+    wait_until(lambda: not is_running(cloud.calls("python")[0]["pid"]), 2)
 
 
-def test_tpu_resume_makes_the_slice_anew(cloud):
+def test_tpu_resume_recreates_the_slice(cloud):
     cloud.states("SUSPENDING", "SUSPENDING", "SUSPENDED", "WAITING_FOR_RESOURCES", "ACTIVE")
     result = cloud.tpu("resume", *KIND, "--spot", "--bucket=mine", "--", *RUN)
     assert result.returncode == 0, result.stderr
@@ -431,15 +435,15 @@ def test_tpu_resume_makes_the_slice_anew(cloud):
     assert cloud.args("python")[0][3] == f"--workdir={cloud.worker}/bucket/runs/a b"
 
 
-def test_tpu_resume_makes_a_slice_where_there_is_none(cloud):
-    """As after a resume that was cut short between deleting and creating."""
+def test_tpu_resume_creates_a_missing_slice(cloud):
+    """As after a resume that was interrupted between deleting and creating."""
     cloud.states("BROKEN", "ACTIVE")
     assert cloud.tpu("resume", *KIND, "--", "--x").returncode == 0
     assert [args[3] for args in cloud.args("gcloud")][:3] == ["describe", "create", "describe"]
     wait_until(lambda: cloud.calls("python"))
 
 
-def test_tpu_resume_leaves_a_slice_that_is_there(cloud):
+def test_tpu_resume_keeps_an_existing_slice(cloud):
     cloud.states("WAITING_FOR_RESOURCES", "ACTIVE")
     assert cloud.tpu("resume", *KIND, "--", "--x").returncode == 0
     assert not any("delete" in args or "create" in args for args in cloud.args("gcloud"))
@@ -447,7 +451,7 @@ def test_tpu_resume_leaves_a_slice_that_is_there(cloud):
 
 
 def test_tpu_delete_asks(cloud):
-    result = cloud.tpu("delete")  # with nobody there to answer
+    result = cloud.tpu("delete")  # standard input is closed
     assert (result.returncode, result.stderr) == (1, "error: nothing was deleted\n")
     assert cloud.calls("gcloud") == []
     assert cloud.tpu("delete", "--yes").returncode == 0
@@ -460,38 +464,38 @@ SBATCH = LAUNCH / "slurm.sbatch"
 SRUN = ["srun", "--kill-on-bad-exit=1"]
 
 
-def test_slurm_settings_are_one_task_a_gpu():
+def test_slurm_settings_are_one_task_per_gpu():
     settings = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", SBATCH.read_text(), re.M))
     assert settings["ntasks-per-node"] == settings["gpus-per-node"]
     assert "gpus-per-task" not in settings and "requeue" in settings and settings["open-mode"] == "append"
 
 
 def test_slurm_dry_run(machine):
-    machine.stand_in("srun")
+    machine.fake("srun")
     result = machine.run(SBATCH, "--dry-run", "--workdir=/shared/a b")
     assert commands(result.stdout) == [[*SRUN, "python", *MAIN, "--workdir=/shared/a b"]]
     assert machine.calls("srun") == []
 
 
 def test_slurm_runs_srun(machine):
-    machine.stand_in("srun", "sys.exit(7)")
+    machine.fake("srun", "sys.exit(7)")
     result = machine.run(SBATCH, "--workdir=/shared/it's a", SLURM_JOB_ID="5", SLURM_CPUS_PER_TASK="8")
     assert result.returncode == 7
     assert machine.args("srun") == [
         [*SRUN[1:], "--cpus-per-task=8", "python", *MAIN, "--workdir=/shared/it's a"]]
 
 
-def test_slurm_wants_the_root(machine):
+def test_slurm_requires_the_repository_root(machine):
     result = machine.run(SBATCH, "--x", cwd=machine.folder, SLURM_JOB_ID="5")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
-def test_slurm_requeues_at_the_end_of_its_time(machine):
-    machine.stand_in("srun", """
+def test_slurm_requeues_before_the_time_limit(machine):
+    machine.fake("srun", """
 while not (folder / "requeued").exists():
     time.sleep(0.02)
 """)
-    machine.stand_in("scontrol", "(folder / 'requeued').touch()")
+    machine.fake("scontrol", "(folder / 'requeued').touch()")
     process = machine.start(SBATCH, "--x", SLURM_JOB_ID="5")
     wait_until(lambda: machine.calls("srun"))
     process.send_signal(signal.SIGUSR1)

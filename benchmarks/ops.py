@@ -1,0 +1,155 @@
+"""Are the rewrites in smallgpt_jax/ops still faster? Times each against its plain form, alternating the two, on a CPU.
+
+    python benchmarks/ops.py
+
+prints one row per rewrite: milliseconds of the plain form and of ours, and their ratio (median over rounds of
+plain / ours: above 1, ours is faster). Run it with each new JAX, and remove rewrites that are no longer faster. Shapes
+are those of the quickstart (8 × 128 positions, width 128) and of width 256 (16 × 128 positions). The last line of
+output is JSON.
+"""
+
+import functools
+import json
+import platform as system
+import statistics
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import linen as nn
+
+from smallgpt_jax.analysis.chips import device_name
+from smallgpt_jax.inference import sampling
+from smallgpt_jax.ops import activations, attention, cross_entropy, matmul
+
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds; each times every form once.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "These rows only, by the beginning of their names.")
+
+
+def training(function):
+    """Returns the function that computes the gradient of `function`'s output, summed with fixed weights, by all
+    arguments."""
+    def weighted_sum(*arguments):
+        y = function(*arguments)
+        return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))
+
+    return lambda *arguments: jax.grad(weighted_sum, argnums=tuple(range(len(arguments))))(*arguments)
+
+
+def on_gpu(function):
+    """Returns `function` as it is traced where the platform is not a CPU."""
+    def traced(*arguments):
+        with mock.patch.object(cross_entropy, "platform", lambda: "gpu"):
+            return function(*arguments)
+
+    return traced
+
+
+def plain_cross_entropy(x_BxTxW, head_VxW, targets_BxT):
+    logits_BxTxV = jnp.einsum("btw,vw->btv", x_BxTxW, head_VxW)
+    return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits_BxTxV), targets_BxT[..., None], axis=-1))
+
+
+def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
+    time_ = q_BxHxTxK.shape[2]
+    scores = jnp.einsum("bhtk,bhsk->bhts", q_BxHxTxK, k_BxHxTxK) / np.sqrt(q_BxHxTxK.shape[3])
+    scores = jnp.where(np.tri(time_, dtype=bool), scores, -1e30)
+    return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v_BxHxTxK)
+
+
+def rows() -> dict[str, tuple]:
+    """Returns {name: (plain, ours, arguments)}."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    found = {}
+    for label, batch, width in (("quickstart", 8, 128), ("width 256", 16, 256)):
+        positions, vocabulary = batch * 128, 1024 if width == 128 else 8192
+        x, tall = normal(positions, 4 * width), normal(4 * width, width)
+        found[f"matmul: tall weight transposed, {label}"] = training(jnp.dot), training(matmul.matmul), (x, tall)
+        found[f"gelu: derivative kept, {label}"] = (
+            training(functools.partial(nn.gelu, approximate=False)), training(activations.gelu), (x,))
+        hidden, head = normal(batch, 128, width), 0.02 * normal(vocabulary, width)
+        targets = jnp.asarray(rng.integers(0, vocabulary, (batch, 128)))
+
+        def ours(x, head, targets=targets):
+            return cross_entropy.cross_entropy(x, head, targets, jnp.ones(targets.shape), chunks=4)
+
+        found[f"cross-entropy: gradient with the loss, in 4 chunks, {label}"] = (
+            training(lambda x, head, targets=targets: plain_cross_entropy(x, head, targets)), training(ours),
+            (hidden, head))
+        found[f"cross-entropy: head's gradient transposed, {label}"] = (
+            on_gpu(training(ours)), training(ours), (hidden, head))
+        heads = width // 32
+        qkv = tuple(normal(batch, heads, 128, 32) for _ in range(3))
+        causal = attention.AttentionMask(0)
+        found[f"attention: divided after the product, {label}"] = (
+            training(plain_attention),
+            training(lambda q, k, v, mask=causal: attention.attention(q, k, v, mask, backend="xla")), qkv)
+    qkv = tuple(normal(2, 4, 1024, 64) for _ in range(3))
+    found["attention: chunks of queries, context 1,024"] = (
+        training(lambda q, k, v: attention.attention(q, k, v, causal, backend="reference")),
+        training(lambda q, k, v: attention.attention(q, k, v, causal, backend="xla")), qkv)
+
+    cache, new, start = normal(8, 256, 64), normal(8, 1, 64), jnp.full(8, 100)
+    found["update_cache: slice per row, 8 rows of one token"] = (
+        lambda cache, x, start: cache.at[jnp.arange(8), start].set(x[:, 0]), attention.update_cache,
+        (cache, new, start))
+    found["update_cache: one slice, 1 row of one token"] = (
+        jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0))), attention.update_cache,
+        (cache[:1], new[:1], start[:1]))
+    query, keys, values, place = normal(4, 1, 1, 64), normal(4, 1024, 64), normal(4, 1024, 64), jnp.full((4, 1), 1000)
+
+    def with_axis(query, keys, values, place):
+        scores = jnp.einsum("hrtk,hsk->hrts", query, keys) / 8
+        allowed = jnp.arange(1024)[None, None] <= place[:, :, None]
+        return jnp.einsum("hrts,hsk->hrtk", jax.nn.softmax(jnp.where(allowed[:, None], scores, -1e30)), values)
+
+    found["cached_attention: a single query without its axis"] = (
+        with_axis, lambda *arguments: attention.cached_attention(*arguments, causal), (query, keys, values, place))
+    found["greedy: argmax in two passes, 50,304 logits"] = (
+        lambda logits: jnp.argmax(logits, axis=-1), sampling.greedy, (normal(8, 50_304),))
+    return found
+
+
+def milliseconds(compiled, arguments) -> float:
+    """Returns the best of five calls."""
+    def once():
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        return time.perf_counter() - started
+
+    return 1e3 * min(once() for _ in range(5))
+
+
+def measure() -> list[dict]:
+    measured = []
+    for name, (plain, ours, arguments) in rows().items():
+        if _ONLY.value and not any(name.startswith(word) for word in _ONLY.value):
+            continue
+        forms = [jax.jit(form).lower(*arguments).compile() for form in (plain, ours)]
+        for form in forms:
+            milliseconds(form, arguments)
+        times = [[milliseconds(form, arguments) for form in forms] for _ in range(_ROUNDS.value)]
+        row = {"name": name, "plain_ms": statistics.median(a for a, _ in times),
+               "ours_ms": statistics.median(b for _, b in times),
+               "ratio": statistics.median(a / b for a, b in times)}
+        print(f"{row['name']:<64} {row['plain_ms']:9.3f} {row['ours_ms']:9.3f}   {row['ratio']:.2f}×", flush=True)
+        measured.append(row)
+    return measured
+
+
+def main(_) -> None:
+    print(f"{'plain and ours, ms; plain / ours':<64}")
+    print(json.dumps({"rows": measure(), "device": device_name(jax.devices()[0]), "jax": jax.__version__,
+                      "python": system.python_version()}))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    app.run(main)

@@ -1,0 +1,111 @@
+"""Hugging Face and TensorFlow datasets as parts; their libraries are the extra [data]."""
+
+import contextlib
+
+from smallgpt_jax.data import tfrecord
+from smallgpt_jax.data.parts import Part, Rules, extract_text
+from smallgpt_jax.data.text_files import missing_libraries, name_file_in_errors, open_binary
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
+
+
+def hugging_face_parts(source: str) -> list[Part]:
+    """Returns the shards of the training split of `hf:NAME[:CONFIG]`, streamed."""
+    try:
+        import datasets
+    except ImportError:
+        raise missing_libraries(f"config.data.source={source!r}") from None
+    name, *config = source.removeprefix("hf:").split(":", 1)
+
+    @contextlib.contextmanager
+    def name_source_in_errors():
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # many types: of datasets, the hub, the network
+            raise UserError(f"config.data.source={source!r}: {short_reason(error)}") from None
+
+    with name_source_in_errors():
+        stream = datasets.load_dataset(name, *config, split="train", streaming=True)
+
+    def read(shard: int, rules: Rules):
+        def items():
+            with name_source_in_errors():
+                for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
+                    yield extract_text(row.get(rules.text_field), f"{source}, shard {shard}, row {number}", row,
+                                       rules)
+        return items(), lambda: 0.0
+
+    return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules))
+            for shard in range(stream.num_shards)]
+
+
+def tfds_parts(source: str) -> list[Part]:
+    """Returns the training split of `tfds:NAME`, read without TensorFlow: one part per TFRecord shard, or a single
+    part if its format has random access."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise missing_libraries(f"config.data.source={source!r}") from None
+    name = source.removeprefix("tfds:")
+    try:
+        builder = tfds.builder(name)
+        if builder.is_prepared() and builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
+            split = builder.info.splits["train"]
+            return list(map(tfrecord_part, split.filepaths, split.shard_lengths))
+        return [indexed_part(source, tfds.data_source(name, split="train"))]
+    except UserError:
+        raise
+    except Exception as error:  # many types: TFDS runs the code of each dataset
+        why = short_reason(error)
+        fix = ("; convert it to TFRecord or array_record files (tfds build --file_format=array_record), or its texts "
+               "to Parquet files" if "file format" in why.lower() else "")
+        raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
+
+
+def tfrecord_part(path, count: int) -> Part:
+    """Returns a shard of a TensorFlow dataset, a TFRecord file of `count` tf.train.Example protos, as a part."""
+    from google.protobuf.message import DecodeError
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; download this shard again") from None
+
+    def read(rules: Rules):
+        file = open_binary(path)
+
+        def items():
+            number = 0
+            with name_file_in_errors(path):
+                for number, record in enumerate(tfrecord.read_records(file, stat.length), 1):
+                    try:
+                        fields = tf_example_pb2.Example.FromString(record).features.feature
+                    except DecodeError:
+                        raise ValueError(f"record {number} is not a tf.train.Example") from None
+                    texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
+                    yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
+                                       sorted(fields), rules)
+            if number != count:
+                raise UserError(f"{path}: has {number} records, {count} according to dataset_info.json; download this "
+                                "shard again")
+        return items(), lambda: file.tell() / max(stat.length, 1)
+
+    return Part(str(path), stat.length, read, (stat.mtime,))
+
+
+def indexed_part(source: str, rows) -> Part:
+    """Returns a TensorFlow dataset with random access as a part."""
+    done = 0
+
+    def read(rules: Rules):
+        def items():
+            nonlocal done
+            for done in range(len(rows)):
+                row = rows[done]
+                yield extract_text(row.get(rules.text_field), f"{source}, item {done}", row, rules)
+        return items(), lambda: done / max(len(rows), 1)
+
+    return Part(source, 0, read)

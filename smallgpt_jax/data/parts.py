@@ -1,0 +1,159 @@
+"""A source as parts (files or shards): which of their items are documents, and the documents in batches.
+
+A place in a source is the number of a part and the number of its items read so far; reading can resume there.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from smallgpt_jax.errors import UserError
+
+BATCH_CHARACTERS = 1_000_000  # per batch of documents
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons to skip an item, but not if invalid_utf8="replace"
+
+
+class Skipped(NamedTuple):
+    """A skipped item, and why it was skipped."""
+
+    reason: str
+
+Item = str | Skipped
+
+
+class Place(NamedTuple):
+    """How far a source has been read: complete parts, and items of the next part."""
+
+    parts: int = 0
+    items: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which items are documents, and what happens to the others: fields of the config's `data` group."""
+
+    text_field: str
+    invalid_utf8: str  # "refuse" | "replace"
+    invalid_items: str  # "refuse" | "skip"
+
+    def __post_init__(self):
+        for field, allowed in (("invalid_utf8", ("refuse", "replace")),
+                               ("invalid_items", ("refuse", "skip"))):
+            if getattr(self, field) not in allowed:
+                raise UserError(f"config.data.{field}={getattr(self, field)!r}: must be "
+                                f"{' or '.join(map(repr, allowed))}")
+
+    def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
+        """Raises UserError for an invalid item, or returns it as skipped, as the rules say."""
+        if self.invalid_items == "skip":
+            return Skipped(why.split(":")[0])
+        raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One file or shard of a source.
+
+    `read(rules)` returns its items, always in the same order, and a function that returns the fraction of the part
+    read so far, 0 to 1.
+    """
+
+    name: str
+    size: int  # bytes; 0 if unknown
+    read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
+    version: tuple = ()  # changes when the items do, where that can be known
+
+
+def extract_text(text, where: str, fields, rules: Rules) -> Item:
+    """Returns the value of an item's text field as text if it is valid text; `fields` are the item's fields."""
+    if isinstance(text, bytes):
+        try:
+            text = text.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            return rules.refuse_or_skip(where, f"not UTF-8: byte {error.start}",
+                                "set --config.data.invalid_utf8=replace")
+    if not isinstance(text, str):
+        return rules.refuse_or_skip(
+            where, f"no text in the field {rules.text_field!r}: its fields are {', '.join(fields)}",
+            "set --config.data.text_field")
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, \ud800
+        if rules.invalid_utf8 == "replace":
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return rules.refuse_or_skip(where, f"half a surrogate pair: character {error.start}",
+                            "set --config.data.invalid_utf8=replace")
+
+
+class DocumentBatch(NamedTuple):
+    """Consecutive documents, the items skipped between them, and the place after them."""
+
+    texts: list[str]
+    skipped: Counter  # reason → items
+    place: Place
+    done: float  # fraction of the source read so far, 0 to 1
+    digest: str  # of the source up to `place`
+
+
+class Digest:
+    """A digest of a source as far as it has been read: name, size and version of each complete part, the items read of
+    the next."""
+
+    def __init__(self, parts: Iterable[Part] = ()):
+        self._parts, self._items = hashlib.sha256(), hashlib.sha256()
+        for part in parts:
+            self.end_part(part)
+
+    def add(self, item: Item) -> None:
+        what, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
+        self._items.update(f"{what} {len(text)} ".encode())
+        self._items.update(text.encode())
+
+    def end_part(self, part: Part) -> None:
+        self._parts.update(repr((part.name, part.size, part.version)).encode())
+        self._items = hashlib.sha256()
+
+    def hexdigest(self) -> str:
+        return self._parts.hexdigest() + self._items.hexdigest()
+
+
+def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
+    """Returns the digest of a source up to `place`. Raises UserError for invalid items before it."""
+    digest = Digest(parts[:place.parts])
+    for part in parts[place.parts:place.parts + 1]:
+        for item in itertools.islice(part.read(rules)[0], place.items):
+            digest.add(item)
+    return digest.hexdigest()
+
+
+def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
+                     ) -> Iterator[DocumentBatch]:
+    """Yields the documents from `start` on, in batches of about `size` (default BATCH_CHARACTERS) characters."""
+    size = size or BATCH_CHARACTERS
+    weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
+    total, before = sum(weights), sum(weights[:start.parts])  # `before`: of complete parts
+    digest = Digest(parts[:start.parts])
+    texts, skipped, characters = [], Counter(), 0
+    for number, part in enumerate(parts[start.parts:], start.parts):
+        items, progress = part.read(rules)
+        first = start.items if number == start.parts else 0
+        for count, item in enumerate(items, 1):
+            digest.add(item)
+            if count <= first:
+                continue
+            if item and isinstance(item, str):
+                texts.append(item)
+                characters += len(item)
+            else:
+                skipped[item.reason if item else "empty"] += 1
+            if characters >= size:
+                yield DocumentBatch(texts, skipped, Place(number, count),
+                            (before + weights[number] * progress()) / total, digest.hexdigest())
+                texts, skipped, characters = [], Counter(), 0
+        digest.end_part(part)
+        before += weights[number]
+    yield DocumentBatch(texts, skipped, Place(len(parts)), 1.0, digest.hexdigest())

@@ -1,0 +1,204 @@
+"""Local files of text as parts: plain text, JSON lines, Parquet, also compressed."""
+
+import bz2
+import codecs
+import contextlib
+import gzip
+import importlib
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")  # files read from a folder, also compressed ones
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
+BLOCK_BYTES = 1_000_000  # per read of a text file
+PARQUET_ROWS = 128  # per read
+
+
+def content_suffix(path: Path) -> str:
+    """Returns the suffix of a file without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
+
+
+def file_part(path: Path, source: str, passage: int) -> Part:
+    """Returns a Part that reads a local file. Plain text is split into passages of at most `passage` characters."""
+    def read(rules: Rules):
+        if content_suffix(path) == ".parquet":
+            return read_parquet(path, rules)
+        raw = open_binary(path)
+        if content_suffix(path) in JSON_SUFFIXES:
+            items = parse_json_lines(read_lines(path, raw), path, rules)
+        elif source == "python_stdlib":
+            items = iter([raw.read().decode(errors="replace")])
+        else:
+            items = split_passages(decode_utf8(read_blocks(path, raw), path, rules.invalid_utf8), passage)
+        length = max(path.stat().st_size, 1)
+        return items, lambda: min(raw.tell() / length, 1.0)
+
+    stat = path.stat()
+    return Part(str(path), stat.st_size, read, (str(path.resolve()), stat.st_mtime_ns, passage))
+
+
+def open_binary(path: Path):
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def decompress(path: Path, raw) -> io.BufferedIOBase:
+    """Wraps an open file so that reading it decompresses it, if its suffix says that it is compressed."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(raw)
+    if suffix == ".bz2":
+        return bz2.open(raw)
+    if suffix == ".zst":
+        return io.BufferedReader(import_pyarrow(path).input_stream(raw, compression="zstd"))
+    return raw
+
+
+@contextlib.contextmanager
+def name_file_in_errors(path: Path):
+    """Raises the errors of libraries that read a damaged file as a UserError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the operating system, not of the file
+            raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: damaged, or not of the type of its suffix ({short_reason(error).rstrip('.')}); "
+                        "download it again, or remove it") from None
+
+
+def read_blocks(path: Path, raw) -> Iterator[bytes]:
+    with name_file_in_errors(path):
+        file = decompress(path, raw)
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def read_lines(path: Path, raw) -> Iterator[bytes]:
+    with name_file_in_errors(path):
+        yield from decompress(path, raw)
+
+
+def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
+    """Decodes UTF-8 block by block. All line endings become newlines.
+
+    Raises UserError with the byte and line of the first invalid byte.
+    """
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    errors = "strict" if invalid_utf8 == "refuse" else "replace"
+    offset, line, rest = 0, 1, b""
+    for block in itertools.chain(blocks, [b""]):
+        data = rest + block
+        if offset == 0 and data.startswith(codecs.BOM_UTF8):
+            data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
+        try:
+            text, used = codecs.utf_8_decode(data, errors, not block)
+        except UnicodeDecodeError as error:
+            line += data.count(b"\n", 0, error.start)
+            raise not_utf8(path, offset + error.start, line) from None
+        offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
+        yield newlines.decode(text, final=not block)
+
+
+def not_utf8(path: Path, byte: int, line: int) -> UserError:
+    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, or set "
+                     "--config.data.invalid_utf8=replace")
+
+
+def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
+    """Splits a text, given in pieces, into documents of at most `most` characters, preferably at blank lines.
+
+    Otherwise a long book would be one document, entirely in the training or in the validation split. The cost is an
+    end-of-text every 16 thousand characters (more often in a source below 1.6 MB, so that it has about a hundred
+    documents).
+    """
+    text = ""
+    for piece in pieces:
+        text, start = text + piece, 0
+        while len(text) - start > most:
+            half = start + most // 2
+            cuts = (text.rfind(mark, half, start + most) + len(mark) for mark in ("\n\n", "\n", " "))
+            end = next((cut for cut in cuts if cut > half), start + most)
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    yield text
+
+
+def parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
+    """Yields the text field of each line's JSON object. Ignores blank lines."""
+    offset = 0
+    for number, line in enumerate(lines, start=1):
+        start, offset = offset, offset + len(line)
+        if line.strip():
+            yield parse_json_line(line, path, start, number, rules)
+
+
+def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
+    where = f"{path}, line {number}"
+    if offset == 0:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        decoded_line = line.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+    except UnicodeDecodeError as error:
+        if rules.invalid_items == "skip":
+            return Skipped("not UTF-8")
+        raise not_utf8(path, offset + error.start, number) from None
+    try:
+        item = json.loads(decoded_line)
+    except RecursionError:
+        return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
+    except ValueError as error:  # includes numbers of thousands of digits
+        return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
+    if not isinstance(item, dict):
+        return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")
+    return extract_text(item.get(rules.text_field), where, item, rules)
+
+
+def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
+    parquet, types = import_pyarrow(path, "parquet"), import_pyarrow(path, "types")
+    with name_file_in_errors(path):
+        file = parquet.ParquetFile(path)
+    rows = max(file.metadata.num_rows, 1)
+    columns = file.schema_arrow.names
+    if rules.text_field not in columns:
+        raise UserError(f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
+                        "--config.data.text_field")
+    done = 0
+
+    def items():
+        nonlocal done
+        with name_file_in_errors(path):
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
+                column = batch.column(0)
+                if types.is_string(column.type) or types.is_large_string(column.type):  # not checked to be UTF-8
+                    column = column.cast("binary" if types.is_string(column.type) else "large_binary")
+                for number, text in enumerate(column.to_pylist(), done + 1):
+                    yield extract_text(text, f"{path}, row {number}", columns, rules)
+                done += len(batch)
+
+    return items(), lambda: done / rows
+
+
+def import_pyarrow(path: Path, module: str = ""):
+    try:
+        return importlib.import_module(f"pyarrow{module and '.'}{module}")
+    except ImportError:
+        raise missing_libraries(str(path)) from None
+
+
+def missing_libraries(what: str) -> UserError:
+    return UserError(f"{what}: needs more libraries; run pip install -e '.[data]'")

@@ -1,0 +1,28 @@
+"""Positions inside attention: rotary embeddings and ALiBi. Learned ones are a table of `LanguageModel`."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def apply_rope(x_BxHxTxK, positions_BxT, base: float):
+    """Returns queries or keys rotated by their positions, in their own dtype; scores then depend on distance alone.
+
+    Rotary embedding (Su et al., arXiv 2104.09864, equation 34): entries i and i + K/2 are a point that is rotated by
+    position · base^(−2i/K), computed in float32. The paper pairs adjacent entries, which is this in another order of
+    entries; most published models pair halves.
+    """
+    half = x_BxHxTxK.shape[-1] // 2
+    frequencies = np.float32(base ** (-np.arange(half) / half))
+    angles_Bx1xTxI = positions_BxT[:, None, :, None] * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles_Bx1xTxI), jnp.sin(angles_Bx1xTxI)
+    first, second = jnp.split(x_BxHxTxK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BxHxTxK.dtype)
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Returns each head's score penalty per position of distance, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
+
+    Press et al., arXiv 2108.12409, section 3; the same formula is used if H is not a power of two.
+    """
+    return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

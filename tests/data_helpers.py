@@ -1,0 +1,53 @@
+"""Files, stores and documents for the tests of smallgpt_jax.data."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from smallgpt_jax.data import prepare, sources
+from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.store import TokenStore
+
+RULES = Rules("text", "refuse", "refuse")
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
+
+
+def parquet(columns: dict) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=1000)
+    return file.getvalue()
+
+
+def write_jsonl(path: Path, texts) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse") -> list[str]:
+    return list(sources.documents(str(source), text_field, invalid_utf8, invalid_items))
+
+
+def prepare_store(folder: Path, source, **changes) -> TokenStore:
+    settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text",
+                    invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    return prepare.prepare_store(folder, source=str(source), **{**settings, **changes})
+
+
+def random_store(folder: Path, lengths, letters: bytes = b"abcdefgh") -> TokenStore:
+    """Returns a store of random documents of these lengths in bytes."""
+    rng = np.random.default_rng(0)
+    texts = [bytes(rng.choice(list(letters), length).astype(np.uint8)).decode() for length in lengths]
+    folder.parent.mkdir(exist_ok=True)
+    return prepare_store(folder, write_jsonl(folder.with_name(f"{folder.name}.jsonl"), texts))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Returns the content of every file in a folder, by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,431 @@
+"""Import and export: the paper's files and Hugging Face folders, against PyTorch and `transformers`."""
+
+import dataclasses
+import functools
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, build, call, forward, init, load_config, save_run
+
+from smallgpt_jax import inference, models, train, workdir
+from smallgpt_jax.conversion import gpt_variations, hugging_face, tokenizer_files
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.program import build_program
+from smallgpt_jax.step import target_weights, weighted_loss
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
+# Each setting at least once, and each kind of position in each kind of trunk that treats it differently.
+VARIANTS = {
+    "gpt of GPT-2's shape": ("gpt", GPT2),
+    "gpt of GPT-2's shape, rotated": ("gpt", dict(**GPT2, position="rope")),
+    "gpt without positions": ("gpt", dict(position="none", mlp_ratio=2.0)),
+    "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
+    "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
+    "pgpt with equal paths and rotation": ("pgpt", dict(path_weights="equal", position="rope", tie_embeddings=True)),
+    "lgpt": ("lgpt", {}),
+    "lgpt with narrowing heads and ALiBi": (
+        "lgpt", dict(position="alibi", stage_heads="scaled", compress_last_stage=False)),
+    "cgpt": ("cgpt", dict(conv_kernel=1)),
+    "cgpt with three taps and ALiBi": (
+        "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
+}
+
+
+def build_variant(variant: str) -> models.LanguageModel:
+    name, fields = VARIANTS[variant]
+    stages = dict(blocks_per_stage=1) if name in ("lgpt", "cgpt") else {}
+    return build(name, **{**dict(num_layers=2, d_model=32, num_heads=4, context_length=32, vocab_size=96), **stages,
+                          **fields})
+
+
+def exported(folder: Path, model, params, tokenizer=None) -> Path:
+    folder.mkdir()
+    hugging_face.export_folder(folder, model, params, tokenizer, "# a card\n")
+    return folder
+
+
+def in_torch(folder: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+def random_tokens(model, rows: int = 3, seed: int = 0) -> np.ndarray:
+    size = (rows, model.config.context_length)
+    return np.random.default_rng(seed).integers(0, model.config.vocab_size, size)
+
+
+def assert_same(one, other):
+    """Bit by bit."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
+               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+# ---------------------------------------------------------------------- The paper's files
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt", "pgpt", "lgpt", "cgpt"])
+def test_logits_of_the_papers_checkpoints(architecture, shared_data, tmp_path):
+    read = gpt_variations.read_checkpoint(shared_data / f"gpt_variations/{architecture}.pt")
+    expected = np.load(shared_data / f"gpt_variations/{architecture}.npz")
+    meta, = [entry for entry in json.loads((shared_data / "gpt_variations/meta.json").read_text())
+             if entry["arch"] == architecture]
+    assert models.num_parameters(read.model) == meta["parameters"]
+    assert read.facts["step"] == 123 and 6 < read.facts["val_loss"] < 6.5
+    logits = forward(read.model, read.params, expected["tokens"][:, :-1])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        theirs = in_torch(exported(tmp_path / "out", read.model, read.params))(
+            torch.tensor(expected["tokens"][:, :-1].astype(np.int64))).logits
+    np.testing.assert_allclose(theirs, expected["logits"], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [0, 1])
+def test_logits_of_single_paths(path, shared_data):
+    read = gpt_variations.read_checkpoint(shared_data / "gpt_variations/pgpt.pt")
+    expected = np.load(shared_data / "gpt_variations/pgpt.npz")
+    config, params, _ = with_paths(read.model.config, read.params, {}, [path])
+    logits = forward(models.LanguageModel(config), params, expected["tokens"][:, :-1])
+    np.testing.assert_allclose(logits, expected[f"path{path}_logits"], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+def test_refuses_architectures_without_pytorch_code(tmp_path):
+    config = dataclasses.replace(build("gpt").config, architecture="mine")
+    with pytest.raises(UserError, match="architecture='mine': no PyTorch code"):
+        hugging_face.export_folder(tmp_path, models.LanguageModel(config), {}, None, "")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_export_and_import(variant, tmp_path):
+    """In PyTorch: logits with and without cache, left-padded rows, saving again. Imported: equal bits and settings."""
+    model = build_variant(variant)
+    params = init(model)
+    folder = exported(tmp_path / "out", model, params)
+    theirs = in_torch(folder)
+    assert type(theirs).__name__ == ("GPT2LMHeadModel" if VARIANTS[variant][1] == GPT2 else "SmallGPTForCausalLM")
+    assert theirs.generation_config.max_length == model.config.context_length
+    tokens = random_tokens(model)
+    ours = np.asarray(forward(model, params, jnp.asarray(tokens)))
+    with torch.no_grad():
+        whole = theirs(torch.tensor(tokens), use_cache=False).logits
+        np.testing.assert_allclose(whole, ours, atol=1e-4)
+        # In pieces, through the cache.
+        cache, pieces = None, []
+        for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
+            output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits)
+        np.testing.assert_allclose(torch.cat(pieces, 1), ours, atol=1e-4)
+        # A padded row in a batch.
+        short, pad = tokens[:1, :9], 4
+        rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
+        mask = np.ones_like(rows)
+        mask[0, :pad] = 0
+        settings = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        batch = theirs.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **settings)
+        alone = theirs.generate(torch.tensor(short), **settings)
+        uncached = theirs.generate(torch.tensor(short), use_cache=False, **settings)
+        assert batch[0, pad:].tolist() == alone[0].tolist() == uncached[0].tolist()
+        loss = theirs(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+        log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(ours))[:, :-1], tokens[:, 1:, None], 2)
+        assert loss == pytest.approx(-log_p.mean(), abs=1e-4)
+    theirs.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(in_torch(tmp_path / "again")(torch.tensor(tokens), use_cache=False).logits, whole)
+    for source in ("out", "again"):
+        back = hugging_face.read_folder(str(tmp_path / source))
+        assert_same(back.params, jax.tree.map(np.asarray, params))
+        wanted = {**vars(model.config), "scan_layers": False}
+        assert vars(back.model.config) == wanted
+
+
+@pytest.mark.parametrize("more", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
+def test_imports_gpt2(tmp_path, more):
+    config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3, **more)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, params, tokenizer = hugging_face.read_folder(str(tmp_path / "theirs"))
+    assert tokenizer is None and models.num_parameters(model) == sum(p.numel() for p in theirs.parameters())
+    tokens = random_tokens(model)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits
+    np.testing.assert_allclose(forward(model, params, jnp.asarray(tokens)), expected, atol=1e-4)
+    # Old files: without the prefix, with the causal mask, as a pickle.
+    old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
+    old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    torch.save(old, tmp_path / "theirs" / "pytorch_model.bin")
+    assert_same(hugging_face.read_folder(str(tmp_path / "theirs")).params, params)
+    if not more:
+        again = in_torch(exported(tmp_path / "again", model, params))
+        assert all(torch.equal(x, again.state_dict()[name]) for name, x in theirs.state_dict().items())
+
+
+def test_imports_sharded_weights(tmp_path):
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3))
+    theirs.save_pretrained(tmp_path / "one")
+    theirs.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    assert_same(*(hugging_face.read_folder(str(tmp_path / name)).params for name in ("one", "many")))
+
+
+def changed(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    weights = safetensors.load_file(path)
+    change(weights)
+    safetensors.save_file(weights, path)
+
+
+def set_config(folder: Path, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def exported_gpt(tmp_path_factory):
+    """(the folder of a small gpt, its model, its parameters); not to be changed."""
+    model = build("gpt", num_layers=2, d_model=32)
+    params = init(model)
+    return exported(tmp_path_factory.mktemp("exported") / "gpt", model, params), model, params
+
+
+def test_folders_without_a_position_field_have_learned_ones(exported_gpt, tmp_path):
+    """They were written before the field existed."""
+    source, model, params = exported_gpt
+    folder = shutil.copytree(source, tmp_path / "out")
+    described = json.loads((folder / "config.json").read_text())
+    assert described.pop("position") == "learned"
+    (folder / "config.json").write_text(json.dumps(described))
+    assert_same(hugging_face.read_folder(str(folder)).params, jax.tree.map(np.asarray, params))
+    tokens = random_tokens(model)
+    with torch.no_grad():
+        np.testing.assert_allclose(in_torch(folder)(torch.tensor(tokens)).logits,
+                                   forward(model, params, jnp.asarray(tokens)), atol=1e-4)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda f: changed(f, lambda w: w.pop("trunk.blocks.1.mlp.up.weight")),
+     r"model\.safetensors: missing tensors: trunk\.blocks\.1\.mlp\.up\.weight"),
+    (lambda f: changed(f, lambda w: w.update(extra=np.zeros(3, np.float32))), "unexpected tensors: extra"),
+    (lambda f: changed(f, lambda w: w.update({"head.weight": np.zeros((3, 3), np.float32)})),
+     r"head\.weight \(3, 3\), expected \(512, 32\)"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"\x00" * 100), "model.safetensors: damaged"),
+    (lambda f: (f / "model.safetensors").unlink(), "no weights; expected model.safetensors or pytorch_model.bin"),
+    (lambda f: (f / "config.json").unlink(), "config.json: not a model config"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json: not a model config"),
+    (lambda f: set_config(f, model_type="llama"), "model_type='llama': not supported; must be gpt2 or smallgpt"),
+    (lambda f: set_config(f, model_type="gpt2"), "n_embd=None: must be"),
+    (lambda f: set_config(f, d_model="64"), r"config\.json: config\.model\.d_model='64': must be an integer"),
+    (lambda f: set_config(f, num_layers=2.5), r"num_layers=2\.5: must be an integer"),
+    (lambda f: set_config(f, num_heads=True), "num_heads=True: must be an integer"),
+    (lambda f: set_config(f, activation=["gelu"]), r"activation=\['gelu'\]: must be a string"),
+    (lambda f: set_config(f, use_bias="no"), "use_bias='no': must be true or false"),
+    (lambda f: set_config(f, training_dropout=None), "dropout=None: must be a number"),
+    (lambda f: set_config(f, architecture=["gpt"]), r"architecture=\['gpt'\]: must be one of"),
+    (lambda f: ((f / "model.safetensors").unlink(), torch.save([1], f / "pytorch_model.bin")),
+     "pytorch_model.bin: not a checkpoint"),
+    (lambda f: (f / "tokenizer.json").write_text("{}"), "unsupported tokenizer .* --tokenizer"),
+    (lambda f: set_config(f, architecture="xgpt"), r"config\.model\.architecture='xgpt'"),
+    (lambda f: shutil.rmtree(f), "not a local folder, and not downloaded"),
+])
+def test_refuses_bad_folders(damage, message, exported_gpt, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = shutil.copytree(exported_gpt[0], tmp_path / "out")
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        hugging_face.read_folder(str(folder))
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(activation_function="relu"), "activation_function='relu': not supported"),
+    (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: not supported"),
+    (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: not supported"),
+    (dict(n_inner=50), "n_inner=50: not supported; must be a multiple"),
+    (dict(n_inner="x"), "n_inner='x': must be an integer"),
+    (dict(n_inner=0), "n_inner=0: must be an integer, at least 1"),
+    (dict(n_head=[12]), r"n_head=\[12\]: must be an integer"),
+    (dict(n_layer=True), "n_layer=True: must be an integer"),
+    (dict(activation_function=["gelu_new"]), r"activation_function=\['gelu_new'\]: not supported"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes': must be true or false"),
+    (dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5': not supported"),
+])
+def test_refuses_a_gpt2_with_unsupported_fields(fields, message, tmp_path):
+    transformers.GPT2Config(
+        vocab_size=300, n_positions=64, n_embd=48, n_layer=1, n_head=3).save_pretrained(tmp_path)
+    set_config(tmp_path, **fields)
+    with pytest.raises(UserError, match=message):
+        hugging_face.read_folder(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- Tokenizers
+
+@pytest.fixture(scope="module")
+def english(text_file) -> list[str]:
+    source = sorted((Path(json.__file__).parent).rglob("*.py"))
+    return [text_file.read_text()[:20_000], *(path.read_text() for path in source), *tokenizer_files.PROBES]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece:600", "gpt2", "unigram", "llama's"])
+def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request):
+    if kind == "gpt2":
+        tokenizer = tokenizers.load(request.getfixturevalue("shared_data") / "tokenizer/gpt2")
+    elif kind in ("unigram", "llama's"):
+        tokenizer = other_sentencepiece(english, kind)
+    else:
+        tokenizer = tokenizers.from_spec(kind, english)
+    model = build("gpt", vocab_size=max(512, tokenizer.vocab_size))
+    folder = exported(tmp_path / "out", model, init(model), tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    for text in english:
+        ids = tokenizer.encode([text])[0].tolist()
+        assert theirs.encode(text) == ids, text[:50]
+        if kind != "unigram":  # its normalization loses spaces
+            assert theirs.decode(ids) == tokenizer.decode(ids)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
+    back = hugging_face.read_folder(str(folder)).tokenizer
+    assert tokenizers.fingerprint(back) == tokenizers.fingerprint(tokenizer)
+    theirs.save_pretrained(tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.encode(english[0]) == theirs.encode(english[0])
+
+
+def other_sentencepiece(texts: list[str], kind: str):
+    """Returns a tokenizer with normalization and a leading space, or with byte fallback."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    settings = dict(model_type="unigram") if kind == "unigram" else dict(
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.split("\n")), model_writer=model,
+        vocab_size=500, hard_vocab_limit=False, minloglevel=2, **settings)
+    return tokenizers.SentencePiece(model.getvalue())
+
+
+# ---------------------------------------------------------------------- The command
+
+@pytest.mark.slow
+def test_a_run_survives_every_conversion(text_file, tmp_path):
+    """Out to Hugging Face and in again; one path; into another run, and from that one into a third."""
+    config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
+    params = init(models.build(**config.model))
+    saved = save_run(tmp_path / "saved", config, params)
+    out, back, best = tmp_path / "exports" / "out", tmp_path / "back", tmp_path / "best"
+    result = call("convert", "--to=hf", f"--workdir={saved}", f"--output={out}")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert "pgpt of step 20, 61,665 parameters" in result.stdout
+    card = (out / "README.md").read_text()
+    assert "4.1250 nats" in card and "20 of 8 × 64 tokens" in card and "2 parallel paths" in card
+
+    result = call("convert", "--from=hf", f"--input={out}", f"--workdir={back}")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    imported = inference.load_trained(back)
+    assert_same(imported.params, params)
+    assert {**vars(imported.model.config), "scan_layers": True} == config.model.to_dict() and imported.step == 0
+    assert tokenizers.fingerprint(imported.tokenizer) == tokenizers.fingerprint(tokenizers.Bytes())
+
+    assert call("convert", "--to=hf", f"--workdir={back}", f"--output={best}", "--paths=best").returncode == 0
+    assert hugging_face.read_folder(str(best)).model.config.num_paths == 1
+    again = call("convert", "--to=hf", f"--workdir={back}", f"--output={best}")
+    assert again.returncode == 1 and "folder is not empty; choose another" in again.stderr
+
+    source, expected = saved, {}
+    for name in ("tuned", "tuned again"):
+        result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / name}")
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        begun = inference.load_trained(tmp_path / name)
+        assert_same(begun.params, params)
+        assert begun.step == 0 and vars(begun.model.config) == config.model.to_dict()
+        origin = json.loads((tmp_path / name / "origin.json").read_text())
+        assert origin.items() >= expected.items()
+        source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
+    assert expected == {"weights from: steps": None}  # the third run's: it was not trained
+    assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
+
+
+def sharp(params):
+    """Weights that no initializer gives: the embedding, which is the head too, ten times as large."""
+    return {**params, "token_embedding": 10 * params["token_embedding"]}
+
+
+@pytest.mark.slow
+def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
+    on_one_device = functools.partial(build_program, devices=jax.devices()[:1])
+    monkeypatch.setattr(train, "build_program", on_one_device)
+    model = build("gpt", **GPT2, num_layers=2, d_model=32, context_length=32)
+    theirs = exported(tmp_path / "theirs", model, sharp(init(model)), tokenizers.Bytes())
+    folder = tmp_path / "run"
+    assert call("convert", "--from=hf", f"--input={theirs}", f"--workdir={folder}").returncode == 0
+    small = [f"--config.data.source={text_file}", "--config.train.steps=3", "--config.train.log_every=1",
+             "--config.train.eval_steps=2"]
+    recipe = f"--config=configs/run.py:{folder}"
+    other = call("main", recipe, f"--workdir={folder}", *small, "--config.data.tokenizer=sentencepiece:400")
+    assert other.returncode == 1 and f"set --config.data.tokenizer={folder}/tokenizer" in other.stderr
+    other = call("main", recipe, f"--workdir={folder}", *small, "--config.model.num_layers=4")
+    assert other.returncode == 1 and "model.num_layers was 2, now 4" in other.stderr
+    result = call("main", recipe, f"--workdir={folder}", *small)
+    assert result.returncode == 0, result.stderr
+    assert "learning rate decay ends at step 300, training at step 3 " in result.stdout
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
+    assert len(losses) == 3
+    # The first loss is that of the imported weights.
+    program = on_one_device(workdir.read_config(folder))
+    batch = program.open_pipeline().train_batches[0]
+    expected, _ = weighted_loss(sharp(init(model)), {}, model, batch, target_weights(batch, 8 * 32), 1)
+    assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 7
+    assert workdir.read_config(folder).model.activation == "gelu_tanh"
+    trained = inference.load_trained(folder)
+    assert trained.step == 3 and trained.model.config.use_bias
+    again = call("main", recipe, f"--workdir={folder}", "--config.train.steps=4")
+    assert again.returncode == 0 and "3 done" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], ["give either --to=hf or --from=hf"]),
+    (["--to=hf"], ["--output: must be given"]),
+    (["--from=hf"], ["--input: must be given"]),
+    (["--from=hf", "--input=HERE/none"], ["HERE/none", "not a local folder"]),
+    (["--to=hf", "--output=HERE/out"], ["HERE/run", "no such folder"]),
+    (["--to=hf", "--output=."], ["--output=.: is the current folder"]),
+    (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths: cannot be combined with --from=hf"]),
+    (["--from=run", "--input=HERE/none"], ["HERE/none", "no such folder"]),
+    (["--from=run", "--input=HERE/none", "--tokenizer=gpt2"], ["--tokenizer: cannot be combined with --from=run"]),
+    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"], ["--tokenizer=gpt2: an export has the run's tokenizer"]),
+    (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
+     ["the tokenizer has 50,257 entries, the model only 512"]),
+])
+def test_bad_flags(flags, words, tmp_path, shared_data, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    flags = [flag.replace("HERE", str(tmp_path)).replace("SHARED", str(shared_data / "gpt_variations"))
+             for flag in flags]
+    result = call("convert", f"--workdir={tmp_path}/run", *flags)
+    assert result.returncode == 1 and result.stderr.count("\n") <= 2, result.stderr
+    assert all(word.replace("HERE", str(tmp_path)) in result.stderr for word in words), result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_architectures_have_a_variant():
+    """A new one needs PyTorch code, and a variant above."""
+    assert {name for name, _ in VARIANTS.values()} == set(ARCHITECTURES)

@@ -1,0 +1,281 @@
+"""Decoding: cached logits against the full forward pass; batches and several steps against single ones."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, build, forward, init, load_config
+
+from smallgpt_jax import inference, models
+from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.models.pgpt import with_paths
+
+CONTEXT = 24
+GREEDY = Sampling(temperature=None)
+# Every option that affects decoding, at least once.
+VARIANTS = [
+    ("gpt", {"use_bias": True, "tie_embeddings": True}),
+    ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
+    ("pgpt", {}),
+    ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi"}),
+    ("pgpt", {"path_weights": "equal", "position": "none", "scan_layers": False}),
+    ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled", "position": "alibi"}),
+    ("lgpt", {"num_layers": 4, "blocks_per_stage": 2}),
+    ("cgpt", {"conv_kernel": 1, "position": "rope"}),
+    ("cgpt", {"conv_kernel": 5}),
+]
+
+
+def small(architecture, **fields):
+    """A model of two blocks with a context of 24 tokens, and its parameters."""
+    stages = {"blocks_per_stage": 1} if architecture in ("lgpt", "cgpt") else {}
+    model = build(architecture, **{"context_length": CONTEXT, "num_layers": 2, **stages, **fields})
+    return model, init(model)
+
+
+def random_rows(model, lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, model.config.vocab_size, n).tolist() for n in lengths]
+
+
+def session(model, params, ids, **settings):
+    # NumPy arrays: slicing them compiles nothing.
+    weights = layout.pack(model, jax.device_get(params))
+    return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
+
+
+def assert_cache_matches_forward(model, params):
+    """Three rows of different lengths: prompts of 1, 5 and 9 tokens, then a few tokens per call (a different number for
+    each row), then one per call."""
+    rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
+    filled = np.zeros((3, CONTEXT), np.int32)
+    for place, row in zip(filled, rows):
+        place[:len(row)] = row
+    full = forward(model, params, filled)
+    texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
+    if model.config.architecture != "cgpt":
+        texts.reserve(CONTEXT)  # cgpt's caches grow instead
+    compared, active = 0, [0, 1, 2]
+    while active:
+        _, logits = texts.sample_with_logits(GREEDY)
+        for i in active:
+            np.testing.assert_allclose(logits[i], full[i, len(texts.ids[i]) - 1], atol=1e-4, rtol=1e-4)
+            compared += 1
+        active = [i for i in active if len(texts.ids[i]) < len(rows[i])]
+        for i in active:
+            read = len(texts.ids[i])
+            texts.ids[i] += rows[i][read:read + (i + 1 if read < 10 else 1)]
+    assert compared == 20 + 17 + 5 and [len(ids) for ids in texts.ids] == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize("architecture, fields", [
+    VARIANTS[1], *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS if variant != VARIANTS[1])])
+def test_cached_logits_match_the_forward_pass(architecture, fields):
+    assert_cache_matches_forward(*small(architecture, **fields))
+
+
+def test_a_long_prompt():
+    """Two chunks of queries, then a single token; the window spans both chunks."""
+    model, params = small("gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,))
+    rows = random_rows(model, [150, 170])
+    full = forward(model, params, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
+    texts = session(model, params, [row[:-1] for row in rows])
+    for ids in (texts.ids, rows):
+        texts.ids = [list(row) for row in ids]
+        _, logits = texts.sample_with_logits(GREEDY)
+        for i, row in enumerate(texts.ids):
+            np.testing.assert_allclose(logits[i], full[i, len(row) - 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_selected_paths():
+    """Leaving a path out is giving it the weight zero."""
+    model, params = small("pgpt", num_layers=4, num_paths=4)
+    params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
+    tokens = np.array(random_rows(model, [CONTEXT]))
+    for chosen in ([2], [3, 1], [0, 1, 2, 3]):
+        logits = np.append(params["trunk"]["path_logits"], 0.0)
+        logits += [0.0 if path in chosen else -60.0 for path in range(4)]
+        silenced = {**params, "trunk": {**params["trunk"], "path_logits": jnp.array((logits - logits[-1])[:-1])}}
+        config, kept, _ = with_paths(model.config, params, {}, chosen)
+        part = models.LanguageModel(config)
+        np.testing.assert_allclose(
+            forward(part, kept, tokens), forward(model, silenced, tokens), atol=2e-5, rtol=1e-4)
+        assert models.num_parameters(part) == sum(x.size for x in jax.tree.leaves(kept))
+        if len(chosen) == 1:
+            assert_cache_matches_forward(part, kept)
+
+
+@pytest.mark.slow
+def test_shared_layers_have_a_cache_for_each_use(monkeypatch):
+    """The README's architecture, which applies its blocks twice."""
+    names = {}
+    readme = (ROOT / "README.md").read_text()
+    exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
+    monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
+    config = load_config("gpt", model__architecture="twice", model__context_length=CONTEXT, model__num_layers=1)
+    model = models.build(**config.model)
+    assert_cache_matches_forward(model, init(model))
+
+
+class IgnoresDecoding(nn.Module):
+    """Blocks that compute as in training: attention sees only the tokens of one call."""
+
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        for i in range(2):
+            x_BxTxD = Block(self.config, name=f"block_{i}")(x_BxTxD, Context(train=context.train))
+        return x_BxTxD
+
+
+class FailsInDecoding(nn.Module):
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        assert not context.decode, "not written yet"
+        return stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trunk, words", [
+    (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
+    (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
+    (GPT, None)])
+def test_refuses_an_own_architecture_that_decodes_wrongly(trunk, words, monkeypatch):
+    """Untrained, without learned positions, so that only attention tells the positions apart."""
+    monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
+    monkeypatch.setattr(models, "BUILT_IN", ())
+    model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
+                                       model__position="none").model)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
+    monkeypatch.setattr(inference, "load_trained", lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1))
+    if words is None:
+        inference.load("a workdir")
+        return
+    with pytest.raises(UserError, match=r"^config\.model\.architecture='own': ") as error:
+        inference.load("a workdir")
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("architecture, per_position, extra", [
+    ("gpt", 2 * 2 * 64, 0), ("pgpt", 2 * 2 * 64, 0), ("lgpt", 2 * (64 + 32), 0),
+    ("cgpt", 2 * (64 + 32), 2 * (64 + 32))])
+def test_cache_bytes(architecture, per_position, extra):
+    model, params = small(architecture)
+    texts = session(model, params, random_rows(model, [3, 8]))
+    texts._cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
+                                decoder.cache_shapes(model, texts.weights, 2, 16))
+    assert texts.cache_bytes() == 2 * 4 * (16 * per_position + extra)
+    texts.reserve(14)
+    assert texts.cache_bytes() == 2 * 4 * (CONTEXT * per_position + extra)
+
+
+def test_bfloat16_weights_and_caches():
+    model, params = small("gpt", num_layers=1, dtype="bfloat16")
+    weights = layout.pack(model, params)
+    assert weights["params"]["trunk"]["blocks"]["mlp"]["up"]["kernel"][0].dtype == jnp.bfloat16
+    texts = decoder.DecodeSession(model, weights, model.config.vocab_size, random_rows(model, [5]))
+    _, logits = texts.sample_with_logits(GREEDY)
+    assert logits.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(texts._cache)} == {jnp.dtype("bfloat16")}
+    assert texts.cache_bytes() == 2 * 16 * 2 * 64
+    full = forward(model, params, np.array(texts.ids))[0, -1]
+    np.testing.assert_allclose(logits[0], full, atol=0.05)
+
+
+def test_nothing_is_compiled_twice():
+    model, params = small("gpt", num_layers=1)
+    weights = layout.pack(model, jax.device_get(params))
+
+    def generate(length, count, temperature):
+        texts = decoder.DecodeSession(model, weights, 300, random_rows(model, [length]))
+        texts.reserve(count)
+        for _ in range(count):
+            texts.ids[0].append(int(texts.sample(Sampling(temperature=temperature))[0]))
+
+    before = decoder.decode_step._cache_size()
+    generate(3, 1, 1.0)
+    assert decoder.decode_step._cache_size() == before + 1  # the prompt
+    generate(3, 10, 0.5)
+    assert decoder.decode_step._cache_size() == before + 2  # one token
+    generate(9, 7, 0.7)
+    assert decoder.decode_step._cache_size() == before + 2
+
+
+@pytest.mark.slow
+def test_several_steps_draw_the_same_tokens_as_single_steps():
+    """In one compiled program, also past the end of the context, where half of it is prefilled again."""
+    model, params = small("cgpt")
+    sampling = Sampling(top_k=20, repetition_penalty=1.3)
+    numbers = []
+
+    def generate(draw):
+        texts = session(model, params, random_rows(model, [1, 5]), seed=3)
+        texts.reserve(30)
+        tokens = [[], []]
+        while (left := 30 - len(tokens[0])) > 0:
+            drawn_BxN = draw(texts, left)
+            numbers.append(len(drawn_BxN[0]))
+            for row, so_far, drawn in zip(texts.ids, tokens, drawn_BxN):
+                so_far += drawn
+                row += drawn
+        assert texts.dropped > 0
+        return tokens
+
+    before = decoder.decode_steps._cache_size()
+    ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
+    assert decoder.decode_steps._cache_size() == before + 1
+    # The longer prompt has 5 of 24 positions: its context is full 20 tokens later, the other row's after that.
+    assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
+    assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
+    assert list(map(len, ahead)) == [30, 30]
+
+
+@pytest.mark.slow
+def test_finished_rows_do_not_disturb_the_others():
+    """Three rows: one ends within the steps of a call, one at the end of the context."""
+    model, params = small("cgpt")
+    rows = random_rows(model, [3, 6, CONTEXT - 4])
+    alone = session(model, params, rows[:1])
+    together = session(model, params, rows)
+    numbers = []
+    while len(together.ids[0]) < 16:
+        drawn_BxN = together.sample_steps(GREEDY, 16 - len(together.ids[0])).tolist()
+        numbers.append(len(drawn_BxN[0]))
+        ends = {1: 8, 2: CONTEXT}  # where rows end, by their lengths
+        for i, (row, drawn) in enumerate(zip(together.ids, drawn_BxN)):
+            row += drawn[:max(0, ends.get(i, CONTEXT) - len(row))]
+    while len(alone.ids[0]) < 16:
+        alone.ids[0].append(int(alone.sample(GREEDY)[0]))
+    assert together.ids[0] == alone.ids[0]
+    assert numbers == [1, 4, 4, 4] and list(map(len, together.ids)) == [16, 8, CONTEXT]
+
+
+@pytest.mark.slow
+def test_end_of_text_is_not_penalized():
+    model, params = small("gpt", num_layers=1)
+    texts = session(model, params, [[256, 7, 7, 9], [256, 3]], unpenalized=256)
+    texts.sample(Sampling(repetition_penalty=2.0))
+    assert [np.flatnonzero(row).tolist() for row in texts._seen] == [[7, 9], [3]]
+    texts.ids = [[*row, 11] for row in texts.ids]
+    texts.sample(Sampling())
+    assert texts._seen is None
+    texts.ids = [[*row, 12] for row in texts.ids]
+    texts.sample(Sampling(repetition_penalty=2.0))
+    assert [np.flatnonzero(row).tolist() for row in texts._seen] == [[7, 9, 11, 12], [3, 11, 12]]

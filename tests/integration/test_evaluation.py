@@ -1,0 +1,314 @@
+"""Evaluation: log-likelihoods against plain arithmetic and the harness's `hf` backend."""
+
+import functools
+import json
+import math
+import shutil
+import string
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
+from lm_eval.api.instance import Instance
+
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import local_data
+from smallgpt_jax.evaluation import run as evaluation
+from smallgpt_jax.evaluation.harness import SmallGPT
+from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence
+
+CONTEXT = 32
+
+
+def harness_model(model, params, tokenizer=None, progress=lambda *_: None, **settings) -> SmallGPT:
+    return SmallGPT(Scorer(model, params, **settings), params, tokenizer or tokenizers.Bytes(), progress)
+
+
+def request(kind: str, *arguments) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """A model with a context of 32 tokens, and weights that prefer letters and spaces."""
+    model = build("gpt", num_layers=1, context_length=CONTEXT)
+    params = init(model)
+    preferred_V = np.isin(np.arange(512), list(f"{string.ascii_lowercase} ".encode()))
+    return model, {**params, "head": params["head"] * np.where(preferred_V, 1.0, 0.01)[:, None].astype(np.float32)}
+
+
+def logits_of(model, params, tokens) -> np.ndarray:
+    """The logits after each token, (T, V) float64, from one compiled program."""
+    padded = np.array([[*tokens, *[0] * (CONTEXT - len(tokens))]])
+    return np.asarray(forward(model, params, padded)[0, :len(tokens)], np.float64)
+
+
+# ---------------------------------------------------------------------- scores
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture, devices", [("gpt", 1), ("cgpt", 8)])
+def test_scores_are_sums_of_log_probabilities(architecture, devices):
+    """Sequences of all lengths, against the logits of each alone in float64."""
+    model = build(architecture, context_length=CONTEXT)
+    params = init(model)
+    random = np.random.default_rng(0)
+    sequences = [TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
+                 for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]]
+    # Sequences that end with the most likely tokens.
+    greedy = [random.integers(0, 512, 5).tolist() for _ in range(3)]
+    for tokens in greedy:
+        for _ in range(4):
+            tokens.append(int(logits_of(model, params, tokens)[-1].argmax()))
+    sequences += [TokenSequence(tokens, 4) for tokens in greedy]
+    scorer = Scorer(model, params, batch_tokens=200, devices=jax.devices()[:devices])
+    found = dict(scorer.score(sequences))
+    assert sorted(found) == list(range(len(sequences)))
+    for number, (tokens, scored) in enumerate(sequences):
+        logits = logits_of(model, params, tokens[:-1])[-scored:]
+        log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        expected = log_p[np.arange(scored), tokens[-scored:]].sum()
+        assert found[number].log_likelihood == pytest.approx(expected, abs=1e-3)
+        assert found[number].is_greedy == (logits.argmax(axis=1) == tokens[-scored:]).all()
+    assert [found[number].is_greedy for number in range(42, 45)] == [True] * 3
+
+
+def test_a_rolling_score_is_that_of_the_whole_text(gpt):
+    """A text of three contexts, window by window, each byte once."""
+    text = "A text that is longer than what the model can see at once. " * 2
+    result, = harness_model(*gpt).loglikelihood_rolling([request("loglikelihood_rolling", text)])
+    tokens, expected = [256, *text.encode()], 0.0
+    for start in range(1, len(tokens), CONTEXT):
+        end = min(start + CONTEXT, len(tokens))
+        inputs = tokens[max(0, end - 1 - CONTEXT):end - 1]
+        log_p = np.asarray(jax.nn.log_softmax(logits_of(*gpt, inputs)))
+        expected += log_p[np.arange(len(inputs)), tokens[end - len(inputs):end]][-(end - start):].sum()
+    assert result == pytest.approx(expected, rel=1e-5)
+
+
+def test_blank_and_empty_texts(gpt):
+    """Empty contexts and contexts of spaces are the end-of-text token; an empty continuation has no score."""
+    lm = harness_model(*gpt)
+    blank, empty, other = lm.loglikelihood([
+        request("loglikelihood", " ", "ab"), request("loglikelihood", "", " ab"),
+        request("loglikelihood", "\n\n", "a b")])
+    assert blank == empty and blank[0] < -10 and other[0] < -10
+    with pytest.raises(UserError, match="nothing to score"):
+        lm.loglikelihood([request("loglikelihood", "question", "")])
+
+
+@pytest.mark.slow
+def test_generates_until_the_first_stop_string(gpt):
+    """Greedy decoding, token by token; contexts that are too long are truncated on the left."""
+    contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
+    for context in contexts:
+        tokens = (list(context.encode()) or [256])[-20:]
+        for _ in range(12):
+            tokens.append(int(logits_of(*gpt, tokens)[-1, :257].argmax()))
+        expected.append(bytes(tokens[-12:]).decode())
+    first, second = expected[0][3:5], expected[1][6:8]
+    lm = harness_model(*gpt)
+    settings = {"until": [first, second], "max_gen_toks": 12}
+    texts = lm.generate_until([request("generate_until", context, settings) for context in contexts])
+    assert texts == [text.split(first)[0].split(second)[0] for text in expected]
+    sampling = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 0}
+    again = [request("generate_until", "the cat", sampling)] * 4
+    drawn = lm.generate_until(again)
+    assert len(set(drawn)) == 4 and lm.generate_until(again) == drawn
+    lm._seed = 5
+    assert not set(lm.generate_until(again)) & set(drawn)
+    with pytest.raises(UserError, match="num_beams not supported; use do_sample, max_gen_toks"):
+        lm.generate_until([request("generate_until", "a", {"until": [], "num_beams": 4})])
+
+
+@pytest.mark.slow
+def test_generated_texts_keep_their_leading_space():
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
+    model, params = spaced_model(tokenizer, context_length=CONTEXT)
+    contexts = ["the model is", "a cat", "on text"]
+    texts = harness_model(model, params, tokenizer).generate_until(
+        [request("generate_until", context, {"until": [], "max_gen_toks": 3}) for context in contexts])
+    for context, text in zip(contexts, texts):
+        ids = tokenizer.encode([context])[0].tolist()
+        for _ in range(3):
+            ids.append(int(logits_of(model, params, ids)[-1, :tokenizer.vocab_size].argmax()))
+        assert context + text == tokenizer.decode(ids)
+    assert all(text.startswith(" ") for text in texts), "these weights do not test the difference"
+
+
+# ---------------------------------------------------------------------- tasks
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    """A folder of small files in the benchmarks' forms: eight examples per task, one of which is long."""
+    folder, words = tmp_path_factory.mktemp("questions"), "cup shelf lamp chair door plant stone boat".split()
+    rows = {name: [] for name in ("copa_val", "piqa_valid", "hellaswag_val", "lambada_openai_test")}
+    for i, word in enumerate(words):
+        other, third = words[(i + 1) % 8], words[(i + 3) % 8]
+        long = f"It was the {third} of a friend. " * (5 if i == 2 else 0)
+        rows["copa_val"].append({
+            "premise": f"{long}The {word} fell on the {other}.", "choice1": f"The {other} broke.", "label": i % 2,
+            "choice2": f"Somebody had moved the {third}.", "question": ("cause", "effect")[i // 2 % 2], "idx": i})
+        rows["piqa_valid"].append({
+            "goal": f"{long}How do I clean a {word}?", "sol1": f"Use a wet cloth, not a {other}.", "sol2": "Burn it."})
+        rows["hellaswag_val"].append({
+            "query": f"Painting a {word}: A man has a brush. {long}He", "label": i % 4,
+            "endings": [f"paints the {word}.", f"eats the {other}.", "sleeps.", f"throws the {third} into a lake."]})
+        rows["lambada_openai_test"].append({"text": f"She had lost a {word} and looked for the {word}"})
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "piqa_valid-labels.lst").write_text("0\n" * 8)
+    (folder / "wikitext2_valid.txt").write_text("".join(
+        f" \n = {word.title()} = \n \n The {word} is a thing . It has a history of {i} years . \n"
+        for i, word in enumerate(words)))
+    return folder
+
+
+class Uniform(SmallGPT):
+    """Gives all tokens the same probability."""
+
+    def __init__(self):
+        model = build("gpt")
+        super().__init__(Scorer(model, init(model)), None, tokenizers.Bytes(), lambda *_: None)
+
+    def _score(self, kind, keys, jobs):
+        return [Score(-math.log(257) * sum(part.scored for part in parts), False) for parts in jobs]
+
+
+@pytest.mark.slow
+def test_a_uniform_model_prefers_short_options(shared_data):
+    """The first 100 questions of five tasks, against counts from the files. By acc the shortest option wins, the first
+    of several; by acc_norm the one with the fewest bytes per character, where bytes include the space before it."""
+    data, count = shared_data / "eval", 100
+    tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
+    results = evaluation.evaluate(Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0)
+    assert {name: n["effective"] for name, n in results["n-samples"].items()} == dict.fromkeys(tasks, count)
+    acc, acc_norm = ({name: values.get(metric) for name, values in results["results"].items()}
+                     for metric in ("acc,none", "acc_norm,none"))
+
+    def rows(name):
+        return [json.loads(line) for line in (data / name).read_text().splitlines()[:count]]
+
+    def share(options_and_answers, score=lambda option: -len(option.encode())):
+        return pytest.approx(np.mean([int(np.argmax([score(option) for option in options])) == answer
+                                      for options, answer in options_and_answers]))
+
+    def score_per_character(option):
+        return -math.log(257) * len(f" {option}".encode()) / len(option)
+
+    assert acc["winogrande"] == np.mean([row["answer"] == "1" for row in rows("winogrande_xl_dev.jsonl")])
+    assert acc["commonsense_qa"] == np.mean([row["answerKey"] == "A" for row in rows("commonsense_qa_dev.jsonl")])
+    labels = [int(label) for label in (data / "piqa_valid-labels.lst").read_text().split()]
+    piqa = [((row["sol1"], row["sol2"]), label) for row, label in zip(rows("piqa_valid.jsonl"), labels)]
+    assert acc["piqa"] == share(piqa) and acc_norm["piqa"] == share(piqa, score_per_character)
+    assert acc["copa"] == share(
+        ((row["choice1"], row["choice2"]), row["label"]) for row in rows("copa_val.jsonl"))
+    assert acc["arc_easy"] == share(
+        ([choice["text"] for choice in row["question"]["choices"]],
+         [choice["label"] for choice in row["question"]["choices"]].index(row["answerKey"]))
+        for row in rows("arc_easy_dev.jsonl"))
+
+
+@pytest.mark.slow
+def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
+    """PyTorch on an exported lgpt, option by option; one question is longer than the context."""
+    pytest.importorskip("torch")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from smallgpt_jax.conversion import hugging_face
+
+    texts = [path.read_text() for path in (Path(json.__file__).parent).glob("*.py")]
+    tokenizer = tokenizers.from_spec("sentencepiece:400", texts)
+    model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=64)
+    params = init(model)
+    hugging_face.export_folder(tmp_path, model, params, tokenizer, "")
+    ours, theirs = (evaluation.evaluate(make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0)
+                    for make in (lambda: harness_model(model, params, tokenizer),
+                                 lambda: huggingface.HFLM(pretrained=str(tmp_path), trust_remote_code=True,
+                                                          batch_size=16, device="cpu", dtype="float32")))
+    for task, options in (("hellaswag", 4), ("piqa", 2)):
+        one, other = (np.array([[score for (score, _), in sample["resps"]] for sample in result["samples"][task]])
+                      for result in (ours, theirs))
+        assert one.shape == (8, options)
+        np.testing.assert_allclose(one, other, atol=1e-3, rtol=1e-5)
+        assert ours["results"][task] == theirs["results"][task]
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
+    counts = []
+
+    class Interrupted(Exception):
+        pass
+
+    def evaluate(most=math.inf, cache=tmp_path / "cache"):
+        done = []
+
+        def progress(what, number, total):
+            done.append(number)
+            if len(done) >= most:
+                raise Interrupted
+
+        try:
+            return evaluation.evaluate(
+                lambda: harness_model(*gpt, progress=progress, batch_tokens=256, devices=jax.devices()[:1]),
+                ["copa", "piqa"], questions, cache=cache, log_samples=False, bootstrap_iters=0)
+        except Interrupted:
+            return None
+        finally:
+            counts.append(len(done))
+
+    assert evaluate(12) is None
+    interrupted = evaluate()
+    assert evaluate()["results"] == interrupted["results"]
+    assert counts == [12, 2 * 8 + 2 * 8 - 12, 0]
+    assert evaluate(cache=None)["results"] == interrupted["results"]
+
+
+# ---------------------------------------------------------------------- refusals
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, message", [
+    (["--data_dir=/none"], "--data_dir=/none: no such folder"),
+    (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
+    (["--limit=0", "--data_dir=DATA"], "--limit=0: leaves no questions"),
+    (["--num_fewshot=8", "--data_dir=DATA"], "--num_fewshot=8: a task has fewer other examples"),
+])
+def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
+    shutil.copytree(trained_run("gpt"), tmp_path / "run")
+    flags = [flag.replace("DATA", str(questions)) for flag in flags]
+    result = call("evaluate", f"--workdir={tmp_path / 'run'}", "--tasks=piqa", *flags)
+    *_, last = result.stderr.splitlines()  # a progress bar may come before it
+    assert result.returncode == 1 and last.startswith("error: ") and message in last, result.stderr
+
+
+QUESTION = '{"question": {"stem": "?", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "A"}'
+EXAMPLE_ROWS = {"hellaswag": '{"query": "?", "endings": ["a"], "label": 0}', "winogrande": "{}",
+                "commonsense_qa": QUESTION}
+task_manager = functools.cache(evaluation.task_manager)  # it reads the descriptions of all tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks, message", [
+    (["wingrande"], "no task 'wingrande'; did you mean winogrande"),
+    (["paper"], r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
+                r"piqa_valid-labels\.lst \(piqa, https://.*\); add"),
+    (["copa"], r"copa_val\.jsonl: not the data of copa \(JSONDecodeError"),
+    (["mmlu", "copa"], "--data_dir: does not support mmlu, only hellaswag, "),
+    ([], "--tasks: is empty"),
+])
+def test_refuses_wrong_tasks_before_anything_is_computed(tasks, message, tmp_path, monkeypatch):
+    def never():
+        raise AssertionError
+
+    monkeypatch.setattr(evaluation, "task_manager", lambda names: task_manager(
+        ("all",) if not set(names) <= evaluation.FOLDERS.keys() else tuple(names)))
+    for name, task in local_data.TASKS.items():
+        if name not in ("anli_r1", "piqa"):
+            for file in task.files:
+                (tmp_path / file).write_text("{" if name == "copa" else EXAMPLE_ROWS.get(name, ""))
+    with pytest.raises(UserError, match=message):
+        evaluation.evaluate(never, tasks, tmp_path)
+
+

@@ -1,0 +1,205 @@
+"""Generation with a trained model: streams, batches, conversations, full contexts."""
+
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, build, call, forward, init, spaced_model, spaced_tokenizer
+
+from smallgpt_jax import inference
+from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference.sampling import Sampling
+
+pytestmark = pytest.mark.slow
+
+GREEDY = Sampling(temperature=None)
+
+
+@pytest.fixture(scope="module")
+def workdir(trained_run):
+    return trained_run("pgpt", model__num_layers=2, model__context_length=32, train__steps=20)
+
+
+@pytest.fixture(scope="module")
+def model(workdir):
+    return inference.load(workdir)
+
+
+def test_greedy_text_matches_the_forward_pass(workdir, model):
+    trained, params, *_ = inference.load_trained(workdir)
+    ids = [256, *b"the dog"]
+    for _ in range(12):
+        logits = forward(trained, params, np.array([ids + (20 - len(ids)) * [0]]))[0, len(ids) - 1]
+        ids.append(int(np.argmax(logits[:257])))
+    assert model.generate("the dog", 12, temperature=0) == bytes(ids[8:]).decode(errors="replace")
+
+
+def test_temperature_and_seed(model):
+    def text(**settings):
+        return model.generate("the", 20, **settings)
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text(temperature=0.5, seed=3).isascii() and not text(temperature=50.0, seed=3).isascii()
+    assert text(temperature=0, seed=1) == text(temperature=0, seed=2)
+
+
+def test_a_batch_gives_the_texts_of_its_prompts_alone(model):
+    prompts = ["the", "the cat sat on", "dog"]
+    alone = [model.generate(prompt, 16, seed=4) for prompt in prompts]
+    assert model.generate_batch(prompts, 16, seed=4) == [[text] for text in alone]
+    sampled = model.generate_batch(prompts, 16, seed=4, samples=3)
+    assert [texts[0] for texts in sampled] == alone
+    assert len({text for texts in sampled for text in texts}) == 9
+    assert "".join(model.stream("the", 16, seed=4)) == alone[0]
+
+
+def test_stop_strings(model):
+    text = model.generate("the", 20, seed=1)
+    stop = text[10:13]
+    cut = text[:text.index(stop)]
+    assert model.generate("the", 20, seed=1, stop=[stop]) == cut
+    assert "".join(model.stream("the", 20, seed=1, stop=["never", stop])) == cut
+    assert model.generate_batch(["the"], 20, seed=1, stop=[stop]) == [[cut]]
+    assert model.generate("the", 20, seed=1, stop=[text + "!"]) == text
+
+
+def test_text_keeps_its_leading_space():
+    """With a tokenizer that adds a space before each text, and removes extra spaces or keeps them."""
+    prompts, greedy, loaded = ["the model is", "a cat", "on text"], {"temperature": 0}, None
+    for remove_extra_whitespaces in (True, False):
+        tokenizer = spaced_tokenizer(remove_extra_whitespaces)
+        loaded = loaded or spaced_model(tokenizer, context_length=24)
+        spaced, alone = inference.TextModel(loaded[0], layout.pack(*loaded), tokenizer), []
+        for prompt in prompts:
+            conversation = spaced.conversation()
+            first = "".join(conversation.say(prompt, 6, **greedy))
+            assert prompt + first == tokenizer.decode(conversation._session.ids[0])
+            assert first == spaced.generate(prompt, 6, **greedy) == "".join(spaced.stream(prompt, 6, **greedy))
+            second = "".join(conversation.say("ed on", 4, **greedy))
+            third = "".join(conversation.say(" text", 4, **greedy))
+            written = tokenizer.decode(conversation._session.ids[0])
+            assert f"{prompt}{first}ed on{second} text{third}".endswith(written)
+            assert conversation.dropped or f"{prompt}{first}ed on{second} text{third}" == written
+            alone.append(first)
+        assert spaced.generate_batch(prompts, 6, **greedy) == [[text] for text in alone]
+        assert all(text.startswith(" ") for text in alone), "these weights do not test the difference"
+
+
+@pytest.fixture(scope="module")
+def cgpt():
+    """A model with convolutions, whose cache has more than keys and values."""
+    model = build("cgpt", num_layers=2, blocks_per_stage=1, context_length=24)
+    return inference.TextModel(model, layout.pack(model, jax.device_get(init(model))), Bytes())
+
+
+def test_a_batch_with_convolutions(cgpt):
+    """Including an empty prompt; long enough for rows to drop tokens at different times."""
+    prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
+    alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
+    assert [texts[0] for texts in cgpt.generate_batch(prompts, 30, samples=2, **settings)] == alone
+
+
+def test_a_conversation_with_convolutions(cgpt):
+    conversation = cgpt.conversation()
+    for turn in ["ab", "", "cde"]:
+        list(conversation.say(turn, 3, temperature=0))
+    fresh = decoder.DecodeSession(cgpt.model, cgpt.weights, 257, conversation._session.ids)
+    _, logits = conversation._session.sample_with_logits(GREEDY)
+    np.testing.assert_allclose(logits, fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_turn_continues_the_text(model):
+    conversation = model.conversation()
+    pieces = conversation.say("the cat", 5, temperature=0)
+    next(pieces)
+    pieces.close()  # the piece that was computed ahead is discarded
+    assert "".join(conversation.say("", 4, temperature=0)) == model.generate("the cat", 5, temperature=0)[1:]
+
+
+def test_text_continues_past_the_context(model):
+    """What remains of the context is prefilled like a new text."""
+    text = decoder.DecodeSession(model.model, model.weights, 257, [[256, *b"the cat sat " * 2]])
+    while len(text.ids[0]) <= 32:
+        text.ids[0].append(int(text.sample(GREEDY)[0]))
+    rest = text.ids[0][-16:]
+    drawn = int(text.sample(GREEDY)[0])
+    assert text.ids[0] == rest and text.dropped == 17
+    assert drawn == int(decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0])
+    assert len(model.generate("the cat sat ", 50, temperature=0)) == 50
+
+
+def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
+    computed, logits, decode_step = [], [], decoder.decode_step
+
+    def counting(params, cache, seen, tokens_BxT, start_B, count_B, *rest, **static):
+        computed.append(int(count_B.sum()))
+        result = decode_step(params, cache, seen, tokens_BxT, start_B, count_B, *rest, **static)
+        logits.append(np.asarray(result[3]))
+        return result
+
+    monkeypatch.setattr(decoder, "decode_step", counting)
+    conversation = model.conversation()
+    first = "".join(conversation.say("the cat\n", 6, temperature=0))
+    assert computed == [9, 1, 1, 1, 1, 1]  # end-of-text and 8 bytes; then each token but the last
+    computed.clear()
+    logits.clear()
+    second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
+    assert computed == [11, 1, 1]  # the last token of the first answer, and 10 bytes
+
+    ids = conversation._session.ids[0]
+    monkeypatch.undo()
+    fresh = decoder.DecodeSession(model.model, model.weights, 257, [ids[:-3]])
+    np.testing.assert_allclose(logits[0], fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
+    assert bytes(ids[1:]).decode(errors="replace") == f"the cat\n{first}a dog ran\n{second}"
+    # A long conversation drops its beginning.
+    assert conversation.dropped == 0
+    for _ in range(2):
+        assert "".join(conversation.say("a dog ran\n", 3, temperature=0))
+    assert conversation.dropped > 0
+
+
+def test_the_readme_example(workdir):
+    example = re.search(r"```python\n(from smallgpt_jax import inference.*?)```",
+                        (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(example.replace("runs/pgpt-quickstart", str(workdir)), names)
+    assert [len(texts) for texts in names["texts"]] == [2, 2]
+    assert "".join(names["turn"])
+
+
+def test_refuses_workdirs_without_a_model(workdir, tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        inference.load(tmp_path / "nothere")
+    with pytest.raises(UserError, match=r"config\.json"):
+        inference.load(tmp_path)
+    shutil.copy(workdir / "config.json", tmp_path)
+    with pytest.raises(UserError, match="no checkpoint"):
+        inference.load(tmp_path)
+    with pytest.raises(UserError, match="choose from 20"):
+        inference.load(workdir, step=7)
+    with pytest.raises(UserError, match="different indices from 0 to 1"):
+        inference.load(workdir, paths="2")
+
+
+def test_generate(workdir):
+    """The command: one text, several, one path, turns from standard input, wrong flags."""
+    def generate(*flags, **settings):
+        result = call("generate", f"--workdir={workdir}", "--max_new_tokens=4", *flags, **settings)
+        return result.returncode, result.stdout, result.stderr
+
+    text = inference.load(workdir).generate("the", 4, temperature=0.8)
+    assert generate("--prompt=the") == (0, f"the{text}\n", "")
+    status, several, error = generate("--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best")
+    assert (status, error) == (0, "")
+    assert re.findall("=== .*", several) == [
+        f"=== {prompt!r}, sample {i}" for prompt in ("the", "a dog") for i in (0, 1)]
+    status, turns, error = generate("--interactive", input="the cat\na dog\n")
+    assert (status, error) == (0, "") and len(turns.splitlines()) >= 2  # both turns fit into the context
+    for flag, message in [
+            ("--prompt=", "error: --prompt: is empty; leave it out to begin a new document\n"),
+            ("--temperature=-1", "error: temperature=-1.0: must be a number, at least 0\n")]:
+        assert generate(flag) == (1, "", message)

@@ -1,0 +1,58 @@
+"""Updates that are not finite: skipped if loss or gradient is not, reported if only the updated weights are not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from conftest import build, init
+
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.step import TrainState, train_step
+
+BROKEN = 63  # the token whose embedding is broken
+
+
+def make_step(optimizer, schedule):
+    model = build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=64, context_length=16)
+    params = init(model)
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, schedule=schedule, microbatches=1,
+                                     loss_chunks=1, seed=0))
+    return state, step
+
+
+def with_broken_embedding(state, value):
+    table = state.params["token_embedding"].at[BROKEN].set(value)
+    return state._replace(params={**state.params, "token_embedding": table})
+
+
+def assert_equal(one, other):
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), one, other)
+
+
+def test_a_nonfinite_update_is_skipped():
+    """A batch that contains the broken token leaves weights, optimizer and schedule as they were."""
+    tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
+    good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
+    state, step = make_step(optax.adamw(1e-2), schedule=lambda count: 10.0 * count)
+    first, metrics = step(with_broken_embedding(state, np.nan), good)
+    assert metrics["skipped"] == 0
+    second, metrics = step(first, bad)
+    assert np.isnan(metrics["loss"]) and not metrics["is_finite"]
+    assert metrics["skipped"] == 1 and second.step == 2
+    assert_equal(second[1:], first[1:])
+    third, metrics = step(second, good)
+    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # one update has been made
+    assert_equal(third[1:], step(first, good)[0][1:])
+
+
+def test_updated_weights_that_are_not_finite_are_reported():
+    """Weight decay overflows the weights of a token that the batch lacks: loss and gradient stay finite."""
+    batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
+    state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)
+    for value in (3e38, np.inf, np.nan, 1.0):
+        _, metrics = step(with_broken_embedding(state, value), batch)
+        assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+        assert metrics["is_finite"] == (value == 1.0), value

@@ -1,0 +1,147 @@
+"""Rows of several documents through the model: separation, loss mask, explicit targets; runs on mixtures."""
+
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ARCHITECTURES, build, forward, load_config
+from data_helpers import random_store
+from flax import linen as nn
+
+from smallgpt_jax import data, models, sharding, summary, workdir
+from smallgpt_jax.data.packing import PACKINGS, Batch
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.config import POSITIONS
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.program import build_program
+from smallgpt_jax.step import TrainState, eval_step, target_weights, train_step, weighted_loss
+
+
+def random_params(model):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape, np.float32),
+                        nn.unbox(models.abstract_params(model)))
+
+
+def variants():
+    """Every architecture and every position encoding, and splash attention with a wider convolution."""
+    for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
+        yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")
+    yield pytest.param("cgpt", {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
+                       id="cgpt-rope-splash", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, fields", list(variants()))
+def test_separated_documents_do_not_see_each_other(name, fields):
+    model = build(name, d_model=16, **fields)
+    params, time = random_params(model), model.config.context_length
+    apply = jax.jit(lambda tokens, segments: model.apply({"params": params}, tokens, Context(segment_ids_BxT=segments)))
+    lengths = [time // 4, time // 2 - 3, time // 8]
+    tokens = np.random.default_rng(0).integers(0, 257, (5, time))
+    segments = np.ones((5, time), np.int32)
+    # Row 0: three documents and padding; rows 1 to 3: one of them each, then other tokens; row 4: row 0 unseparated.
+    segments[0] = np.repeat([1, 2, 3, 0], [*lengths, time - sum(lengths)])
+    starts = np.cumsum([0, *lengths])
+    for row, (start, length) in enumerate(zip(starts, lengths), 1):
+        tokens[row, :length] = tokens[0, start:start + length]
+    tokens[4] = tokens[0]
+    logits = apply(tokens, segments)
+    for row, (start, length) in enumerate(zip(starts, lengths), 1):
+        np.testing.assert_allclose(logits[0, start:start + length], logits[row, :length], atol=2e-5, rtol=1e-4)
+
+    other = tokens.copy()
+    other[[0, 4], :lengths[0]] = (other[0, :lengths[0]] + 1) % 257  # in the first document only
+    changed = np.abs(apply(other, segments) - logits).max(axis=2)
+    assert (changed[[0, 4], :lengths[0]] > 0).all()
+    assert not changed[0, lengths[0]:].any() and changed[4, lengths[0]:].max() > 0.01
+
+
+@pytest.mark.slow
+def test_separated_documents_on_a_mesh_with_paths():
+    """Eight devices with splash attention inside pgpt's paths, and one with XLA's, give the same loss and gradients."""
+    rng = np.random.default_rng(0)
+    batch = Batch(rng.integers(0, 257, (4, 129), np.int32),
+                  np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32), rng.random((4, 128)) < 0.8,
+                  rng.integers(0, 257, (4, 128), np.int32))
+
+    def loss_and_gradients(attention, devices, **fields):
+        config = load_config("pgpt", model__context_length=128, model__d_model=16, model__num_layers=2,
+                             model__num_heads=2, model__attention=attention, **fields)
+        program = build_program(config, jax.devices()[:devices])
+        params = jax.device_put(random_params(program.model), program.shardings.params)
+        on_devices = jax.device_put(batch, sharding.batch_sharding(program.mesh))
+
+        def loss(params, batch):
+            weights = target_weights(batch, jnp.sum(batch.loss_mask_BxT))
+            return weighted_loss(params, {}, program.model, batch, weights, 4)[0]
+
+        with sharding.use_mesh(program.mesh):
+            return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, on_devices))
+
+    expected = loss_and_gradients("xla", 1)
+    found = loss_and_gradients("splash", 8, mesh__path=2, mesh__data=2, mesh__tensor=2)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), found, expected)
+
+
+@pytest.mark.slow
+def test_loss_is_the_mean_over_the_mask_of_the_given_targets():
+    """Evaluation and training equal the plain formula when microbatches differ in their number of targets."""
+    model, rng = build("gpt", num_layers=1, d_model=16, context_length=16), np.random.default_rng(0)
+    params = random_params(model)
+    tokens, targets = rng.integers(0, 257, (4, 17), np.int32), rng.integers(0, 257, (4, 16), np.int32)
+    mask = rng.random((4, 16)) < [[0.9], [0.1], [0.5], [0.0]]
+    log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
+    losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
+
+    batch, options = Batch(tokens, None, mask, targets), dict(model=model, microbatches=2, loss_chunks=2)
+    total, number = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
+    assert float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5) and int(number) == mask.sum()
+    optimizer = optax.scale_by_schedule(lambda count: -0.1)
+    step = functools.partial(train_step, optimizer=optimizer, schedule=lambda count: 0.1, seed=0, **options)
+    _, metrics = jax.jit(step)(TrainState(jnp.int32(0), params, optimizer.init(params)), batch)
+    assert float(metrics["loss"]) == pytest.approx(float(losses[mask].mean()), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    for name, count in (("small", 100), ("large", 500)):
+        random_store(folder / name, [70] * count)
+    return f"{folder}/small=1,{folder}/large=3"
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("separate", [False, True])
+def test_batches_are_those_that_steps_are_compiled_for(mixture, packing, separate):
+    program = build_program(load_config("gpt", data__mixture=mixture, data__packing=packing,
+                                        data__separate_documents=separate))
+    pipeline = program.open_pipeline()
+    for batches, evaluates in ((pipeline.train_batches, False), (pipeline.validation_batches, True)):
+        batch, expected = pipeline.to_devices(batches[0]), program.abstract_batch(evaluates)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), batch) == jax.tree.map(
+            lambda x: (x.shape, x.dtype, x.sharding), expected)
+
+
+def test_a_run_on_a_mixture(mixture, tmp_path):
+    """Tokens do not include padding, the stores are logged and recorded, and other weights are refused."""
+    config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
+    program = build_program(config)
+    pipeline = program.open_pipeline()
+    small, large = (rows.padding for rows in data.open_mixture(mixture).pack("train", "best_fit", False, 64))
+    padding = 0.25 * small + 0.75 * large
+    assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
+    needs = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
+    assert summary.session_facts(program, pipeline, needs, 0)["padding"] == pytest.approx(padding)
+    message = summary.startup_message(program, pipeline, 0)
+    assert "small, best_fit: " in message and "large, best_fit: " in message and "of the documents split" in message
+    workdir.initialize(tmp_path, config, pipeline.corpus)
+    description = json.loads((tmp_path / "store.json").read_text())["mixture"]
+    assert [store["weight"] for store in description] == [0.25, 0.75]
+    with pytest.raises(UserError, match=r"store 1: weight: from 0\.25 to 0\.33"):
+        workdir.initialize(tmp_path, config, data.open_mixture(mixture.replace("=3", "=2")))

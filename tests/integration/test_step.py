@@ -1,0 +1,185 @@
+"""A training step on meshes of eight devices: the losses of one device, the traffic, the dropout masks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build, init, load_config
+from flax import linen as nn
+
+from smallgpt_jax import models, sharding
+from smallgpt_jax.analysis import hlo
+from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.program import build_program
+from smallgpt_jax.step import eval_step, weighted_loss
+
+pytestmark = pytest.mark.slow
+SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
+             model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
+# Of each architecture, so that every kind of position is on a mesh.
+OWN = {"gpt": {}, "pgpt": {"model__position": "rope"},
+       "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1}, "cgpt": {"model__blocks_per_stage": 1}}
+
+
+@functools.cache
+def compiled_program(architecture, devices, **fields):
+    """A program of two narrow blocks, and its compiled training step."""
+    program = build_program(load_config(architecture, **{**SMALL, **OWN[architecture], **fields}),
+                            jax.devices()[:devices])
+    return program, program.compile_train_step()
+
+
+def first_metrics(architecture, devices=1, steps=3, **fields):
+    """Loss and gradient norm of the first training steps, (steps, 2)."""
+    program, compiled = compiled_program(architecture, devices, **fields)
+    step = program.runnable(compiled)
+    params = init(program.model)
+    state = program.abstract_state()
+    params = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), params, state.params)
+    state = state._replace(step=jax.device_put(jnp.int32(0), state.step.sharding), params=params,
+                           opt_state=program.initial_opt_state(params))
+    found = []
+    for seed in range(steps):
+        tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
+        state, metrics = step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return np.array(found)
+
+
+def mesh(**axes):
+    return {f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()}
+
+
+@pytest.mark.parametrize("architecture, fields", [
+    ("gpt", {**mesh(data=2, fsdp=2, tensor=2), "train__microbatches": 2}),
+    ("gpt", {**mesh(data=8)}),
+    ("gpt", {**mesh(fsdp=8), "model__remat": "full", "model__scan_layers": False, "train__loss_chunks": 8}),
+    ("pgpt", {**mesh(data=2, tensor=2, path=2), "train__microbatches": 4}),
+    ("pgpt", {**mesh(data=2, fsdp=2, path=2), "model__scan_layers": False}),
+    ("lgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "full"}),
+    ("lgpt", {**mesh(data=4, tensor=2), "model__remat": "dots", "model__scan_layers": False}),
+    ("cgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots", "train__microbatches": 4})])
+def test_eight_devices_compute_what_one_does(architecture, fields):
+    """In parts or whole, scanned or unrolled, rematerialized or not."""
+    np.testing.assert_allclose(
+        first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
+
+
+def test_data_parallel_traffic_is_the_gradients_alone():
+    program, step = compiled_program("gpt", 8, **mesh(data=8))
+    traffic = hlo.Program(step.as_text()).collectives()
+    assert set(traffic) == {"all-reduce"}
+    gradient_bytes = 4 * models.num_parameters(program.model)
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # the loss, and an empty sum
+
+
+def test_paths_meet_once():
+    """pgpt's forward pass with a path per device has one all-reduce, of the paths' outputs."""
+    config = load_config("pgpt", **SMALL, mesh__data=1, mesh__path=2)
+    program = build_program(config, jax.devices()[:2])
+    params = program.abstract_state().params
+    tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=sharding.batch_sharding(program.mesh))
+    with sharding.use_mesh(program.mesh):
+        forward = jax.jit(lambda params, tokens: program.model.apply(
+            {"params": params}, tokens, method="hidden")).lower(params, tokens).compile()
+    assert hlo.Program(forward.as_text()).collectives() == {
+        "all-reduce": {"count": 1, "bytes": 4 * 8 * 32 * config.model.d_model}}
+
+
+def test_bfloat16_gradients_match_float32():
+    """Also of a token that occurs thousands of times: bfloat16 cannot sum that many terms."""
+    tokens = np.random.default_rng(0).integers(0, 257, (64, 65))
+    tokens[np.random.default_rng(1).random(tokens.shape) < 0.3] = 7
+    gradients = {}
+    for dtype in ("float32", "bfloat16"):
+        model = build("gpt", dtype=dtype, num_layers=2)
+        params = init(model)
+        gradients[dtype], _ = jax.jit(jax.grad(weighted_loss, has_aux=True), static_argnums=(2, 5))(
+            params, {}, model, Batch(tokens), jnp.full((64, 64), 1 / 64**2), 1)
+    for (path, expected), found in zip(jax.tree_util.tree_leaves_with_path(gradients["float32"]),
+                                     jax.tree.leaves(gradients["bfloat16"])):
+        error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+        assert error < 0.03, (path, error)
+
+
+def test_evaluation_excludes_masked_targets():
+    model = build("gpt", num_layers=1)
+    params = init(model)
+    tokens = np.random.default_rng(0).integers(0, 257, (4, 65))
+    evaluate = jax.jit(eval_step, static_argnames=("model", "microbatches", "loss_chunks"))
+    every = np.ones((1, 64), bool)
+    rows = [evaluate(params, {}, Batch(tokens[i:i + 1], None, every), model=model, microbatches=1, loss_chunks=1)
+            for i in (0, 2)]
+    loss_mask = np.tile([[True], [False], [True], [False]], (1, 64))
+    loss, targets = evaluate(params, {}, Batch(tokens, None, loss_mask), model=model, microbatches=2, loss_chunks=4)
+    assert int(targets) == 2 * 64
+    assert float(loss) == pytest.approx(sum(float(row_loss) for row_loss, _ in rows), rel=1e-5)
+
+
+def test_microbatches_save_memory_in_evaluation():
+    def temporaries(microbatches):
+        config = load_config("gpt", **{**SMALL, "train__batch_size": 64}, train__microbatches=microbatches)
+        program = build_program(config, jax.devices()[:1])
+        return program.compile_eval_step().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < temporaries(1) / 4
+
+
+# ---------------------------------------------------------------------- dropout
+
+class DropoutMasks:
+    """Two training steps of two paths of three blocks in two microbatches, and the dropout masks of each step.
+
+    Masks that are equal in all blocks would be computed twice per path, once for flax's check of what the loop over
+    them shares: with two blocks as often as expected.
+    """
+
+    def __init__(self, devices: int = 1, **fields):
+        self.found = []
+        config = load_config("pgpt", **{**SMALL, "model__num_layers": 6, **fields}, model__dropout=0.5,
+                             train__microbatches=2)
+        self.program = build_program(config, jax.devices()[:devices])
+        with nn.intercept_methods(self.record):
+            self.step = self.program.runnable(self.program.compile_train_step())
+
+    def record(self, next_function, args, kwargs, context):
+        if not isinstance(context.module, nn.Dropout):
+            return next_function(*args, **kwargs)
+        scale = next_function(jnp.ones_like(args[0]), *args[1:], **kwargs)
+        name = "/".join(context.module.path)
+        jax.debug.callback(lambda mask: self.found[-1].append((name, mask.tobytes())), scale != 0)
+        return args[0] * scale
+
+    def run(self, restart=lambda state: state) -> list[list[tuple[str, bytes]]]:
+        """Returns the sorted masks of each step: the name of the module, and the entries that it keeps. The second
+        step starts from `restart` of the state after the first one."""
+        self.found = []
+        tokens = np.arange(16 * 33, dtype=np.int32).reshape(16, 33) % 64
+        batch = Batch(jax.device_put(tokens, sharding.batch_sharding(self.program.mesh)))
+        state = self.program.initial_state()
+        for _ in range(2):
+            self.found.append([])
+            state, _ = self.step(state, batch)
+            jax.effects_barrier()
+            state = restart(state)
+        return [sorted(masks) for masks in self.found]
+
+
+def test_dropout_masks_all_differ_and_depend_on_neither_mesh_nor_resume(tmp_path):
+    """The masks of the embedding and of each block's two parts, in each path, microbatch and step."""
+    one = DropoutMasks()
+    expected = one.run()
+    masks = [mask for step in expected for _, mask in step]
+    assert len(set(masks)) == len(masks) == 2 * 2 * (1 + 2 * 6)
+
+    def resume(state):
+        checkpoints = Checkpoints(tmp_path, keep=1, log=print)
+        checkpoints.save(int(state.step), state)
+        checkpoints.wait_until_finished()
+        return checkpoints.restore_latest(one.program.abstract_state())
+
+    assert one.run(resume) == expected
+    assert DropoutMasks(devices=8, **mesh(data=2, tensor=2, path=2)).run() == expected

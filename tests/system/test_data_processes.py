@@ -1,0 +1,93 @@
+"""Data in separate processes: a killed preparation, batches on several processes."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, call, load_config
+from data_helpers import files_of, write_jsonl
+
+from smallgpt_jax.program import build_program
+
+pytestmark = pytest.mark.slow
+
+# The command, writing its journal after every batch and hanging in the eleventh.
+HANGING_PREPARE = """
+import runpy, threading
+from smallgpt_jax.data import parts, prepare
+parts.BATCH_CHARACTERS, prepare.JOURNAL_SECONDS = 2000, 0
+def encode(texts, tokenizer, calls=iter(range(10)), encode=prepare.encode):
+    if next(calls, None) is None:
+        threading.Event().wait()
+    return encode(texts, tokenizer)
+prepare.encode = encode
+runpy.run_module("smallgpt_jax.prepare", run_name="__main__")
+"""
+
+
+def test_killed_preparation_is_resumed(tmp_path):
+    texts = write_jsonl(tmp_path / "corpus.jsonl",
+                        [f"document {i} " + "text " * (i * 37 % 500) for i in range(300)])
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={texts}",
+             "--config.data.tokenizer=sentencepiece:400", "--workers=1", f"--config.data.store={tmp_path / 'store'}"]
+    journal = tmp_path / "store.partial" / "journal.json"
+    process = subprocess.Popen([sys.executable, "-c", HANGING_PREPARE, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 100
+    while not (journal.exists() and json.loads(journal.read_text())["place"] != [0, 0]):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "store").exists()
+    resumed = call("prepare", *flags)
+    assert resumed.returncode == 0 and f"resuming {tmp_path / 'store.partial'}" in resumed.stdout
+    store = files_of(tmp_path / "store")
+    (tmp_path / "store").rename(tmp_path / "resumed")
+    assert call("prepare", *flags).returncode == 0
+    assert files_of(tmp_path / "store") == store
+
+
+BATCH_HASHES = """
+import hashlib, json, sys
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+from smallgpt_jax import distributed
+from smallgpt_jax.data import batches
+from smallgpt_jax.program import build_program
+config, coordinator, process, first, last = json.loads(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+distributed.initialize(coordinator, 2, process, 60)
+pipeline = build_program(ConfigDict(config)).open_pipeline()
+for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_batches, first, 2)):
+    arrays = [multihost_utils.process_allgather(x, tiled=True) for x in pipeline.to_devices(batch) if x is not None]
+    print(hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(), flush=True)
+"""
+
+
+def test_global_batches_do_not_depend_on_processes(text_file):
+    """Two processes of two devices that read ahead from a later step, and this one of eight devices."""
+    first, last = 23, 31
+    config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)
+    pipeline = build_program(config).open_pipeline()
+    expected = []
+    for step in range(first, last):
+        batch = pipeline.to_devices(pipeline.train_batches[step])
+        expected.append(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in batch)).hexdigest())
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    running = [subprocess.Popen(
+        [sys.executable, "-c", BATCH_HASHES, config.to_json_best_effort(), coordinator, *map(str, (i, first, last))],
+        env=environment, stdout=subprocess.PIPE, text=True) for i in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert outputs[0].split()[-len(expected):] == expected

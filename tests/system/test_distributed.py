@@ -1,0 +1,133 @@
+"""Multi-process runs on this machine, started as a user starts them."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, XLA_FLAGS, load_config, run
+
+from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.train import train
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, train__steps=STEPS,
+              train__log_every=1, train__checkpoint_every=4, train__eval_every=10, train__eval_steps=2)
+CONFIG = ("--config=configs/gpt.py:tiny",
+          *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()))
+
+# Process 1 runs this in place of smallgpt_jax.main: the same, with the faults in FAULT.
+FAULTY = """
+import os, runpy, signal, sys
+sys.path.insert(0, "")  # as with python -m
+from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.metrics import Logger
+
+fault, _, step = os.environ["FAULT"].partition(":")
+
+def log(self, metrics, _log=Logger.log):
+    _log(self, metrics)
+    if metrics.step == int(step):
+        os.kill(os.getpid(), getattr(signal, fault.removeprefix("UNREADABLE,")))
+
+def read(self, *arguments, _read=Checkpoints._read):
+    Checkpoints._read = _read
+    _read(self, *arguments)  # orbax's processes read together
+    raise ValueError("a bad sector")
+
+Logger.log = log
+if "UNREADABLE" in fault:
+    Checkpoints._read = read
+sys.argv = sys.argv[2:]
+runpy.run_module("smallgpt_jax.main", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, text_file):
+    """A function (workdir, fault) → a completed local_cluster.sh: two processes, each with half of the weights."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "faulty.py").write_text(FAULTY)
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\n[[ $FAULT && "$*" = *process_id=1* ]] && set -- {folder}/faulty.py "$@"\n'
+                      f'exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def start(workdir, fault=""):
+        return subprocess.run(
+            ["bash", ROOT / "launch" / "local_cluster.sh", "--", *CONFIG, f"--config.data.source={text_file}",
+             "--config.mesh.data=1", "--config.mesh.fsdp=2", f"--workdir={workdir}"],
+            env={**os.environ, "PYTHON": str(python), "XLA_FLAGS": XLA_FLAGS.format(devices=1),
+                 "FAULT": fault, "GRACE_SECONDS": "60"},
+            capture_output=True, text=True, timeout=600)
+
+    return start
+
+
+def losses(workdir) -> np.ndarray:
+    """Returns the losses of the training steps; each step is logged once."""
+    lines = [line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return np.array([line["loss"] for line in lines])
+
+
+def saved_steps(workdir) -> list[int]:
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+def test_two_processes_train_as_one(tmp_path, text_file, cluster):
+    """Also after one is killed, cannot read the newest checkpoint, and is stopped; one process alone can resume."""
+    undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
+    result = cluster(undisturbed)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "on 2 cpu devices of 2 processes" in result.stdout
+    assert result.stdout.count("step 20/20   validation loss") == 1  # only process 0 prints
+
+    result = cluster(run, fault="SIGKILL:14")
+    assert result.returncode in (1, 137)
+    assert "error: another process of this run has exited or is unreachable" in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    assert "process 0: exit status 1" in result.stderr and "process 1: exit status 137" in result.stderr
+
+    # Process 1 cannot read the newest checkpoint: both use the one before.
+    before, newest = saved_steps(run)[-2:]
+    result = cluster(run, fault="UNREADABLE,SIGTERM:16")
+    assert result.returncode == 143
+    assert f"damaged checkpoint of step {newest} (damaged for another process)" in result.stdout
+    assert f", {before} done" in result.stdout
+    stopped = saved_steps(run)[-1]
+    assert 16 <= stopped < STEPS
+    assert result.stderr.count(f"stopped after step {stopped} and saved") == 2
+    assert losses(run).tolist() == losses(undisturbed)[:stopped].tolist()
+
+    for workdir in (alone, run):
+        train(load_config("gpt", **{**FIELDS, "data__source": str(text_file), "train__steps": STEPS + 5}),
+              str(workdir))
+    np.testing.assert_allclose(losses(undisturbed), losses(alone)[:STEPS], rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
+    assert len((run / "sessions.jsonl").read_text().splitlines()) == 3
+
+
+def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
+    """On a workdir that is not a run, which only process 0 checks: no process hangs."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").write_text("")
+    started = time.monotonic()
+    result = cluster(tmp_path / "run")
+    assert result.returncode == 1 and time.monotonic() - started < 60
+    assert "error: --workdir=" in result.stderr and "folder is not empty and not a run" in result.stderr
+    assert "process 1: error: process 0 has failed; see its message" in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_join_timeout(tmp_path):
+    result = run("main", *CONFIG, f"--workdir={tmp_path / 'run'}", "--num_processes=2", "--process_id=1",
+                 "--coordinator=127.0.0.1:9", "--join_timeout=2")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "127.0.0.1:9" in result.stderr and "no answer within 2 seconds" in result.stderr
+    assert not (tmp_path / "run").exists()

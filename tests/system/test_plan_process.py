@@ -1,0 +1,49 @@
+"""`plan` as users start it: the CPU's compiler and the TPU's, each for one tiny recipe."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+from conftest import load_config, run
+
+from smallgpt_jax.program import build_program
+
+pytestmark = pytest.mark.slow
+FIELDS = {"model__num_layers": 2, "model__d_model": 16}
+
+
+def test_memory_matches_the_compiled_steps():
+    result = run("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:8", "--json",
+                 *(f"--config.{name.replace('__', '.')}={value}" for name, value in FIELDS.items()))
+    assert result.returncode == 0, result.stderr
+    planned = json.loads(result.stdout)
+    program = build_program(load_config("gpt", **FIELDS), jax.devices()[:8])
+    needs = program.compile_train_step().memory_analysis()
+    eval_needs = program.compile_eval_step().memory_analysis()
+    assert planned["temp_bytes"] == pytest.approx(needs.temp_size_in_bytes, rel=0.1)
+    assert planned["argument_bytes"] == needs.argument_size_in_bytes
+    assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
+    # An evaluation step reads the weights only; the optimizer's moments, twice as large, stay in memory.
+    moments = 2 * 4 * planned["parameters"]
+    assert planned["eval_needed_bytes"] - planned["eval_temp_bytes"] == pytest.approx(
+        eval_needs.argument_size_in_bytes + moments, rel=0.01)
+    assert planned["fits"] and planned["devices"] == 8 and planned["estimated_cycles"] is None
+    assert planned["flops_per_step"] == planned["flops_per_token"] * 8 * 64
+    assert set(planned["collectives"]) == {"all-reduce"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
+                    reason="needs the TPU compiler: pip install '.[plan]'")
+def test_a_tpu_program():
+    result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
+                 "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu does not know the CPU's flags
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    planned = json.loads(result.stdout)
+    assert planned["fits"] and planned["hbm_bytes"] == 16 * 2**30 and planned["devices"] == 4
+    assert planned["estimated_cycles"] > 0 and planned["kernel_cycles"] > 0
+    seconds = (planned["estimated_cycles"] + planned["kernel_cycles"]) / 1.5e9
+    assert planned["estimated_step_seconds"] == pytest.approx(seconds)
+    assert planned["estimated_mfu"] == pytest.approx(
+        planned["flops_per_step"] / 4 / (seconds * 197e12))
+    assert set(planned["collectives"]) == {"all-reduce"}

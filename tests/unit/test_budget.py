@@ -1,0 +1,235 @@
+"""Planned comparisons: budgets, invalid configs, names of runs."""
+
+import importlib
+import json
+import re
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+from conftest import ROOT, load_config
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_path
+
+from configs.compare import base
+from smallgpt_jax import cli, models, sharding
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.comparison import budget, measure
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.program import Program, validate_train
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
+
+
+def comparison(size: str = "tiny", **fields) -> ConfigDict:
+    config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
+    for name, value in fields.items():
+        group, field = name.split("__")
+        config[group][field] = value
+    return config
+
+
+def test_tokens_are_equal_and_schedules_follow(tmp_path):
+    config = comparison(compare__seeds=3)
+    config.unlock()
+    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice the tokens per step
+    planned = budget.plan_runs(config, tmp_path)
+    assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
+    assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
+    assert len({run.folder for run in planned}) == 12
+    assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 20, "lgpt": 40, "cgpt": 40}
+    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
+
+
+def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
+    """A run with `best_fit` gets more steps than one with `concat` on equal tokens, and as many on equal FLOPs."""
+    source = tmp_path / "source.jsonl"  # documents of 41 tokens: one per row of 64
+    source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
+    common = load_config("gpt", data__source=str(source), train__steps=200)
+    for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
+        config = base.comparison(
+            common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1)
+        planned = budget.plan_runs(config, tmp_path)
+        assert {run.name: run.config.train.steps for run in planned} == {"joined": 200, "whole": steps}
+
+
+def flops(config) -> float:
+    """By the counts that `plan` uses."""
+    model = models.build(**config.model)
+    return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
+
+
+def test_flops_are_equal_within_one_percent(tmp_path):
+    planned = budget.plan_runs(comparison(compare__budget="flops", train__steps=2000), tmp_path)[:4]
+    target = flops(load_config("gpt", train__steps=2000))
+    assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
+    for run in planned:
+        assert abs(flops(run.config) / target - 1) < 0.01, run.name
+    # By hand, in products per token: 4 blocks of 12·D², 2·D·T for attention's two, the head; pgpt's dense layers and
+    # the weighted sum of its paths.
+    D, T, V = 64, 64, 512
+    gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
+    assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
+
+
+# The widths that lgpt can have lie 5% apart at the paper's size, so there gpt follows lgpt.
+@pytest.mark.parametrize("size, names, target", [
+    ("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)])
+@pytest.mark.slow
+def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
+    config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
+    config.runs.cgpt.model.conv_kernel = 1  # as configs/compare/paper.py has it
+    planned = budget.plan_runs(config, tmp_path)
+    assert [run.name for run in planned] == names.split(",")
+    tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
+              for run in planned}
+    assert len(tokens) == 1
+    for run in planned:
+        assert abs(budget.num_parameters(run.config) / target - 1) < 0.02, run.name
+        recipe = load_config(run.name, size)
+        recipe.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
+        ours = {**run.config.model, "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
+        assert ours == recipe.model.to_dict()  # only the width differs
+
+
+@pytest.mark.parametrize("target, d_model, num_heads", [
+    (10_240, 32, 4),  # the recipe itself
+    (2_560, 16, 4),  # another width, the same number of heads
+    (6_250, 25, 5),  # no multiple of 4 within 2%
+    (12_250, 35, 5),
+    (5_000, 22, 2),  # none within 2%: the nearest
+])
+def test_width_search(target, d_model, num_heads, monkeypatch):
+    """In few counts, which take seconds each for deep models."""
+    counted = []
+
+    def count(config) -> int:
+        counted.append(config.model.d_model)
+        return 10 * config.model.d_model**2
+
+    monkeypatch.setattr(budget, "num_parameters", count)
+    found = budget.with_parameters(load_config("gpt", model__d_model=32, model__num_heads=4), target).model
+    assert (found.d_model, found.num_heads) == (d_model, num_heads)
+    assert len(counted) <= 6
+
+
+def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
+    config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
+    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
+    monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
+    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
+    config.compare.seconds = 60.0
+    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [180, 120] * 2
+    config.model.d_model = 128  # new configs, not measured yet
+    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
+    config.compare.seconds = 0.1
+    with pytest.raises(UserError, match=r"gpt takes 0.2 of 0.1 seconds, .* number of steps, 1, is \+100.0% off"):
+        budget.plan_runs(config, tmp_path)
+    config.compare.seconds, config.model.d_model = 60.0, 256
+    budget.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
+    with pytest.raises(UserError, match="contains a run pgpt with another budget or config"):
+        budget.plan_runs(config, tmp_path)
+
+
+def test_speed_excludes_the_first_two_steps(monkeypatch):
+    now, durations = [0.0], iter([30.0, 5.0] + [0.5] * 20)
+
+    def step(state, batch):
+        now[0] += next(durations)
+        return state, {}
+
+    program = create_autospec(Program, instance=True)
+    program.compile_train_step.return_value, program.abstract_batch.return_value = step, ()
+    monkeypatch.setattr(budget, "build_program", lambda config: program)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert budget.steps_per_second(ConfigDict()) == 2.0
+
+
+def test_names_with_dots_and_spaces(tmp_path):
+    """As the examples in configs/compare/base.py."""
+    rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
+    planned = budget.plan_runs(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path)
+    assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
+        ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
+
+
+@pytest.mark.parametrize("given, read", [
+    ("--config.runs.lr 0.1.optimizer.learning_rate=0.2", ("lr 0.1", "optimizer", "learning_rate", "0.2")),
+    ("--config.runs.2×.model.d_model=8", ("2×", "model", "d_model", "8")),
+    ("--config.runs.a.b.data.source=x.model.y=z", ("a.b", "data", "source", "x.model.y=z")),
+    ("--config.runs.lgpt.model.d_model=8", ("lgpt", "model", "d_model", "8"))])
+def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
+    quoted, = cli.quote_run_names([given])
+    path, _, value = quoted.removeprefix("--config.").partition("=")
+    assert " " not in path and (*config_path.split(path), value) == ("runs", *read)
+    assert cli.unquote_run_names(quoted) == given
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
+    (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, is .*% off \(limit: 1%\)"),
+    (dict(compare__budget="seconds"), "config.compare.seconds=0: must be above 0"),
+    (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
+    (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
+    (dict(compare__names=""), "the comparison has no runs"),
+    (dict(compare__names="gtp"), "no run 'gtp'; choose from cgpt, gpt"),
+    (dict(compare__reference="x"), "config.compare.reference='x': must be one of cgpt, gpt"),
+    (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
+    (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
+    (dict(compare__contexts=(0,)), "must be integers, at least 1"),
+    (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
+def test_refuses_invalid_comparisons(fields, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        budget.plan_runs(comparison(**fields), tmp_path)
+
+
+@pytest.mark.parametrize("runs, words", [
+    ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
+    ({"a": {"model": {"num_haeds": 2}}}, "config.runs.a.model.num_haeds: no such field; did you mean 'num_he"),
+    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the type of 64"),
+    ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: expected the type of 64"),
+    ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
+    ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
+    ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),
+    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: follows from the budget"),
+    ({"a, b": {}}, "names cannot contain commas"),
+    ({"a": {"model": {"num_paths": 2}}}, "config.runs.a.model.num_paths: no such field"),
+    ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
+    ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' have the same workdir"),
+    ({}, "the comparison has no runs")])
+def test_refuses_invalid_runs(runs, words, tmp_path):
+    with pytest.raises(UserError, match=re.escape(words)):
+        budget.plan_runs(base.comparison(load_config("gpt"), runs), tmp_path)
+
+
+def test_refuses_parameters_that_no_width_has(tmp_path):
+    config = base.comparison(
+        load_config("gpt"), {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}}, budget="parameters",
+        reference="gpt")
+    with pytest.raises(UserError, match=r"deep has no width within 2% of 266,816 parameters; the nearest has [\d,]+ "
+                                        r"\([+-][\d.]+%\), with model.d_model=\d+, model.num_heads=\d+"):
+        budget.plan_runs(config, tmp_path)
+
+
+def test_refuses_misspelt_comparison_fields():
+    with pytest.raises(KeyError, match="budget"):
+        base.comparison(load_config("gpt"), {"gpt": {}}, bugdet="flops")
+
+
+def validate(config: ConfigDict) -> None:
+    """`build_program` without tracing the model, which takes seconds at the paper's size."""
+    validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("size", ["tiny", "quickstart", "paper"])
+def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "build_program", validate)
+    config = importlib.import_module(f"configs.compare.{name}").get_config(size)
+    planned = budget.plan_runs(config, tmp_path)
+    assert len(planned) == len(config.runs) * config.compare.seeds
+    assert {run.name for run in planned} == set(config.runs)
+    if name == "stages":  # the first run is lgpt's recipe
+        assert planned[0].config.model.to_dict() == load_config("lgpt", size).model.to_dict()
+    measure.parse_texts(config.compare.texts)

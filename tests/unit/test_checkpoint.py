@@ -1,0 +1,220 @@
+"""Checkpoints of small arrays: damage, failed writes, checksums; and the comparison in benchmarks/chaos.py."""
+
+import collections
+import json
+import os
+import random
+import resource
+import shutil
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from smallgpt_jax.checkpoint import Checkpoints, bit_checksums
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.step import TrainState
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import chaos
+
+
+def state_of(step: int) -> TrainState:
+    keys = jax.random.split(jax.random.key(step), 3)
+    params = {"a": jax.random.normal(keys[0], (40, 30)), "b": {"c": jax.random.normal(keys[1], (7,))}}
+    moments = (jax.tree.map(jnp.square, params), jnp.int32(step))
+    return TrainState(jnp.int32(step), params, moments)
+
+
+ABSTRACT = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert all(np.array_equal(a, b, equal_nan=True)
+               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (5, 10, 20):
+        checkpoints.save(step, state_of(step))
+    checkpoints.close()
+    assert sorted(os.listdir(folder)) == ["10", "20"]  # the newest two
+    return folder
+
+
+def flip_a_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << len(content) % 8
+    path.write_bytes(content)
+
+
+def truncate(path, place):
+    path.write_bytes(path.read_bytes()[:int(place * path.stat().st_size)])
+
+
+@pytest.mark.slow
+def test_no_damage_goes_unnoticed(saved, tmp_path):
+    """Damage to any file of the newest checkpoint is either harmless, or the older checkpoint is used."""
+    names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
+             if path.is_file() and path.stat().st_size]
+    assert len(names) > 15
+    outcomes = collections.Counter()
+    for number, name in enumerate(names):
+        for damage, place in ((flip_a_bit, (0.0, 0.37, 0.73)[number % 3]), (truncate, (0.0, 0.6)[number % 2])):
+            folder, logged = tmp_path / f"{number}-{damage.__name__}" / "checkpoints", []
+            shutil.copytree(saved, folder)
+            damage(folder / "20" / name, place)
+            checkpoints = Checkpoints(folder, keep=3, log=logged.append)
+            state = checkpoints.restore_latest(ABSTRACT)
+            step = int(state.step)
+            assert_same(state, state_of(step))
+            outcomes[step] += 1
+            is_aside = (folder.parent / "damaged_checkpoints" / "20").is_dir()
+            assert is_aside == (step == 10) and len(logged) == (step == 10), name
+            assert checkpoints.steps() == ([10] if is_aside else [10, 20])
+            if is_aside:
+                assert logged[0].startswith("damaged checkpoint of step 20 (")
+            checkpoints.close()
+            shutil.rmtree(folder.parent)
+    assert outcomes[10] > len(names) / 2
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()],
+    lambda folder: shutil.rmtree(folder / "opt_state"),
+    lambda folder: shutil.rmtree(folder / "check"),
+    lambda folder: flip_a_bit(max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size), 0.5),
+], ids=["empty", "no opt_state", "no check", "a bit"])
+def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    damage(tmp_path / "checkpoints" / "20")
+    logged = []
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
+    assert_same(checkpoints.restore_latest(ABSTRACT), state_of(10))
+    assert len(logged) == 1 and str(tmp_path / "damaged_checkpoints" / "20") in logged[0]
+    checkpoints.save(20, state_of(20))  # the name can be used again
+    checkpoints.close()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
+
+
+def test_nothing_is_moved_if_no_checkpoint_is_good(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    for step in ("10", "20"):
+        shutil.rmtree(tmp_path / "checkpoints" / step / "check")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    with pytest.raises(UserError, match="all checkpoints are damaged"):
+        checkpoints.restore_latest(ABSTRACT)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.isdecimal()) == ["10", "20"]
+    checkpoints.close()
+
+
+def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr(checkpoints, "_read", refuse)
+    with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\); nothing"):
+        checkpoints.restore_latest(ABSTRACT)
+    with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\)$"):
+        checkpoints.restore_model(20, ABSTRACT.params, {})
+    assert checkpoints.steps() == [10, 20] and not (tmp_path / "damaged_checkpoints").exists()
+    checkpoints.close()
+
+
+def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
+    """Files are limited to 200 bytes for a while, as on a full disk."""
+    logged = []
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
+    checkpoints.save(1, state_of(1))
+    checkpoints.wait_until_finished()
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (2, 3):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
+        try:
+            checkpoints.save(step, state_of(step))
+            checkpoints.wait_until_finished()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.steps() == [1]
+        assert os.listdir(tmp_path / "checkpoints") == ["1"]
+    assert len(logged) == 2
+    assert all(line == "could not write a checkpoint: File too large. Training continues; newest checkpoint: "
+               "step 1" for line in logged)
+    checkpoints.save(4, state_of(4))
+    checkpoints.wait_until_finished()
+    assert checkpoints.steps() == [1, 4]
+    assert_same(checkpoints.restore_latest(ABSTRACT), state_of(4))
+    checkpoints.close()
+
+
+def test_checksums_do_not_depend_on_the_mesh():
+    state, sharded = state_of(3), {}
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    for spec in (("x", "y"), (None, "y"), ("y", None)):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        sharded[spec] = bit_checksums({"a": jax.device_put(state.params["a"], sharding)})
+    expected = int((np.asarray(state.params["a"]).reshape(-1).view(np.uint32).astype(object)
+                    * (2 * np.arange(1200, dtype=object) + 1)).sum() % 2**32)
+    assert all(sums == {"['a']": expected} for sums in sharded.values())
+
+
+def test_chaos_finds_every_difference(tmp_path):
+    """Of a copied run: none; of runs with another weight, another loss, and a duplicate line: each."""
+    runs = {name: chaos.Run(tmp_path / name, "gpt", 10) for name in ("one", "copy", "weights", "loss", "line")}
+    for name, run in runs.items():
+        checkpoints = Checkpoints(run.workdir / "checkpoints", keep=1)
+        state = state_of(10)
+        if name == "weights":
+            state.params["b"]["c"] = jnp.nextafter(state.params["b"]["c"], jnp.inf)
+        checkpoints.save(10, state)
+        checkpoints.close()
+        losses = [1.0, 2.5 if name == "loss" else 2.0] + [2.0] * (name == "line")
+        (run.workdir / "metrics.jsonl").write_text("".join(
+            json.dumps({"step": min(step, 2), "split": "train", "loss": loss}) + "\n"
+            for step, loss in enumerate(losses, start=1)))
+    assert {name: chaos.differences(runs["one"], run) for name, run in runs.items()} == {
+        "one": [], "copy": [], "weights": ["params['b']['c']"], "loss": ["('train', 2)"], "line": ["lines"]}
+
+
+def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
+    """With fake processes: the third start of each run ends before its kill."""
+    events = []
+
+    class Run:
+        def __init__(self, workdir, architecture, steps, overrides):
+            self.workdir, self.starts = workdir, 0
+
+        def start(self):
+            self.starts += 1
+
+        def wait_for(self, text):
+            assert text == "compiled in"
+
+        def kill(self):
+            return None if self.starts == 3 else "training"
+
+        def finish(self):
+            events.append(f"{self.workdir.name} ends after {self.starts} starts")
+
+    monkeypatch.setattr(chaos, "Run", Run)
+    monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    monkeypatch.setattr(chaos, "differences", lambda one, other: [f"{one.workdir.name} {other.workdir.name}"])
+    hits, different, runs = chaos.kill_runs("gpt", tmp_path, kills=5, steps=10, rng=random.Random(0),
+                                          log=lambda line: None)
+    assert (hits, runs) == ({"training": 5}, 3)
+    assert events == ["undisturbed ends after 1 starts", "undisturbed ends after 2 starts",
+                      *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2)))]
+    assert len(different) == 3 and different[0].endswith("victim-1: undisturbed victim-1")

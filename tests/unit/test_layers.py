@@ -1,0 +1,160 @@
+"""Layers and configs on literal arrays: positions, activations, initial weights, refused configs."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build
+from flax import linen as nn
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.models.positions import alibi_slopes, apply_rope
+from smallgpt_jax.ops.activations import gelu
+
+rotate = functools.partial(apply_rope, base=10_000.0)
+
+
+def complex_rope(x_BxHxTxK, positions_BxT, base=10_000.0):
+    """Su et al.'s R_t·x_t: entries i and i + K/2 are a complex number, multiplied by exp(i·t·θ)."""
+    half = x_BxHxTxK.shape[-1] // 2
+    thetas = base ** (-2 * np.arange(half) / (2 * half))
+    points = x_BxHxTxK[..., :half] + 1j * x_BxHxTxK[..., half:]
+    points = points * np.exp(1j * positions_BxT[:, None, :, None] * thetas)
+    return np.concatenate([points.real, points.imag], axis=-1)
+
+
+def test_rope_matches_complex_rotation():
+    x = np.random.default_rng(0).standard_normal((2, 3, 40, 24)).astype(np.float32)
+    positions = np.stack([np.arange(40), np.arange(700, 740)])
+    rotated = rotate(jnp.array(x), jnp.array(positions))
+    np.testing.assert_allclose(rotated, complex_rope(x, positions), atol=5e-4)
+    assert np.abs(rotated - x).max() > 1
+    slower = apply_rope(jnp.array(x), jnp.array(positions), base=500_000.0)
+    np.testing.assert_allclose(slower, complex_rope(x, positions, base=500_000.0), atol=5e-4)
+    # In bfloat16 only the input and the output are rounded.
+    coarse = jnp.array(x, "bfloat16")
+    exact = rotate(coarse.astype("float32"), jnp.array(positions))
+    assert np.array_equal(rotate(coarse, jnp.array(positions)), exact.astype("bfloat16"))
+
+
+def test_rope_scores_depend_on_distance_alone():
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 5, 16))
+    scores = [rotate(jnp.array(q), at) @ jnp.swapaxes(rotate(jnp.array(k), at), 2, 3)
+              for at in (jnp.arange(5)[None], 300 + jnp.arange(5)[None], 2 * jnp.arange(5)[None])]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-3)
+    assert np.abs(scores[0] - scores[2]).max() > 0.5
+
+
+def test_alibi_slopes_match_the_paper():
+    """Section 3: for 8 heads 1/2, 1/4, … 1/256, for 16 heads 1/√2, 1/2, 1/(2√2), …"""
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    np.testing.assert_allclose(alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
+    np.testing.assert_allclose(alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
+
+
+def test_gelu_and_its_derivative():
+    x = jnp.linspace(-6, 6, 201)
+    cdf = np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.tolist()])
+    density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
+    np.testing.assert_allclose(gelu(x), x * cdf, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), cdf + x * density, rtol=1e-5, atol=2e-6)
+    # bfloat16 keeps the negative tail, which 1 + erf(x) in bfloat16 would round to 0.
+    tail = jnp.array([-3.0], "bfloat16")
+    assert float(gelu(tail)[0]) == pytest.approx(-3 * math.erfc(3 / math.sqrt(2)) / 2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_gpt2_initialization():
+    model = build("gpt", d_model=128, num_layers=8, use_bias=True)
+    tokens = jnp.zeros((1, 64), int)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
+    block = params["trunk"]["blocks"]
+    for weight in (params["token_embedding"], params["position_embedding"], params["head"],
+                   block["attention"]["qkv"]["kernel"], block["mlp"]["up"]["kernel"]):
+        assert np.std(weight) == pytest.approx(0.02, rel=0.03)
+    for weight in (block["attention"]["out"]["kernel"], block["mlp"]["down"]["kernel"]):
+        assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.03)
+    assert not any(np.any(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+                   if path[-1].key == "bias")
+    # Every layer has weights of its own.
+    assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
+def test_initial_loss_is_uniform(architecture, d_model):
+    """The narrow and the wide form of the head's and the trunk's initial scales."""
+    model = build(architecture, d_model=d_model, num_layers=2, mlp_ratio=1.0)
+    tokens, targets = np.random.default_rng(0).integers(0, 512, (2, 4, 64))
+
+    @jax.jit
+    def loss(key):
+        log_p = jax.nn.log_softmax(model.apply(model.init(key, tokens[:1]), tokens))
+        return -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1))
+
+    assert abs(float(loss(jax.random.key(0))) - math.log(512)) < 0.1
+
+
+def test_with_paths_cuts_params_and_state():
+    config = build("pgpt", num_paths=4).config
+    stacked = np.arange(8.0).reshape(4, 2)
+    params = {"head": stacked, "trunk": {"paths": {"w": stacked}, "path_logits": jnp.array([1.0, 2.0, 5.0])}}
+    state = {"trunk": {"paths": {"energy": 10 * stacked}, "count": stacked}}
+    cut_config, cut_params, cut_state = with_paths(config, params, state, [2, 1])
+    assert (cut_config.num_paths, cut_config.num_layers) == (2, 2)
+    assert np.array_equal(cut_params["trunk"]["paths"]["w"], [[4, 5], [2, 3]])
+    assert cut_params["trunk"]["path_logits"].tolist() == [3.0] and cut_params["head"] is stacked
+    assert np.array_equal(cut_state["trunk"]["paths"]["energy"], [[40, 50], [20, 30]])
+    assert cut_state["trunk"]["count"] is stacked and "path_logits" in params["trunk"]
+    _, cut_params, cut_state = with_paths(config, params, {}, [3])
+    assert cut_state == {} and set(cut_params["trunk"]) == {"paths"}
+
+
+@pytest.mark.parametrize("architecture, fields, words", [
+    ("gpt", {"num_heads": 3}, ["num_heads=3", "d_model=64"]),
+    ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
+    ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
+    ("gpt", {"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+    ("gpt", {"position": "rotary"}, ["position='rotary'", "learned, rope, alibi, none"]),
+    ("gpt", {"position": "rope", "d_model": 60}, ["position='rope'", "width 60 have 15"]),
+    ("lgpt", {"position": "rope", "num_heads": 32}, ["position='rope'", "width 32 have 1;"]),
+    ("cgpt", {"position": "rope", "d_model": 96, "num_heads": 16}, ["position='rope'", "width 48 have 3;"]),
+    ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such field"]),
+    ("gpt", {"architecture": "pgpt"}, ["num_paths: pgpt needs a value"]),
+    ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
+    ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
+    ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
+    ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "gpt has no such field"]),
+    ("pgpt", {"path_weights": "best"}, ["path_weights='best'", "'learned' or 'equal'"]),
+    ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
+    ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
+    ("lgpt", {"stage_heads": "many"}, ["stage_heads='many'", "'scaled'"]),
+    ("lgpt", {"d_model": 4, "num_heads": 1, "blocks_per_stage": 1}, ["d_model=4", "halved 4 times"]),
+    ("lgpt", {"d_model": 96, "num_heads": 32}, ["num_heads=32"]),
+    ("lgpt", {"num_heads": 1, "stage_heads": "scaled"}, ["num_heads=1", "2^1=2 must divide"]),
+    ("lgpt", {"blocks_per_stage": 1, "num_heads": 4, "stage_heads": "scaled"}, ["2^3=8 must divide"]),
+    ("lgpt", {"d_model": 64, "num_heads": 64}, ["num_heads=64", "must divide 32"]),
+    ("gpt", {"architecture": None}, ["architecture=None", "must be one of"]),
+    ("lgpt", {"tie_embeddings": True}, ["tie_embeddings=True", "width 16"]),
+    ("gpt", {"num_layer": 3}, ["num_layer=3", "did you mean 'num_layers'"]),
+    ("gpt", {"num_kv_heads": 3}, ["num_kv_heads=3", "must divide config.model.num_heads=4"]),
+    ("gpt", {"num_kv_heads": -1}, ["num_kv_heads=-1"]),
+    ("lgpt", {"num_kv_heads": 1, "stage_heads": "scaled"}, ["num_kv_heads=1", "2^1=2 must divide"]),
+    ("gpt", {"attention_windows": (4, -1)}, ["attention_windows=(4, -1)"]),
+    ("gpt", {"norm": "batch"}, ["norm='batch'", "layer, rms"]),
+    ("gpt", {"mlp": "moe"}, ["mlp='moe'", "dense, gated"]),
+    ("gpt", {"norm_epsilon": 0.0}, ["norm_epsilon=0.0", "above 0"]),
+    ("gpt", {"architecture": "no_such_package.module:Class"}, ["no module 'no_such_package'", "PYTHONPATH"]),
+    ("gpt", {"architecture": "math:Class"}, ["math has no 'Class'"]),
+    ("gpt", {"architecture": "math:pi"}, ["needs a class attribute Config"]),
+    ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
+    ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
+])
+def test_refuses_impossible_models(architecture, fields, words):
+    with pytest.raises(UserError) as error:
+        build(architecture, **fields)
+    assert all(word in str(error.value) for word in words), str(error.value)

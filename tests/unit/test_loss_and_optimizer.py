@@ -1,0 +1,176 @@
+"""Loss, optimizer, axis rules and FLOP counts on literal arrays and shapes: nothing is trained."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, build, init, load_config
+from flax import linen as nn
+
+from smallgpt_jax import models, sharding
+from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.optimizer import is_matrix, learning_rate_schedule, make_optimizer
+from smallgpt_jax.step import cross_entropy
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_cross_entropy_and_its_gradients(chunks):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, head = jax.random.normal(keys[0], (3, 16, 8)), jax.random.normal(keys[1], (50, 8))
+    targets = jax.random.randint(keys[2], (3, 16), 0, 50)
+    weights = jax.random.uniform(keys[3], (3, 16))
+
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64).T
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    one_hot = np.eye(50)[targets]
+    expected = -np.sum(np.asarray(weights) * np.log((probabilities * one_hot).sum(axis=-1)))
+    d_logits = np.asarray(weights)[..., None] * (probabilities - one_hot)
+
+    def loss(x, head):
+        return 3 * cross_entropy(x, head, targets, weights, chunks)
+
+    value, (d_x, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, head)
+    assert float(value) == pytest.approx(3 * expected, rel=1e-5)
+    assert float(jax.jit(loss)(x, head)) == pytest.approx(3 * expected, rel=1e-5)
+    np.testing.assert_allclose(d_x, 3 * d_logits @ np.asarray(head), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        d_head, 3 * np.einsum("btw,btv->vw", x, d_logits), rtol=1e-4, atol=1e-4)
+
+
+def test_improbable_tokens():
+    """Evaluation has no bound; in training a loss above 70 nats is understated, never infinite."""
+    x, head = jnp.ones((1, 1, 1)), jnp.array([[0.0], [200.0], [190.0]])
+    arguments = head, jnp.array([[0]]), jnp.ones((1, 1)), 1
+    assert float(cross_entropy(x, *arguments)) == pytest.approx(200, rel=1e-6)
+    value, gradient = jax.value_and_grad(cross_entropy)(x, *arguments)
+    assert 70 <= float(value) < 72 and float(gradient.squeeze()) > 100
+
+
+def test_logits_are_never_materialized():
+    """No array of the compiled gradient is larger than a chunk of the logits."""
+    x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((999, 8), "float32")
+    targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in ("int32", "float32"))
+    text = jax.jit(jax.grad(cross_entropy), static_argnums=4).lower(
+        x, head, targets, weights, 8).as_text()
+    assert "32x999x" in text and "256x999x" not in text and "4x64x999x" not in text
+
+
+def test_learning_rate():
+    rate = learning_rate_schedule(
+        learning_rate=6e-4, warmup_steps=715, decay_steps=19_073, final_learning_rate=6e-5)
+    for step, expected in ((0, 0.0), (143, 6e-4 / 5), (715, 6e-4), (19_073, 6e-5), (30_000, 6e-5)):
+        assert float(rate(step)) == pytest.approx(expected, rel=1e-4)
+    middle = 6e-5 + (6e-4 - 6e-5) * (1 + math.cos(math.pi * 0.25)) / 2
+    assert float(rate(715 + (19_073 - 715) // 4)) == pytest.approx(middle, rel=1e-3)
+
+
+def test_weight_decay_applies_to_matrices_only():
+    for architecture in ARCHITECTURES:
+        boxed = models.abstract_params(build(architecture, use_bias=True))
+        for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: hasattr(x, "names")):
+            assert is_matrix(path, box.names) == (path[-1].key not in ("bias", "scale", "path_logits")), path
+
+
+def updates_of(model, params, gradients, **fields):
+    """One step of the optimizer at learning rate 0.01 and weight decay 0.1."""
+    settings = dict(name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10, final_learning_rate=0.01,
+                    weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+    optimizer = make_optimizer(models.abstract_params(model), **{**settings, **fields})
+    return jax.jit(lambda gradients, params: optimizer.update(gradients, optimizer.init(params), params)[0])(
+        gradients, params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_update_matches_the_paper(name):
+    """AdamW (arXiv 1711.05101, algorithm 2) and Lion (arXiv 2302.06675, algorithm 2), with clipping."""
+    model = build("pgpt", use_bias=True, num_layers=2)
+    params = init(model)
+    gradients = jax.tree.map(lambda x: 3 * np.sin(100 * np.asarray(x)), params)
+    norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in jax.tree.leaves(gradients)))
+    updates = updates_of(model, params, gradients, name=name)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    for (path, update), g, p in zip(jax.tree_util.tree_leaves_with_path(updates),
+                                    jax.tree.leaves(gradients), jax.tree.leaves(params)):
+        decay = 0.1 if path[-1].key not in ("bias", "scale", "path_logits") else 0
+        g = np.asarray(g, np.float64) / norm  # the norm is far above 1; bias correction cancels
+        direction = g / (np.abs(g) + 1e-8) if name == "adamw" else np.sign(g)
+        np.testing.assert_allclose(update, -0.01 * (direction + decay * np.asarray(p)), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"name": "adamv"}, ["'adamv'", "did you mean 'adamw'"]),
+    ({"beta2": 1.0}, ["beta2=1.0"]),
+    ({"weight_decay": -1.0}, ["weight_decay=-1.0"]),
+    ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),
+    *(({field: value}, [f"config.optimizer.{field}={value}", "must be"]) for value in (math.nan, math.inf)
+      for field in ("learning_rate", "final_learning_rate", "weight_decay", "clip_norm", "beta1", "beta2")),
+    ({"decay_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
+])
+def test_refuses_impossible_optimizers(change, words):
+    settings = {**load_config("gpt").optimizer, **change}
+    with pytest.raises(UserError) as error:
+        make_optimizer(models.abstract_params(build("gpt")), **settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_axis_rules_place_weights():
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2, path=2)
+    params = nn.unbox(sharding.param_shardings(mesh, models.abstract_params(build("pgpt"))))
+    P = jax.sharding.PartitionSpec
+    blocks = params["trunk"]["paths"]["blocks"]
+    assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
+    assert blocks["attention"]["out"]["kernel"].spec == P("path", None, "tensor", None, "fsdp")
+    assert params["token_embedding"].spec == P("tensor", "fsdp")
+    # What an axis does not divide is replicated: 3 heads over 2 devices.
+    odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
+    assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
+        None, "fsdp", None, None, None)
+
+
+def test_reports_undivided_dimensions_once():
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4, path=1)
+    lines = sharding.replicated_dimensions(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
+    assert lines == ["heads = 3 is replicated: config.mesh.tensor=4 does not divide it"]
+
+
+@pytest.mark.parametrize("lengths, words", [
+    ({"data": 3}, ["data=3", "which is 8"]),
+    ({"data": -1, "fsdp": -1}, ["one of them may be -1"]),
+    ({"data": 0}, ["data=0", "at least 1"]),
+    ({"data": -1, "tensor": 3}, ["tensor=3", "which is 8"]),
+])
+def test_refuses_impossible_meshes(lengths, words):
+    with pytest.raises(UserError) as error:
+        sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_flops_of_a_matrix_product():
+    a, b = jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")
+    assert matmul_flops(jnp.dot, a, b) == 2 * 3 * 4 * 5
+
+    def loop(a, b):
+        return jax.lax.scan(lambda x, _: (x @ b @ b.T, None), a, length=7)[0]
+
+    assert matmul_flops(jax.jit(loop), a, b) == 7 * 2 * (2 * 3 * 4 * 5)
+    with pytest.raises(ValueError, match="unknown length"):
+        matmul_flops(lambda a: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x.T @ x, a), a)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_flops_of_gpt(scan_layers):
+    """6 per weight of a matrix product, and 12·L·D·T for attention (arXiv 2204.02311, appendix B)."""
+    config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
+    weights = 12 * 12 * 768**2 + 768 * config.vocab_size
+    expected = 6 * weights + 12 * 12 * 768 * 1024
+    assert train_flops_per_token(models.build(**config)) == expected
+
+
+@pytest.mark.parametrize("change", [{"attention": "splash"}, {"remat": "full"}])
+def test_flops_do_not_depend_on_backend_or_remat(change):
+    config = load_config("gpt", model__context_length=128).model
+    plain = train_flops_per_token(models.build(**config))
+    assert train_flops_per_token(models.build(**{**config, **change})) == plain

@@ -1,0 +1,223 @@
+"""Logging of literal metrics: files, full disks, closed outputs, divergence, the final message."""
+
+import json
+import math
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from smallgpt_jax import metrics, summary
+from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.metrics import Logger, MetricsWriter, NonFiniteGuard, Progress, StepMetrics, read_lines
+from smallgpt_jax.output import best_effort
+
+LOSSES = [5 / step for step in range(1, 21)]
+
+
+def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> Logger:
+    """Logs 20 steps as the training loop does, 0.5 s per step, with a save of 1,000 s after step 15."""
+    logger = Logger(workdir, first_step, Progress(20), log_every=log_every, tokens_per_step=512, bytes_per_token=1.0,
+                    peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
+    for step in range(first_step + 1, 21):
+        values = {"loss": LOSSES[step - 1], "grad_norm": 1.0, "is_finite": True}
+        if (previous := logger.exchange(step, values)) is not None:
+            logger.log(previous)
+        clock.now += 0.5
+        if step in (15, 20):
+            logger.log(logger.take())
+        if step == 15:
+            unlogged = list(logger.losses)
+            with logger.paused():
+                clock.now += 1000
+    logger.log_evaluation(20, 2.0, 512)
+    logger.close()
+    return unlogged if first_step == 0 else None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock.now))
+    return clock
+
+
+def lines_of(workdir, split="train"):
+    return {line["step"]: line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == split}
+
+
+def test_logged_lines(tmp_path, clock, capsys):
+    """Losses, their means since the previous line, tokens so far, tokens per second without the save."""
+    each, tenth = tmp_path / "each", tmp_path / "tenth"
+    each.mkdir(), tenth.mkdir()
+    log_run(each, 1, clock)
+    unlogged = log_run(tenth, 10, clock)
+    assert [line["loss"] for line in lines_of(each).values()] == LOSSES
+    assert [line["loss_mean"] for line in lines_of(each).values()] == LOSSES
+    lines = lines_of(tenth)
+    assert {step: line["loss"] for step, line in lines.items()} == {10: LOSSES[9], 20: LOSSES[19]}
+    assert {step: line["loss_mean"] for step, line in lines.items()} == {
+        10: pytest.approx(np.mean(LOSSES[:10])), 20: pytest.approx(np.mean(LOSSES[10:]))}
+    assert {step: (line["tokens"], line["tokens_per_second"]) for step, line in lines.items()} == {
+        10: (5120, 1024.0), 20: (10240, 1024.0)}
+    evaluation = lines_of(tenth, "eval")[20]
+    assert (evaluation["loss"], evaluation["targets"], evaluation["tokens"]) == (2.0, 512, 10240)
+    assert evaluation["bits_per_byte"] == pytest.approx(2.0 / math.log(2))
+    assert lines[10]["time"] <= lines[20]["time"] <= evaluation["time"] <= time.time()
+    assert list(tenth.glob("events.out.tfevents*"))
+    assert "step 20/20   validation loss 2.0000, 2.8854 bits per byte\n" in capsys.readouterr().out
+
+    # A run resumed from the checkpoint of step 15 logs the same.
+    assert unlogged == LOSSES[10:15]
+    log_run(tenth, 10, clock, first_step=15, unlogged_losses=unlogged)
+    assert {step: line["loss_mean"] for step, line in lines_of(tenth).items()} == {
+        step: line["loss_mean"] for step, line in lines.items()}
+
+
+def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
+    logged = []
+    writer = MetricsWriter(tmp_path, 0, log=logged.append)
+    writer.write(1, "train", {"loss": 1.0})
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, most))
+    try:
+        for step in (2, 3):
+            writer.write(step, "train", {"loss": float(step)})
+            assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(4, "train", {"loss": float("nan")})
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, None)]
+    assert sum("metrics.jsonl: File too large. Training continues" in line for line in logged) == 1
+    writer.close()
+
+
+def test_the_event_file_is_given_up_on_a_full_disk(tmp_path):
+    """tensorboardX's own writer would hang."""
+    logged = []
+    writer = MetricsWriter(tmp_path, 0, log=logged.append)
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, most))
+    try:
+        for step in range(1, 40):
+            writer.write(step, "train", {"loss": 1.0, "learning_rate": 0.1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.close()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 40))
+    assert sorted(line.split(":")[0].split("/")[-1] for line in logged) == [
+        "TensorBoard event file", "metrics.jsonl"]
+    event_files = list(tmp_path.glob("events.out.tfevents.*"))
+    assert [path.stat().st_size for path in event_files] == [1500]
+
+
+def test_damaged_lines_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "split": "train", "loss": 1.0}) for step in range(5)]
+    path.write_bytes("\n".join([*lines[:2], '{"step": 2, "spl']).encode() + b"\n\xff\xfe\n[1]\n"
+                     + "\n".join(lines[3:]).encode())
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("trouble", ["removed", "a folder", "its folder is removed"])
+def test_removed_metrics_do_not_end_a_run(tmp_path, trouble):
+    folder, logged = tmp_path / "run", []
+    folder.mkdir()
+    writer = MetricsWriter(folder, 0, log=logged.append)
+    path = folder / "metrics.jsonl"
+    writer.write(1, "train", {"loss": 1.0})
+    if trouble == "its folder is removed":
+        shutil.rmtree(folder)
+    else:
+        path.unlink()
+    if trouble == "a folder":
+        path.mkdir()
+    writer.write(2, "train", {"loss": 2.0})
+    writer.write(3, "eval", {"loss": 3.0})
+    assert len(logged) == (trouble != "removed")
+    if trouble == "a folder":
+        path.rmdir()
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == ([] if trouble == "its folder is removed" else [2, 3])
+    if trouble == "its folder is removed":
+        assert "No such file or directory. The last 2 lines are lost" in logged[-1]
+
+
+class ClosedStream:
+    """A stream that cannot be written."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def isatty(self):
+        return False
+
+    def write(self, text=""):
+        raise self.error
+
+    flush = write
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left")])
+def test_best_effort_ignores_write_errors(monkeypatch, error):
+    monkeypatch.setattr(sys, "stdout", ClosedStream(error))
+    with best_effort("stdout"):
+        print("text", flush=True)
+    sys.stdout.flush()
+
+
+@pytest.mark.parametrize("stream, status", [("stdout", 0), ("stderr", 143)])
+def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
+    """Python flushes at exit, and exits with status 120 if that fails."""
+    program = (f"import sys; from smallgpt_jax.output import best_effort\n"
+               f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); sys.exit({status})")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, **{stream: full})
+    assert result.returncode == status
+
+
+@pytest.mark.parametrize("on_nonfinite, values, message", [
+    ("stop", (math.nan, math.nan),
+     "training has diverged: step 3: loss nan, gradient norm nan; its batch: rows 7, 3 of the training text.\n"
+     "The newest checkpoint, of step 2, is not affected. Try a lower config.optimizer.learning_rate, or "
+     "--config.train.on_nonfinite=skip"),
+    # The update was applied and made the weights non-finite.
+    ("skip", (2.5, 1.0),
+     "training has diverged: step 3: loss 2.5, gradient norm 1, the updated weights are not finite; its batch: "
+     "rows 7, 3 of the training text.\nThe newest checkpoint, of step 2, is not affected. Try a lower "
+     "config.optimizer.learning_rate"),
+])
+def test_divergence_message(on_nonfinite, values, message):
+    guard = NonFiniteGuard(on_nonfinite, 3, lambda step: [7, step], lambda: 2)
+    with pytest.raises(DivergenceError) as error:
+        guard.check(StepMetrics(3, {"loss": values[0], "grad_norm": values[1]}, False))
+    assert str(error.value) == message
+
+
+def test_final_message(tmp_path, monkeypatch, capsys):
+    """With an evaluation; without metrics.jsonl, for a model that cannot be decoded."""
+    workdir = tmp_path / "my run"
+    workdir.mkdir()
+    monkeypatch.setattr(summary.inference, "load", lambda folder: SimpleNamespace(
+        stream=lambda **settings: iter(["a ", "text"])))
+    (workdir / "metrics.jsonl").write_text(
+        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None}) + "\n")
+    summary.print_final_message(str(workdir))
+    command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"
+    assert capsys.readouterr().out == (
+        f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346, nan bits per byte. {command}")
+
+    def refuse(folder):
+        raise UserError("it cannot be decoded")
+
+    (workdir / "metrics.jsonl").unlink()
+    monkeypatch.setattr(summary.inference, "load", refuse)
+    summary.print_final_message(str(workdir))
+    assert capsys.readouterr().out == f"\nSample:\n\n(none: it cannot be decoded)\n\n\n\n{command}"

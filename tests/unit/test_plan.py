@@ -1,0 +1,349 @@
+"""Estimates before a run: counts against formulas, memory, what compilers report, the search; one tiny program."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import pytest
+from conftest import ARCHITECTURES, call, load_config
+
+from smallgpt_jax import models, summary
+from smallgpt_jax.analysis import chips, estimate, hlo, memory
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.plan import format_plan
+from smallgpt_jax.program import Program, build_program
+
+# Of the paper's sizes: parameters, and those that a token is multiplied with (all but embeddings, norms,
+# biases and path weights).
+V, S, D, L = 50_304, 1024, 768, 12
+WIDTHS = [D // 2**i for i in range(6)]
+MULTIPLIED = {
+    "gpt": 12 * L * D**2 + V * D,
+    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # at last the sum of the paths
+    "lgpt": sum(2 * 12 * w**2 + w * w // 2 for w in WIDTHS) + V * 12,
+}
+MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
+PARAMETERS = {
+    "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # biases as many as the sum's
+    "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
+}
+PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
+ATTENTION = {"gpt": L * D, "pgpt": L * D, "lgpt": 2 * sum(WIDTHS), "cgpt": 2 * sum(WIDTHS)}
+LITERAL_COUNTS = {"gpt": 163_007_232, "pgpt": 164_188_417, "lgpt": 59_293_248, "cgpt": 59_293_248}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_counts_match_the_formulas(architecture):
+    model = models.build(**load_config(architecture, "paper").model)
+    assert models.num_parameters(model) == PARAMETERS[architecture] == LITERAL_COUNTS[architecture]
+    assert sum(memory.components(model).values()) == PARAMETERS[architecture]
+    flops = 6 * MULTIPLIED[architecture] + 12 * S * ATTENTION[architecture]
+    assert train_flops_per_token(model) == flops
+
+
+def test_components():
+    parts = memory.components(models.build(**load_config("gpt", "paper").model))
+    assert parts == {"token embedding": V * D, "position embedding": S * D, "attention": 4 * L * D**2,
+                     "MLP": 8 * L * D**2, "head": V * D, "LayerNorms": 25 * D}
+
+
+def test_components_of_a_custom_architecture(monkeypatch):
+    """Modules that are not built in are listed by their names, built-in ones under their part."""
+    class Own(nn.Module):
+        config: models.ModelConfig
+
+        Config = models.ModelConfig
+
+        @nn.compact
+        def __call__(self, x_BxTxD, context):
+            x_BxTxD = stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
+            for _ in range(2):
+                x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
+            return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
+
+    monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
+    gpt, own = (memory.components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
+                for name in ("gpt", "own"))
+    assert own == {**gpt, "LayerNorms": gpt["LayerNorms"] + 4 * D, "Dense": 2 * (D**2 + D), "gate": D}
+
+
+@pytest.mark.parametrize("position, fallback", [
+    ("rope", []),
+    ("alibi", ["attention with head width 64 uses plain XLA: splash attention does not support ALiBi"])])
+def test_positions_without_an_embedding(position, fallback):
+    config = load_config("gpt", "paper", model__position=position, model__attention="splash")
+    program = build_program(config, jax.devices()[:1])
+    parts = memory.components(program.model)
+    assert sum(parts.values()) == PARAMETERS["gpt"] - S * D and "position embedding" not in parts
+    assert train_flops_per_token(program.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
+    assert summary.fallback_messages(program) == fallback
+    layers, = memory.attention_layers(program.model, program.mesh, separate_documents=False)
+    assert layers.backend == ("xla" if fallback else "splash")
+
+
+@pytest.mark.parametrize("fields, kept", [
+    ({}, 4 + 12 / 2), ({"model__remat": "dots"}, 3 + 8 / 2), ({"model__remat": "full"}, 1)])
+def test_activation_memory_matches_the_formula(fields, kept):
+    """4 sequences per device at one time, two parts by tensor, bfloat16; splash attention keeps no weights."""
+    config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
+                         train__microbatches=2, **fields)
+    program = build_program(config, jax.devices()[:8])
+    found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state(), 4, 8, False)
+    # On CPUs attention is XLA's: 128 queries at a time read the keys up to the last one's.
+    scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
+    assert found["activations"] == L * 4 * S * D * 2 * kept + scores
+    assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
+    whole = (S + 25) * D  # what tensor parts do not split
+    assert found["weights"] == found["gradients"] == 4 * ((PARAMETERS["gpt"] - whole) / 2 + whole)
+    assert found["gathered"] == 0
+    assert found["moments"] == 2 * found["weights"] + 2 * 4  # and the optimizer's two counters
+
+
+# ---------------------------------------------------------------------- one program, as compilers report it
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %gathered = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, dimensions={0}
+  ROOT %r = f32[4]{0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000000"}}
+}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %t = (s32[], f32[4]{0}) parameter(0)
+  %kernel = f32[4]{0} custom-call(%t), custom_call_target="tpu_custom_call"
+  %summed = (f32[4]{0}, /*index=1*/bf16[2,3]{1,0}) all-reduce(%kernel, %t), channel_id=3, to_apply=%add
+  ROOT %next = (s32[], f32[4]{0}) fusion(%t), calls=%fused, backend_config={"estimated_cycles":"50"}
+}
+
+%condition (t: (s32[], f32[4])) -> pred[] {
+  %t.1 = (s32[], f32[4]{0}) parameter(0)
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%t.1, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0), backend_config={"estimated_cycles":"7"}
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), channel_id=9
+  %done = f32[8]{0} all-gather-done(%start), channel_id=9
+  %piece = f32[4]{0} fusion(%a), kind=kOutput, calls=%fused
+  %loop = (s32[], f32[4]{0}) while(%a), condition=%condition, body=%body
+  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+SPLASH_PROGRAM = PROGRAM.replace('="tpu_custom_call"', '="tpu_custom_call", name="splash_mha_fwd", '
+                                 "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,4,16,64]{3,2,1,0}}")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A tiny program for one device, its compiled steps and its estimate."""
+    program = build_program(load_config("gpt", model__num_layers=1, model__d_model=16), jax.devices()[:1])
+    return program, program.compile_train_step(), program.compile_eval_step(), estimate.estimate(program)
+
+
+@pytest.fixture
+def compiled(tiny, monkeypatch):
+    """The tiny program, compiling which takes no time: (program, estimate)."""
+    program, train_step, eval_step, known = tiny
+    monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
+    monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
+    return program, known
+
+
+@pytest.mark.parametrize("refusal", [
+    None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
+def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
+    """Refused by the compiler, or within the memory alone, but not with the optimizer's state."""
+    program, known = compiled
+
+    def refuse(program):
+        raise jax.errors.JaxRuntimeError(refusal)
+
+    if refusal:
+        monkeypatch.setattr(Program, "compile_eval_step", refuse)
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chips.Chip(1.0, known.eval_needed_bytes - 1))
+    planned = estimate.estimate(program)
+    assert known.fits and not planned.fits and planned.temp_bytes == known.temp_bytes
+    if refusal:
+        moments = 2 * 4 * planned.parameters
+        assert planned.eval_temp_bytes is None
+        assert planned.peak_bytes == pytest.approx(26.9 * 2**30 + moments, abs=100)
+
+
+def test_plan_of_a_step_that_does_not_fit(monkeypatch):
+    """As the TPU compiler refuses it."""
+    def refuse(program, options=None):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
+
+    monkeypatch.setattr(Program, "compile_train_step", refuse)
+    monkeypatch.setattr(chips, "topology_devices", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v5e"])
+    result = call("plan", "--config=configs/gpt.py:tiny", "--topology=v5e:1x1", "--json")
+    planned = json.loads(result.stdout)
+    assert result.returncode == 1 and not planned["fits"] and planned["estimated_cycles"] is None
+    assert "training step needs 26.90 GiB of the chip's 16" in result.stderr
+    assert "config.train.microbatches" in result.stderr
+
+
+@pytest.mark.parametrize("text, missing", [
+    ("", "Cycles and collectives are not available: the compiled program cannot be read"),
+    (PROGRAM, "Cycles are not available: the program calls a kernel whose cost is unknown"),
+    (SPLASH_PROGRAM, None)])
+def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
+    program, known = compiled
+    read = hlo.Program(text) if text else None
+    monkeypatch.setattr(estimate, "compile_and_read", lambda program: (program.compile_train_step(), read))
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v4"])
+    planned = estimate.estimate(program)
+    assert planned.fits and planned.temp_bytes == known.temp_bytes
+    assert (planned.collectives is None) == (read is None)
+    message = format_plan(program, planned)
+    if missing:
+        assert planned.estimated_cycles is planned.kernel_cycles is planned.estimated_mfu is None
+        assert missing in message and "M cycles" not in message
+    else:
+        assert planned.estimated_cycles == 7 + 6 * 50 and planned.kernel_cycles > 0
+        assert "M cycles" in message and "not available" not in message
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--topology=v9:4x4"], ["v9:4x4", "v5e:4x4", "v5p:2x2x1", "cpu:N"]),
+    (["--topology=cpu:0"], ["cpu:0"]),
+    (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice", "(no topology)"]),
+])
+def test_refuses_unknown_topologies(monkeypatch, flags, words):
+    def refuse(**_):
+        raise RuntimeError("no topology\nand more")
+
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(chips, "importlib", finder("libtpu"))
+    monkeypatch.setattr(chips, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))
+    monkeypatch.setattr(chips.os, "environ", dict(os.environ))
+    assert_refused(call("plan", "--config=configs/gpt.py:tiny", *flags), words)
+
+
+@pytest.mark.parametrize("devices, flags, words", [
+    (2, ["--search"], ["--search needs chips"]),
+    (3, ["--config.mesh.data=2"], ["data=2", "which is 3"]),
+    (2, ["--config.train.batch_size=7"], ["batch_size=7", "multiple of 2"]),
+])
+def test_refuses_impossible_plans(monkeypatch, devices, flags, words):
+    monkeypatch.setattr(chips, "topology_devices", lambda topology: jax.devices()[:devices])
+    assert_refused(call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{devices}", *flags), words)
+
+
+def finder(spec):
+    """An importlib that finds this for any package."""
+    return SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: spec))
+
+
+def assert_refused(result, words):
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") <= 2, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_names_a_missing_compiler(monkeypatch):
+    monkeypatch.setattr(chips, "importlib", finder(None))
+    with pytest.raises(UserError, match=r"pip install '\.\[plan\]'"):
+        chips.tpu_devices("v5e:2x2")
+
+
+class UnreadableProgram:
+    """A compiled program as the TPU compiler gives it for v5p and v6e."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction should have 1 operands")
+
+
+def test_reads_the_dump_of_a_program_without_text(tmp_path):
+    readable = jax.jit(lambda x: x).lower(1.0).compile()
+    assert estimate.read_program(readable, tmp_path).computations
+    assert estimate.read_program(UnreadableProgram(), tmp_path) is None
+    (tmp_path / "module_0000.jit_train_step.cl_1.after_codegen.txt").write_text(PROGRAM)
+    (tmp_path / "module_0002.extracted.cl_1.after_codegen.txt").write_text("")
+    assert estimate.read_program(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
+
+
+def test_reading_a_program():
+    program = hlo.Program(PROGRAM)
+    assert program.cycles() == 7 + 6 * 50  # parts of a fusion count with the fusion
+    assert [times for times, _ in program.kernels()] == [6]
+    assert program.collectives() == {
+        "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
+        "all-gather": {"count": 7, "bytes": 8 * 4 + 6 * 2 * 8 * 16}}
+    noted = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"4"}}')
+    assert hlo.Program(noted).cycles() == 7 + 4 * 50
+
+
+def test_roofline_of_a_kernel():
+    """Two products of (1024, 64) heads, filled up to 128, over 3 of the 4 blocks of the mask."""
+    line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
+            "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
+    products = 2 * 2 * 8 * 12 * 0.75 * 1024**2 * 128
+    assert estimate.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    of_paths = line.replace("bf16[8,12,64,1024]{3,2,1,0}", "bf16[2,4,12,1024,64]{4,3,2,1,0}")
+    assert estimate.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    plain = ('%online-softmax = f32[2,4,1024,16]{3,2,1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", '
+             "operand_layout_constraints={f32[2,4,1024,1024]{3,2,1,0}, f32[2,4,1024,16]{3,2,1,0}}")
+    assert estimate.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
+    assert estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
+
+
+@pytest.mark.parametrize("message, needed", [
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.", 18.5 * 2**30),
+    ("the total memory required for HLO temporaries (1.25T) exceeds available HBM.",
+     1280 * 2**30 + 7),
+])
+def test_parses_the_compilers_memory_errors(message, needed):
+    assert estimate.bytes_needed(RuntimeError(message), 7) == needed
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
+def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest):
+    """Memory that grows linearly but for a jump, and a chip that `largest` sequences per device fill."""
+    hbm = 3e9 + largest * 1e8 + 5e7
+    sizes = []
+
+    def fake_estimate(batch_size):
+        assert batch_size % 16 == 0
+        sizes.append(batch_size // 16)
+        needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)
+        return type("Estimate", (), {"peak_bytes": needed, "fits": needed <= hbm})
+
+    monkeypatch.setattr(estimate, "estimate", fake_estimate)
+    assert estimate.largest_batch(lambda batch_size: batch_size, 16, hbm, log=lambda line: None) == 16 * largest
+    assert len(sizes) == len(set(sizes)) <= 12
+
+
+def test_search_when_nothing_fits(monkeypatch):
+    monkeypatch.setattr(estimate, "estimate", lambda *_: type(
+        "Estimate", (), {"peak_bytes": 2, "fits": False}))
+    with pytest.raises(UserError, match="not even one sequence"):
+        estimate.largest_batch(lambda batch_size: batch_size, 1, 1.0, log=lambda line: None)
+
+
+# ---------------------------------------------------------------------- chips
+
+@pytest.mark.parametrize("device_kind, flops, hbm", [
+    ("TPU v4", 275e12, 32 * 2**30), ("TPU v5e", 197e12, 16 * 2**30), ("TPU v5 lite", 197e12, 16 * 2**30),
+    ("TPU v5p", 459e12, 95 * 2**30), ("TPU v5", 459e12, 95 * 2**30),
+    ("TPU v6e", 918e12, 32 * 2**30), ("TPU v6 lite", 918e12, 32 * 2**30),
+    ("NVIDIA A100-SXM4-80GB", 312e12, 80e9), ("NVIDIA H100 80GB HBM3", 989e12, 80e9),
+    ("NVIDIA H100 PCIe", 756.5e12, 80e9), ("NVIDIA H100 NVL", 835.5e12, 94e9),
+    ("NVIDIA H200", 989e12, 141e9), ("NVIDIA H200 NVL", 835.5e12, 141e9)])
+def test_finds_chips_by_device_kind(device_kind, flops, hbm):
+    found = chips.find_chip(device_kind)
+    assert (found.flops, found.hbm) == (flops, hbm)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "TPU v4 lite", "TPU v50"])
+def test_unknown_chips(device_kind):
+    assert chips.find_chip(device_kind) is None

@@ -1,0 +1,64 @@
+"""Stop requests, by signals that this process sends to itself."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from smallgpt_jax import preemption
+from smallgpt_jax.errors import StoppedError
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """The statuses passed to os._exit, which does not end the process."""
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    return exits
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_second_request_exits(exits, capsys):
+    with preemption.handle_signals() as stop:
+        assert not stop.is_requested_anywhere()
+        stop.can_save = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(stop.is_requested_anywhere)
+        with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
+            stop.raise_stopped(7)
+        assert stopped.value.status == 143
+        os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, to a process and its group: one request
+        os.kill(os.getpid(), signal.SIGINT)  # another request
+        wait_for(lambda: exits)
+    assert exits == [130]
+    assert capsys.readouterr().err.startswith("second request: stopped without saving")
+
+
+def test_the_same_signal_later_is_a_second_request(exits, monkeypatch):
+    monkeypatch.setattr(preemption, "REPEAT_SECONDS", 0.0)
+    with preemption.handle_signals() as stop:
+        stop.can_save = True
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(stop.is_requested_anywhere)
+        assert exits == []
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: exits)
+    assert exits == [130]
+
+
+def test_exits_at_once_if_there_is_nothing_to_save(exits, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    with preemption.handle_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: exits)
+        assert stop.signal is None
+    assert exits == [143]
+    assert capsys.readouterr().err.startswith("stopped without saving")
+    assert signal.getsignal(signal.SIGTERM) == handler

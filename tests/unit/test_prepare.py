@@ -1,0 +1,370 @@
+"""Preparing a token store: its content, resuming, concurrent preparations, failures."""
+
+import contextlib
+import json
+import random
+import resource
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import call, load_config
+from data_helpers import files_of, prepare_store, write_jsonl
+
+from smallgpt_jax import data
+from smallgpt_jax.data import parts, prepare, store, tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import file_lock
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    texts = [f"document {i} " + "text " * (i * 37 % 500) for i in range(300)]
+    return write_jsonl(tmp_path / "corpus.jsonl", texts), texts
+
+
+def documents_of(split):
+    """Returns the texts in a stream of bytes tokens."""
+    pieces = "".join(chr(i) if i < 256 else "\0" for i in split.stream).split("\0")
+    assert pieces[0] == ""  # the stream begins with an end-of-text
+    return pieces[1:]
+
+
+def test_store_contains_every_document_once(corpus, tmp_path):
+    path, texts = corpus
+    made = prepare_store(tmp_path / "store", path)
+    train, validation = documents_of(made.train), documents_of(made.validation)
+    assert sorted(train + validation) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]  # in the source's order
+    assert 0.1 < len(validation) / len(texts) < 0.3
+    assert made.train.documents == len(train)
+    assert made.train.text_bytes == sum(map(len, train))
+    assert made.train.tokens == sum(map(len, train)) + len(train)
+    reopened = store.open_store(tmp_path / "store")
+    assert list(reopened.validation.stream) == list(made.validation.stream)
+
+
+def test_split_does_not_depend_on_order(corpus, tmp_path):
+    path, texts = corpus
+    first = prepare_store(tmp_path / "first", path)
+    random.Random(0).shuffle(texts)
+    write_jsonl(path, [*texts, *texts])
+    second = prepare_store(tmp_path / "second", path)
+    assert set(documents_of(first.validation)) == set(documents_of(second.validation))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:400"])
+def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokenizer):
+    stores = {}
+    for workers, size in ((1, 4_000_000), (2, 3000), (5, 700)):
+        monkeypatch.setattr(parts, "BATCH_CHARACTERS", size)
+        prepare_store(tmp_path / str(workers), corpus[0], tokenizer=tokenizer, workers=workers)
+        stores[workers] = files_of(tmp_path / str(workers))
+    assert stores[1] == stores[2] == stores[5]
+
+
+def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
+    """Interrupted at several places, with the journal written after every batch."""
+    whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(prepare, "JOURNAL_SECONDS", 0)
+    encode, trained, logged = prepare.encode, [], []
+    train = tokenizers.train_sentencepiece
+    monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
+    for most in (3, 1, 8):
+        left = [most]
+
+        def encode_some(texts, tokenizer, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return encode(texts, tokenizer)
+
+        monkeypatch.setattr(prepare, "encode", encode_some)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", workers=1, log=logged.append)
+        assert not (tmp_path / "parts").exists()
+    monkeypatch.setattr(prepare, "encode", encode)
+    prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", log=logged.append)
+    assert files_of(tmp_path / "parts") == whole
+    assert len(trained) == 1
+    assert sum(line.startswith("resuming ") for line in logged) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "parts", "whole"]
+
+
+def test_starts_over_when_the_text_is_another(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
+    path, texts = corpus
+    with path.open("a") as file:
+        file.write("nonsense")
+    with pytest.raises(UserError, match="line 301: not JSON"):
+        prepare_store(tmp_path / "store", path)
+    assert (tmp_path / "store.partial").is_dir() and not (tmp_path / "store").exists()
+    write_jsonl(path, texts[100:])
+    made = prepare_store(tmp_path / "store", path)
+    assert sorted(documents_of(made.train) + documents_of(made.validation)) == sorted(texts[100:])
+    assert not (tmp_path / "store.partial").exists()
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """A folder of three files of 100 documents, with line 50 of the second one broken, and small batches."""
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 1000)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in "abc":
+        lines = [json.dumps({"text": f"document {i} of {name} " + "text " * (i % 30)}) + "\n" for i in range(100)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    edit(folder / "b.jsonl", lambda lines: [*lines[:49], "{broken\n", *lines[49:]])
+    return folder
+
+
+def edit(path, change):
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+def tokenized(monkeypatch):
+    """Returns a list to which all texts tokenized from now on are appended."""
+    texts, encode = [], prepare.encode
+    monkeypatch.setattr(prepare, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
+    return texts
+
+
+@contextlib.contextmanager
+def interrupted(monkeypatch, after):
+    """Raises KeyboardInterrupt within, after that many texts were tokenized."""
+    texts, encode = [], prepare.encode
+
+    def encode_some(batch, tokenizer):
+        texts.extend(batch)
+        if len(texts) > after:
+            raise KeyboardInterrupt
+        return encode(batch, tokenizer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "JOURNAL_SECONDS", 0)
+        patch.setattr(prepare, "encode", encode_some)
+        yield
+
+
+def stopped_at_the_broken_line(shards, tmp_path, **settings):
+    with pytest.raises(UserError, match=r"b\.jsonl, line 50: not JSON"):
+        prepare_store(tmp_path / "store", shards, **settings)
+
+
+@pytest.mark.parametrize("fix, settings, max_tokenized", [
+    (lambda folder: None, {"invalid_items": "skip"}, 160),
+    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]), {}, 160),
+    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], '{"text": "mended"}\n', *lines[50:]]),
+     {"invalid_utf8": "replace"}, 165),
+    (lambda folder: (edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
+                     shutil.copy(folder / "a.jsonl", folder / "d.jsonl")), {}, 260),
+    (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the part in which it stopped
+], ids=["skipped", "taken out", "mended", "with a file added", "file left out"])
+def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
+    """Tokenizes only what followed the error, and writes the same store as without it."""
+    stopped_at_the_broken_line(shards, tmp_path)
+    fix(shards)
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare_store(tmp_path / "store", shards, **settings).folder)
+    assert len(texts) <= max_tokenized
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, **settings).folder)
+
+
+def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fields = dict(data__source=str(shards), data__tokenizer="bytes", data__store="")
+    with pytest.raises(UserError, match="line 50"):
+        data.prepare_corpus(load_config("gpt", **fields).data, log=lambda _: None)
+    texts = tokenized(monkeypatch)
+    data.prepare_corpus(load_config("gpt", data__invalid_items="skip", **fields).data, log=lambda _: None)
+    assert len(texts) <= 160
+    assert [path.suffix for path in (tmp_path / "cache/smallgpt_jax/stores").iterdir()] == [""]
+
+
+@pytest.mark.parametrize("first, change, then", [
+    ({}, lambda folder: edit(folder / "a.jsonl", lambda lines: lines[1:]), {"invalid_items": "skip"}),
+    ({}, lambda folder: edit(folder / "b.jsonl", lambda lines: [lines[0].replace("0", "1"), *lines[1:]]),
+     {"invalid_items": "skip"}),
+    ({}, lambda folder: None, {"invalid_items": "skip", "validation_fraction": 0.3}),
+    ({"tokenizer": "TMP/my.model"}, lambda folder: shutil.copy(folder.parent / "two", folder.parent / "my.model"),
+     {"tokenizer": "TMP/my.model", "invalid_items": "skip"}),
+], ids=["file before", "line before", "fraction", "tokenizer's file"])
+def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, monkeypatch, first, change, then):
+    for name, size in (("my.model", 300), ("two", 310)):
+        (tmp_path / name).write_bytes(tokenizers.from_spec(
+            f"sentencepiece:{size}", ["some words to learn from, and others " * 9]).files()["tokenizer.model"])
+    first, then = ({key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
+                    for key, value in settings.items()} for settings in (first, then))
+    stopped_at_the_broken_line(shards, tmp_path, **first)
+    change(shards)
+    made = files_of(prepare_store(tmp_path / "store", shards, **then).folder)
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, **then).folder)
+
+
+def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monkeypatch):
+    """An interrupted preparation that skipped invalid UTF-8 is not resumed with replacing it."""
+    (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
+    with interrupted(monkeypatch, after=60):
+        prepare_store(tmp_path / "store", shards, invalid_items="skip", workers=1)
+    settings = dict(invalid_items="skip", invalid_utf8="replace")
+    made = files_of(prepare_store(tmp_path / "store", shards, **settings).folder)
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, **settings).folder)
+
+
+@pytest.mark.parametrize("enough", [3000, 10**9])
+def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, enough):
+    """But resumes if the tokenizer was trained on text before the change."""
+    edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
+    monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", enough)
+    with interrupted(monkeypatch, after=100):
+        prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400", workers=1)
+    edit(shards / "c.jsonl", lambda lines: [line.replace("text ", "word ") for line in lines])
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400").folder)
+    assert (len(texts) < 300) == (enough == 3000)
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, tokenizer="sentencepiece:400").folder)
+
+
+def test_keeps_other_files_at_the_partial_path(corpus, tmp_path):
+    path, _ = corpus
+    precious = tmp_path / "store.partial" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    with pytest.raises(UserError, match=r"store\.partial: is needed .* contains other files; move it"):
+        prepare_store(tmp_path / "store", path)
+    assert precious.read_text() == "mine" and not (tmp_path / "store").exists()
+
+
+def test_refuses_store_inside_source(corpus, tmp_path):
+    with pytest.raises(UserError, match="is inside"):
+        prepare_store(tmp_path / "stores" / "store", tmp_path)
+
+
+def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
+    """Also the unfinished store; the link remains."""
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
+    path, _ = corpus
+    good = path.read_text()
+    whole = files_of(prepare_store(tmp_path / "whole", path).folder)
+    for target in ("big/empty", "big/new"):
+        (tmp_path / "big" / "empty").mkdir(parents=True, exist_ok=True)
+        link = tmp_path / f"link_to_{Path(target).name}"
+        link.symlink_to(tmp_path / target)
+        path.write_text(good + "nonsense")
+        with pytest.raises(UserError, match="not JSON"):
+            prepare_store(link, path)
+        assert (tmp_path / f"{target}.partial").is_dir() and not link.with_name(f"{link.name}.partial").exists()
+        path.write_text(good)
+        assert prepare_store(link, path).folder == link and link.is_symlink()
+        assert files_of(tmp_path / target) == whole
+
+
+def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
+    locked = prepare.file_lock
+
+    def locked_after_another(*args, **kwargs):
+        monkeypatch.setattr(prepare, "file_lock", locked)
+        prepare_store(tmp_path / "store", corpus[0], tokenizer="sentencepiece:300")
+        return locked(*args, **kwargs)
+
+    monkeypatch.setattr(prepare, "file_lock", locked_after_another)
+    with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300', this config has"):
+        prepare_store(tmp_path / "store", corpus[0])
+
+
+def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
+    """The second one waits for the lock and opens the store of the first one."""
+    encode, encoding, second_waits = prepare.encode, threading.Event(), threading.Event()
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10**6)
+    logs = [], []
+
+    def encode_slowly(texts, tokenizer):
+        encoding.set()
+        assert second_waits.wait(timeout=60)
+        return encode(texts, tokenizer)
+
+    def lock_second(*args, **kwargs):
+        second_waits.set()
+        return file_lock(*args, **kwargs)
+
+    monkeypatch.setattr(prepare, "encode", encode_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(prepare_store, tmp_path / "store", corpus[0], log=logs[0].append)
+        assert encoding.wait(timeout=60)
+        monkeypatch.setattr(prepare, "file_lock", lock_second)
+        second = pool.submit(prepare_store, tmp_path / "store", corpus[0], log=logs[1].append)
+        assert first.result(60).metadata == second.result(60).metadata
+    assert "300 documents" in logs[0][-1] and not logs[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "store"]
+
+
+def test_summary(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lengths = [*range(1, 100), 5000]
+    with write_jsonl(path, ["x" * n + str(n) for n in lengths]).open("a") as file:
+        file.write('{"n": 1}\n')
+    logged = []
+    prepare_store(tmp_path / "store", path, invalid_items="skip", log=logged.append)
+    text = "\n".join(logged)
+    assert "100 documents" in text and "bytes per token" in text
+    # Lengths with end-of-text and digits.
+    assert "median 54, 95% at most 98, longest 5,005" in text
+    assert "skipped: 1 no text in the field 'text'" in text
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"validation_fraction": 0.0}, ["validation_fraction=0.0"]),
+    ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
+    ({"invalid_items": "keep"}, ["invalid_items='keep'", "'skip'"]),
+    ({"workers": 0}, ["--workers=0"]),
+    ({"text_field": "body"}, ["line 1"]),
+    ({"tokenizer": "nothing"}, ["'nothing'"]),
+    ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
+])
+def test_failure_leaves_no_files(corpus, tmp_path, changes, words):
+    path, _ = corpus
+    with pytest.raises(UserError) as error:
+        prepare_store(tmp_path / "made" / "store", path, **changes)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not (tmp_path / "made").exists() or not list((tmp_path / "made").iterdir())
+
+
+def test_refuses_to_replace_other_files(corpus, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("text")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for taken in (tmp_path / "mine", corpus[0], tmp_path / "circle", Path("/dev/null")):
+        with pytest.raises(UserError, match="exists and is not a token store"):
+            prepare_store(taken, corpus[0])
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
+
+
+def test_refuses_source_without_text(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
+    for name, words in (("empty.txt", "contains no text"), ("blank.jsonl", "skipped: 2 empty")):
+        with pytest.raises(UserError, match=words):
+            prepare_store(tmp_path / "store", tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.jsonl", "empty.txt"]
+
+
+def test_full_disk(corpus, tmp_path):
+    """Files cannot exceed 20 kB: no store appears. With more space the same command finishes it."""
+    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
+             f"--config.data.store={tmp_path / 'store'}"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        limited = call("prepare", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert limited.returncode == 1 and "File too large" in limited.stderr, limited.stderr
+    assert "rerun the same command to resume" in limited.stderr and limited.stderr.count("\n") == 1
+    assert not (tmp_path / "store").exists()
+    finished = call("prepare", *flags)
+    assert finished.returncode == 0, finished.stderr
+    whole = prepare_store(tmp_path / "whole", corpus[0], validation_fraction=0.1)
+    assert files_of(tmp_path / "store") == files_of(whole.folder)

@@ -1,0 +1,140 @@
+"""Reports of literal runs: numbers, warnings, conclusions, names, logged curves."""
+
+import dataclasses
+import json
+
+import pytest
+
+from smallgpt_jax.comparison import figures, measure, report, results
+from smallgpt_jax.errors import UserError
+
+
+def a_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
+    points = tuple(results.Point(step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0, 512)
+                   for step in steps)
+    return results.Run(
+        name=name, workdir="x", seed=seed, config={"train.steps": 2}, is_finished=2 in steps, diverged=False,
+        is_imported=False, steps_done=max(steps), parameters=1, components={}, flops_per_token=1.0, tokens_per_step=10,
+        curve=points, tokens_per_second=1.0, memory_bytes=None, sessions=(), texts=(), decoding=None, benchmarks={})
+
+
+def test_seconds_are_interpolated_and_extrapolated():
+    lines = [{"step": 3, "split": "train", "tokens_per_second": 30.0},  # 10 tokens per step: 1 s
+             {"step": 3, "split": "eval"}, {"step": 6, "split": "train", "tokens_per_second": 15.0}]
+    logged = results.training_seconds(lines, 10)
+    assert logged == ([0, 3, 6], [0.0, 1.0, 3.0])
+    assert [results.seconds_at(step, *logged) for step in (3, 4.5, 6, 9)] == [1.0, 2.0, 3.0, 5.0]
+    assert results.seconds_at(3, [0], [0.0]) is None
+
+
+def test_conclusion_compares_runs_with_the_same_seed():
+    """Pairwise: the seeds differ by more than the models."""
+    groups = {"a": [a_run(seed) for seed in range(3)], "b": [a_run(seed, name="b", worse=0.5) for seed in range(3)]}
+    assert report.conclusion(groups) == (
+        "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
+        "0.5000.")
+    assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
+    # The seed that only a has is its worst: by a mean over all three it would be behind b.
+    fewer = [a_run(seed, name="b", worse=0.2) for seed in range(2)]
+    assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
+    groups["c"] = [a_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
+    assert report.conclusion({"a": groups["a"], "c": groups["c"]}).endswith(
+        "Of the 3 common seeds, a is lower for 2; c minus a is -0.1000 to +0.2000.")
+    assert "equal for each of the 3 common seeds" in report.conclusion({**groups, "b": groups["a"]})
+
+
+def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
+    """Limited examples do not count; other shots or examples are other tasks."""
+    def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
+        scored = scored or examples
+        (tmp_path / name).write_text(json.dumps({
+            "results": {"copa": {"acc,none": score, "sample_len": scored}}, "n-shot": {"copa": shots},
+            "n-samples": {"copa": {"original": examples, "effective": scored}}}))
+
+    for name, score in (("step20-copa.json", 0.7), ("step10-copa.json", 0.1), ("step200-copa.json", 0.2),
+                        ("step20-paths0-copa.json", 0.3), ("step20-bfloat16-copa.json", 0.4)):
+        write(name, score)
+    write("step20-copa-limit10.json", 0.9, scored=10)
+    write("step20-copa-limit1000.json", 0.7, scored=100)
+    write("step20-copa-5shot.json", 0.8, shots=5)
+    write("step20-paper.json", 0.6, examples=1570)
+    assert results.benchmarks(tmp_path, 20) == {
+        "copa acc (0-shot, 100 examples)": 0.7, "copa acc (5-shot, 100 examples)": 0.8,
+        "copa acc (0-shot, 1,570 examples)": 0.6}
+    assert report.format_spread(results.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
+
+
+def test_names_with_special_characters(tmp_path):
+    runs = [a_run(0, name=r"a$\frac$"), a_run(0, name="_b <i>|")]
+    runs = [dataclasses.replace(run_, texts=tuple(
+        {"text": "my/te xt", "context_length": length, "bits_per_byte": 2.0, "source": "s"} for length in (64, 128)))
+        for run_ in runs]
+    report.write_report(tmp_path, runs, {"title": "<b>", "budget": "", "command": ""})
+    assert (tmp_path / "context-my_te_xt.png").exists()
+    assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()
+    assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
+    legend, = figures.loss_against("tokens", runs).legends
+    assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
+
+
+def test_report_of_a_single_run(tmp_path):
+    summary = report.write_report(tmp_path, [a_run(0)], {"title": "a", "budget": "One run.", "command": "c"})
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "loss-flops.png", "loss-seconds.png", "loss-tokens.png"]
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| a | 1 |" in markdown and "4.0000" in summary
+    for words in ("rank", "mean over the seeds", "means over seeds", "Config differences", "Shared config"):
+        assert words not in markdown
+
+
+def test_logged_curves(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("model,step,val_loss\ngpt,10,4.5\n")
+    assert figures.read_logged(table) == {"gpt": [(5_242_880, 4.5)]}
+    for text in ("", "model,step,val_loss\n", "a,b\n1,2\n", "model,step,val_loss\ngpt,ten,4.5\n", "x" * 200_000):
+        table.write_text(text)
+        with pytest.raises(UserError, match=r"--logged=.*table.*model,step,val_loss"):
+            figures.read_logged(table)
+
+
+def test_spread_and_curves():
+    runs = [a_run(0), a_run(2), a_run(1, steps=(1,))]
+    assert results.mean_curve(runs[:2], "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
+                                                     (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
+    assert results.mean_curve(runs, "tokens") == [(10.0, results.Spread(6.0, 5.0, 7.0, 3))]
+    assert results.final_spread(runs[:2], "loss") == results.Spread(5.0, 4.0, 6.0, 2)
+    assert results.final_spread(runs, "loss") is None
+    assert results.spread([1.0, None]) is None
+
+
+def test_warns_of_different_validation_rows():
+    def with_targets(run_: results.Run, *targets, **config) -> results.Run:
+        curve = [dataclasses.replace(point, targets=count) for point, count in zip(run_.curve, targets)]
+        return dataclasses.replace(run_, curve=tuple(curve), config={
+            **run_.config, "model.context_length": 4, "data.packing": "concat", "data.separate_documents": False,
+            "train.eval_steps": 4, "train.batch_size": 8, **config})
+
+    def warnings_and_conclusion(*targets, **config):
+        runs = [with_targets(a_run(0), 512, 512), with_targets(a_run(0, name="b"), *targets, **config)]
+        return report.warnings(runs), report.conclusion(results.group_by_name(runs))
+
+    assert warnings_and_conclusion(512, 512)[0] == []
+    # The same rows in other batches.
+    assert warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
+    warnings, outcome = warnings_and_conclusion(512, 1536)
+    assert "b, seed 0: 1 of 2 evaluations were on other rows than the last one" in warnings[0]
+    assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
+    assert "no ranking" in outcome
+    assert results.mean_curve([with_targets(a_run(0), 512, 1536)], "tokens") == [(20.0, results.Spread(4., 4., 4., 1))]
+    warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
+    assert "differ in config.data.packing" in warning and "different rows" in warning
+    # Older versions did not record the number.
+    warning, = warnings_and_conclusion(None, None, **{"train.eval_steps": 8})[0]
+    assert "differ in config.train.eval_steps" in warning and "different rows" in warning
+
+
+def test_parses_texts():
+    assert measure.parse_texts("a=x.txt, b=y/*.txt") == {"a": "x.txt", "b": "y/*.txt"}
+    for texts in ("x.txt", "=x", "a=", "a=x,a=y", "own=x"):
+        with pytest.raises(UserError, match="is not NAME=SOURCE"):
+            measure.parse_texts(texts)

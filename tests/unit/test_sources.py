@@ -1,0 +1,202 @@
+"""Sources: local files in every format, bad items, places to resume from."""
+
+import bz2
+import collections
+import gzip
+import json
+import shlex
+
+import pyarrow
+import pytest
+from data_helpers import RULES, parquet, prepare_store, read, zstd
+
+from smallgpt_jax.data import sources
+from smallgpt_jax.data.parts import Rules, document_batches
+from smallgpt_jax.errors import UserError
+
+
+def test_python_stdlib():
+    texts = read("python_stdlib")
+    assert sum(map(len, texts)) > 5_000_000
+    assert any("class JSONDecoder" in text for text in texts)
+    files = sources.local_files("python_stdlib")
+    assert files == sorted(set(files))
+
+
+def test_text_files_are_split_without_loss(tmp_path):
+    paragraphs = [f"Paragraph {i}: " + "word " * (i % 90) for i in range(900)]
+    long = "x" * 40_000 + "\n\n" + "\n\n".join(paragraphs)
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.txt").write_text("short")
+    (tmp_path / "c.md").write_text("not read")
+    texts = read(tmp_path)
+    assert "".join(texts[:-1]) == long and texts[-1] == "short"
+    most = (tmp_path / "a.txt").stat().st_size // 100
+    assert max(map(len, texts)) <= most + 1
+    assert all(text.startswith("Paragraph") for text in texts[-50:-1])
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "n": 1}\n\n{"text": "zwei ü"}\n{"text": ""}\n')
+    assert read(path) == ["one", "zwei ü"]
+    assert read(str(tmp_path / "*.jsonl")) == ["one", "zwei ü"]
+
+
+def test_line_endings_become_newlines(tmp_path):
+    """Any line endings, also when one is split between two blocks."""
+    (tmp_path / "dos.txt").write_bytes(b"x" * 999_999 + b"\r\nline\r\n\r\nold\rmac\r")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "kept\r\n"}))
+    texts = read(tmp_path)
+    assert texts[0] == "kept\r\n"
+    assert "".join(texts[1:]) == "x" * 999_999 + "\nline\n\nold\nmac\n"
+
+
+def test_follows_each_linked_folder_once(tmp_path):
+    source, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for folder, text in ((source / "sub", "inside"), (elsewhere / "deep", "outside")):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(text)
+    (source / "again").symlink_to(source / "sub")
+    (source / "link").symlink_to(elsewhere)
+    (elsewhere / "deep" / "back").symlink_to(elsewhere)
+    (source / "circle").symlink_to(source)
+    assert sorted(read(source)) == sorted(read(f"{source}/**/*.txt")) == ["inside", "outside"]
+    with pytest.raises(UserError, match="is inside"):
+        prepare_store(elsewhere / "deep" / "store", source)
+
+
+def test_suggested_glob_works(tmp_path):
+    for name in ("a[1]/one.md", "a[1]/b/two.md", "a[1]/.git/three.md", "a[1]/four.zip", "a[1]/five.rst"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name[-6:-3])
+    with pytest.raises(UserError, match=r"to read its 2 \.md files") as error:
+        read(tmp_path / "a[1]")
+    advised = shlex.split(str(error.value).split("--config.data.source=")[1])[0]
+    assert sorted(read(advised)) == ["one", "two"]
+
+
+def test_web_text(shared_data):
+    assert len(read(shared_data / "text/web/openwebtext_1k.jsonl")) == 1000
+
+
+@pytest.mark.parametrize("name, content, settings, words", [
+    ("a.txt", None, {}, ["no such file"]),
+    ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "byte 9", "line 2", "replace"]),
+    ("a.txt", b"x\xe2\x82", {}, ["byte 1 "]),
+    ("a.txt", b"\n" * 1_000_000 + b"y\xe2\x82x", {}, ["byte 1000001 ", "line 1000001"]),
+    ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', {}, ["a.jsonl", "line 2", "'text'", "body"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', {}, ["a.jsonl", "line 2", "'text'"]),
+    ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, ["line 2", "list"]),
+    ("a.jsonl", b'\n{"text": "a"\n', {}, ["line 2", "not JSON"]),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', {}, ["line 1", "surrogate"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "byte 24 "]),
+    ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["byte 6 "]),
+    ("a.jsonl", b"[" * 100_000, {}, ["line 1", "not JSON", "deep"]),
+    ("a.jsonl", b'{"text": null}', {}, ["line 1", "no text in the field", "invalid_items=skip"]),
+    ("a.png", b"\x89PNG\r\n\x1a\n\x00", {}, ["a.png", "not UTF-8 at byte 0"]),
+    ("a.txt", "text".encode("utf-16"), {}, ["not UTF-8"]),
+    ("a.jsonl.gz", b'{"text": "a"}\n', {}, ["a.jsonl.gz", "damaged", "gzip"]),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-20], {}, ["a.jsonl.gz", "damaged", "ended"]),
+    ("a.txt.gz", gzip.compress(b"words " * 99, mtime=0)[:-9] + b"123456789", {}, ["a.txt.gz", "damaged"]),
+    ("a.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.bz2", "damaged"]),
+    ("a.txt.bz2", b"nonsense", {}, ["a.txt.bz2", "damaged"]),
+    ("a.jsonl.zst", b"nonsense", {}, ["a.jsonl.zst", "damaged"]),
+    ("a.jsonl.zst", zstd(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.zst", "damaged", "runcated"]),
+    ("a.zip", b"PK", {}, ["a.zip", "archives", "unpack"]),
+    ("a.parquet", b"PAR1", {}, ["a.parquet", "damaged"]),
+    ("a.parquet", parquet({"text": ["a"] * 5000})[:-100], {}, ["a.parquet", "damaged"]),
+    ("a.parquet", parquet({"body": ["a"], "n": [1]}), {}, ["a.parquet", "no column 'text'", "body, n"]),
+    ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no text"]),
+    ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no text"]),
+    ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
+    ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
+])
+def test_refuses_bad_sources(tmp_path, name, content, settings, words):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read(path, **settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_invalid_utf8_in_parquet(tmp_path):
+    good, bad = "grün".encode(), b"a\xffb"
+    for column_type in (pyarrow.binary(), pyarrow.string()):
+        column = pyarrow.Array.from_buffers(
+            column_type, 2, pyarrow.array([good, bad], pyarrow.binary()).buffers())
+        (tmp_path / "a.parquet").write_bytes(parquet({"text": column}))
+        assert read(tmp_path / "a.parquet", "replace") == ["grün", "a\N{REPLACEMENT CHARACTER}b"]
+        assert read(tmp_path / "a.parquet", invalid_items="skip") == ["grün"]
+        with pytest.raises(UserError, match=r"row 2: not UTF-8: byte 1; set --config.data.invalid_utf8"):
+            read(tmp_path / "a.parquet")
+
+
+def test_skips_invalid_items(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "one"}\n{"text": ""}\nnonsense\n{"body": 1}\n[1]\n{"text": "\\ud800"}\n'
+        b'{"text": "\xff"}\n{"text": "two"}\n')
+    (tmp_path / "b.parquet").write_bytes(parquet({"text": ["three", None, "", "four"]}))
+    *_, last = found = list(document_batches(
+        sources.open_source(str(tmp_path)), Rules("text", "refuse", "skip")))
+    assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
+    skipped = sum((batch.skipped for batch in found), collections.Counter())
+    assert skipped == {"empty": 2, "not JSON": 1, "no text in the field 'text'": 2, "not a JSON object": 1,
+                       "half a surrogate pair": 1, "not UTF-8": 1}
+    assert (last.place, last.done) == ((2, 0), 1.0)
+
+
+def test_all_formats_give_the_same_documents(tmp_path):
+    texts = [f"document {i}\nwith ünïcödé " + "words " * i for i in range(300)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    files = {"a.jsonl": lines, "b.ndjson.gz": gzip.compress(lines), "c.json.bz2": bz2.compress(lines),
+             "d.jsonl.zst": zstd(lines[:5000]) + zstd(lines[5000:]), "e.parquet": parquet({"text": texts})}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert read(tmp_path / name) == texts, name
+    assert read(f"{tmp_path}/a.jsonl, {tmp_path}/e.*") == texts * 2
+    assert read(tmp_path) == texts * len(files)
+    book = "\n\n".join(texts).encode()
+    for name, content in {"a.txt": book, "b.txt.gz": gzip.compress(book)}.items():
+        (tmp_path / "books" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "books" / name).write_bytes(content)
+        assert "".join(read(tmp_path / "books" / name)).encode() == book
+
+
+def test_resumes_at_any_place(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"word " * i}"}}\n' for i in range(200)))
+    (tmp_path / "b.txt").write_text("paragraph\n\n" * 3000)
+    (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
+    parts, rules = sources.open_source(str(tmp_path)), RULES
+    whole = list(document_batches(parts, rules, size=900))
+    assert len(whole) > 50 and [batch.done for batch in whole] == sorted(batch.done for batch in whole)
+    for number in range(0, len(whole), 7):
+        rest = document_batches(parts, rules, whole[number].place, size=10_000)
+        texts = [text for batch in rest for text in batch.texts]
+        assert texts == [text for batch in whole[number + 1:] for text in batch.texts]
+
+
+def test_byte_order_mark_special_name_and_broken_link(tmp_path):
+    (tmp_path / "b[1].txt").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    assert read(tmp_path / "b[1].txt") == read(tmp_path) == ["marked"]
+
+
+def test_replaces_invalid_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "c\xff"}\n{"text": "d\\ud800"}\n')
+    assert read(tmp_path, "replace") == ["a\ufffdb", "c\ufffd", "d\ufffd"]
+
+
+def test_batches_span_small_files(tmp_path):
+    for i in range(50):
+        (tmp_path / f"{i:02}.txt").write_text(f"text {i}")
+    rules = RULES
+    parts = sources.open_source(str(tmp_path))
+    found = list(document_batches(parts, rules, size=100))
+    assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
+        f"text {i}" for i in range(50)]
+    again = list(document_batches(parts, rules, start=found[2].place, size=100))
+    assert [batch.texts for batch in again] == [batch.texts for batch in found[3:]]
+    assert found[-1].done == 1 and found[2].place.parts > 20

@@ -1,0 +1,92 @@
+"""Token stores: fingerprints, damage, mixtures."""
+
+import json
+import shutil
+
+import pytest
+from conftest import load_config
+from data_helpers import prepare_store, write_jsonl
+
+from smallgpt_jax import data
+from smallgpt_jax.data import prepare, store
+from smallgpt_jax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """A folder of two stores of the same text: `one` of bytes, `two` of SentencePiece tokens."""
+    folder = tmp_path_factory.mktemp("stores")
+    texts = write_jsonl(folder / "texts.jsonl", [f"document {i} " + "text " * (i % 50) for i in range(300)])
+    prepare_store(folder / "one", texts)
+    prepare_store(folder / "two", texts, tokenizer="sentencepiece:300")
+    return folder
+
+
+
+def test_fingerprints_identify_content(tmp_path):
+    """The same text in two files has the same fingerprints, another text of the same size has others."""
+    texts = [f"document {n:05d}" for n in range(1000)]
+    other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))
+                 if not prepare.is_validation(text, 0.2))
+    changed = next(i for i, text in enumerate(texts) if not prepare.is_validation(text, 0.2))
+    made = {}
+    for name, documents in (("a", texts), ("b", texts), ("c", [*texts[:changed], other, *texts[changed + 1:]])):
+        made[name] = prepare_store(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", documents))
+    a, b, c = (made[name].metadata for name in "abc")
+    assert a["splits"] == b["splits"] == c["splits"] and a["fingerprints"] == b["fingerprints"]
+    assert data.same_text(a, b) and not data.same_text(a, c)
+    assert a["fingerprints"]["validation"] == c["fingerprints"]["validation"]
+    mixtures = [data.Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
+    assert data.same_text(mixtures[0], mixtures[1]) and not data.same_text(mixtures[0], mixtures[2])
+    # A store of an older version has no fingerprints.
+    old = {field: value for field, value in a.items() if field != "fingerprints"}
+    (tmp_path / "a" / "metadata.json").write_text(json.dumps(old))
+    for split in store.SPLITS:
+        assert store.open_store(tmp_path / "a").fingerprint(split) == a["fingerprints"][split]
+    assert data.same_text(old, a) and data.same_text(old, old) and not data.same_text(old, b)
+
+
+def test_cached_store_depends_on_tokenizer_file(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["text"])
+    config = load_config("gpt", data__source=str(source), data__tokenizer=str(tmp_path / "my.model")).data
+    (tmp_path / "my.model").write_bytes(b"one")
+    before = data.store_folder(config)
+    (tmp_path / "my.model").write_bytes(b"two")
+    assert data.store_folder(config) != before
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: (f / "metadata.json").write_text("{"), ["metadata.json"]),
+    (lambda f: (f / "metadata.json").write_text("[]"), ["metadata.json"]),
+    (lambda f: (f / "metadata.json").write_text('{"format": 99}'), ["format 99", "rerun smallgpt_jax.prepare"]),
+    (lambda f: (f / "metadata.json").write_text('{"format": 2}'), ["metadata.json: damaged"]),
+    (lambda f: (f / "train.bin").unlink(), ["train.bin", "missing"]),
+    (lambda f: cut(f / "train.bin"), ["train.bin", "damaged, has"]),
+    (lambda f: cut(f / "validation.documents.bin"), ["validation.documents.bin", "damaged"]),
+    (lambda f: (f / "tokenizer" / "tokenizer_kind.json").write_text("{"), ["tokenizer_kind.json"]),
+    (lambda f: shutil.rmtree(f / "tokenizer"), ["tokenizer", "missing"]),
+])
+def test_names_damaged_files(stores, tmp_path, damage, words):
+    shutil.copytree(stores / "one", tmp_path / "store")
+    damage(tmp_path / "store")
+    with pytest.raises(UserError) as error:
+        store.open_store(tmp_path / "store").tokenizer  # noqa: B018
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("STORES/one", ["is not FOLDER=WEIGHT"]),
+    ("STORES/one=much", ["STORES/one=much", "is not FOLDER=WEIGHT"]),
+    ("STORES/one=0", ["weight above 0"]),
+    ("STORES/one=1,", ["''"]),
+    ("STORES/one=1,STORES/two=1", ["different tokenizers", "--config.data.tokenizer=STORES/one/tokenizer"]),
+    ("STORES/none=1", ["STORES/none", "not the metadata of a token store"]),
+])
+def test_refuses_bad_mixtures(stores, text, words):
+    with pytest.raises(UserError) as error:
+        data.open_mixture(text.replace("STORES", str(stores)))
+    assert all(word.replace("STORES", str(stores)) in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,160 @@
+"""Text generation without weights: settings, prompts, detokenizing."""
+
+import functools
+
+import numpy as np
+import pytest
+from absl import flags
+from conftest import build, spaced_tokenizer
+
+from smallgpt_jax import inference
+from smallgpt_jax.comparison import measure
+from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.pgpt import path_weights
+from smallgpt_jax.summary import print_final_message
+
+
+@pytest.fixture
+def model():
+    """A model with a context of 64 tokens, without weights."""
+    return inference.TextModel(build("gpt"), {}, Bytes())
+
+
+def test_every_method_passes_its_settings_on(model, monkeypatch):
+    received = []
+    monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
+                        received.append(settings) or ["" for _ in prompts])
+    monkeypatch.setattr(inference.TextModel, "_stream", lambda self, text, prompt, *settings:
+                        received.append(settings))
+    given = dict(temperature=0.5, top_k=3, top_p=0.4, repetition_penalty=2.0)
+    for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
+        method(["the"] if method == model.generate_batch else "the", 7, stop=["x"], **given)
+    assert received == [(7, ["x"], Sampling(**given))] * 4
+
+
+def test_methods_refuse_unknown_settings(model):
+    for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
+        with pytest.raises(TypeError, match=rf"\.{method.__name__}\(\) got .* 'max_tokens'"):
+            method("the", max_tokens=3)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"temperature": -1.0}, ["temperature=-1.0"]),
+    ({"temperature": float("nan")}, ["temperature=nan"]),
+    ({"top_k": 0}, ["top_k=0"]),
+    ({"top_p": 0.0}, ["top_p=0.0"]),
+    ({"top_p": 1.5}, ["top_p=1.5"]),
+    ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
+    ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
+    ({"seed": -1}, ["seed=-1"]),
+    ({"stop": "END"}, ["stop='END'", "list"]),
+    ({"prompt": "x" * 64}, ["64 tokens", "room for 63"]),
+    ({"prompt": "a\udcffb"}, ["character 2", "UTF-8"]),
+])
+def test_refuses_impossible_settings(model, settings, words):
+    for method in (model.generate, model.stream):
+        with pytest.raises(UserError) as error:
+            method(**{"prompt": "the", "max_new_tokens": 5, **settings})
+        assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_refuses_impossible_batches(model):
+    for prompts, samples in (("the", 1), ([], 1), (["the"], 0)):
+        with pytest.raises(UserError, match=r"prompts=|samples=0"):
+            model.generate_batch(prompts, samples=samples)
+
+
+def test_a_refused_turn_changes_nothing(model):
+    conversation = model.conversation()
+    for refused in ({"max_new_tokens": -1}, {"stop": "END"}, {"temperature": -1}):
+        with pytest.raises(UserError):
+            conversation.say("the", **refused)
+    with pytest.raises(UserError, match="has 33 tokens, a turn at most 32"):
+        conversation.say("x" * 33)
+    assert conversation._session.ids == [[256]]
+
+
+def test_refuses_characters_without_a_piece(model):
+    narrow = inference.TextModel(model.model, {}, spaced_tokenizer(remove_extra_whitespaces=True))
+    with pytest.raises(UserError, match="no piece for 'z', 'é'"):
+        narrow.generate("a catzé")
+
+
+# ---------------------------------------------------------------------- detokenizing
+
+def test_multibyte_characters_are_not_split():
+    detokenizer = inference.Detokenizer(Bytes(), stop=["né!"])
+    assert [detokenizer.add(byte) for byte in "né§né".encode()] == ["", "", "", "", "né§", "", "", ""]
+    assert (detokenizer.flush(), detokenizer.is_done) == ("né", False)
+
+
+def test_a_character_split_between_turns_is_completed():
+    detokenizer = inference.Detokenizer(Bytes(), (), [256, *b"n", "é".encode()[0]])
+    assert [detokenizer.add(byte) for byte in ("é".encode()[1], *b"e!")] == ["é", "e", "!"]
+
+
+def test_a_space_of_the_prompt_is_not_repeated():
+    """The tokenizer drops the prompt's last space; the next token has it."""
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
+    before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
+    for prompt, text in (("the model ", "is"), ("the model\n", "is"), ("the model", " is")):
+        detokenizer = inference.Detokenizer(tokenizer, (), before, prompt)
+        assert "".join([*map(detokenizer.add, new), detokenizer.flush()]) == text
+
+
+@pytest.mark.parametrize("remove_extra_whitespaces", [True, False])
+@pytest.mark.parametrize("text", ["ed on", " on text", "on  text", ""])
+def test_a_turn_is_encoded_without_a_leading_space(remove_extra_whitespaces, text):
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces)
+    ids = [*tokenizer.encode(["the model is"])[0], *tokenizer.encode_continuation(text)]
+    assert tokenizer.decode(ids) == "the model is" + tokenizer.decode(tokenizer.encode([f"x{text}"])[0])[1:]
+
+
+# ---------------------------------------------------------------------- paths
+
+def test_selected_paths():
+    model = build("pgpt", num_paths=4)
+    params = {"trunk": {"path_logits": np.array([0.1, -0.3, 0.6]), "paths": {"dense": {"bias": np.zeros((4, 64))}}}}
+    expected = np.exp([0.1, -0.3, 0.6, 0.0]) / np.exp([0.1, -0.3, 0.6, 0.0]).sum()
+    np.testing.assert_allclose(path_weights(params), expected, rtol=1e-6)
+    assert inference.select_paths(model, params, "best") == [2]
+    assert inference.select_paths(model, params, "3, 1") == [3, 1]
+    for paths in ("4", "0,0", "first", "", [-1]):
+        with pytest.raises(UserError, match="different indices from 0 to 3"):
+            inference.select_paths(model, params, paths)
+    with pytest.raises(UserError, match="only pgpt has paths, this model is a gpt"):
+        inference.select_paths(build("gpt"), {}, "best")
+
+
+# ---------------------------------------------------------------------- commands
+
+def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monkeypatch, tmp_path, capsys):
+    def refuse(folder):
+        raise UserError("no layer keeps a cache")
+
+    monkeypatch.setattr(inference, "load", refuse)
+    print_final_message(str(tmp_path))
+    assert "(none: no layer keeps a cache)" in capsys.readouterr().out
+    logged = []
+    measure.measure_decoding(tmp_path, logged.append)
+    assert logged == [f"{tmp_path.name}: decoding is not measured: no layer keeps a cache"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_text_ends_its_line(capsys, monkeypatch):
+    # Commands and benchmarks define flags of the same names: this one's are its own.
+    own = flags.FlagValues()
+    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
+                 "mark_flag_as_required", "mark_flags_as_required"):
+        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
+    from smallgpt_jax import generate
+
+    def pieces():
+        yield " cat"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate.print_stream("the", pieces())
+    assert capsys.readouterr().out == "the cat\n"

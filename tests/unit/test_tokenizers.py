@@ -1,0 +1,122 @@
+"""Tokenizers: round trips, training, damaged files."""
+
+import hashlib
+import io
+import os
+import shutil
+
+import numpy as np
+import pytest
+import sentencepiece
+from conftest import SHARED_DATA
+
+from smallgpt_jax.data import prepare, tokenizers
+from smallgpt_jax.errors import UserError
+
+STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé 漢字 🙂\u200d🙂", "<|endoftext|>",
+           "def f(x):\n    return x  # comment\n", "\x00\x01", "'s 12345 ...!!!"]
+
+
+@pytest.fixture(scope="module")
+def all_tokenizers():
+    """One tokenizer of each kind; gpt2 only if its vocabulary is available."""
+    texts = [*STRANGE[1:], *(f"some words {i} and other words to learn from\n" for i in range(300))]
+    all_tokenizers = {"bytes": tokenizers.from_spec("bytes", []),
+            "sentencepiece": tokenizers.from_spec("sentencepiece:400", texts)}
+    if SHARED_DATA.is_dir():
+        all_tokenizers["gpt2"] = tokenizers.from_spec(str(SHARED_DATA / "tokenizer/gpt2"), [])
+    return all_tokenizers
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "gpt2"])
+def test_round_trip(all_tokenizers, kind, tmp_path):
+    if kind not in all_tokenizers:
+        pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
+    tokenizer = all_tokenizers[kind]
+    encoded = [list(ids) for ids in tokenizer.encode(STRANGE)]
+    assert [tokenizer.decode(ids) for ids in encoded] == STRANGE
+    assert all(tokenizer.end_of_text not in ids for ids in encoded)
+    assert all(0 <= i < tokenizer.vocab_size for ids in encoded for i in ids)
+    tokenizers.save(tokenizer, tmp_path / "kept")
+    loaded = tokenizers.load(tmp_path / "kept")
+    assert [list(ids) for ids in loaded.encode(STRANGE)] == encoded
+    assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(tokenizer)
+
+
+def test_gpt2_ids(all_tokenizers):
+    """The widely published ids of OpenAI's encoder."""
+    if "gpt2" not in all_tokenizers:
+        pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
+    assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
+    assert (all_tokenizers["gpt2"].vocab_size, all_tokenizers["gpt2"].end_of_text) == (50257, 50256)
+
+
+def test_gpt2_from_tiktoken_cache(shared_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("encoder.json", "vocab.bpe"):
+        key = hashlib.sha1((tokenizers.GPT2_URL + name).encode()).hexdigest()
+        shutil.copy(shared_data / "tokenizer/gpt2" / name, tmp_path / key)
+    assert tokenizers.from_spec("gpt2", []).encode(["Hello world"])[0].tolist() == [15496, 995]
+
+
+def test_sentencepiece_on_small_text_has_fewer_pieces():
+    assert 256 < tokenizers.from_spec("sentencepiece:4000", ["a few words\n" * 3]).vocab_size < 400
+
+
+def test_end_of_text_is_never_a_user_defined_piece():
+    """Texts can contain user-defined pieces; the end-of-sentence piece is used instead."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,
+        hard_vocab_limit=False, byte_fallback=True, user_defined_symbols=["<|endoftext|>"], minloglevel=2)
+    tokenizer = tokenizers.SentencePiece(model.getvalue())
+    assert tokenizer.end_of_text not in tokenizer.encode(["words <|endoftext|> and more"])[0]
+
+
+def test_sentencepiece_learns_from_every_document():
+    """Also from an iterator, and from lines of any length."""
+    texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
+    tokenizer = tokenizers.from_spec("sentencepiece:600", (text for text in texts))
+    assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
+    with pytest.raises(UserError, match=r"'sentencepiece:600': cannot be trained on this text \(it is empty\)"):
+        tokenizers.from_spec("sentencepiece:600", [])
+
+
+@pytest.mark.parametrize("spec, files, words", [
+    ("sentencepiece:10", {}, ["at least 300"]),
+    ("sentencepiece:many", {}, ["SIZE"]),
+    ("gpt3", {}, ["'gpt3'"]),
+    ("FOLDER", {}, ["contains no tokenizer"]),
+    ("FOLDER", {"vocab.json": b"{}"}, ["merges.txt"]),
+    ("FOLDER", {"vocab.json": b"{", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
+    ("FOLDER", {"vocab.json": b"{}", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
+    ("FOLDER/tokenizer.model", {"tokenizer.model": b"nonsense"}, ["not a SentencePiece model"]),
+])
+def test_refuses_bad_tokenizers(tmp_path, spec, files, words):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        tokenizers.from_spec(spec.replace("FOLDER", str(tmp_path)), [])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
+    """All files are synced, and last of all their folder."""
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
+    tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)
+    files = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert set(files) == {"tokenizer.model", "tokenizer_kind.json"}
+    assert set(synced) >= {*files.values(), tmp_path.stat().st_ino}
+    assert synced[-1] == tmp_path.stat().st_ino
+
+
+def test_long_documents_are_tokenized_in_pieces(all_tokenizers, monkeypatch):
+    texts = [" ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)), "y" * 5000, "short"]
+    for kind, tokenizer in all_tokenizers.items():
+        monkeypatch.setattr(prepare, "LONG_TEXT", 10**9)
+        whole = prepare.encode(texts, tokenizer)
+        monkeypatch.setattr(prepare, "LONG_TEXT", 1000)
+        pieces = prepare.encode(texts, tokenizer)
+        assert np.array_equal(pieces[0], whole[0]) and np.array_equal(pieces[2], whole[2]), kind
+        assert tokenizer.decode(pieces[1]) == texts[1], kind

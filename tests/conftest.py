@@ -1,16 +1,16 @@
-"""Where and how all tests run: on the CPU, as eight devices, with a cache folder of their own."""
+"""Settings of all tests (eight CPU devices, one cache folder per session), and shared fixtures and helpers."""
 
 import os
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs here are compiled far longer than they run, so they are compiled without optimization.
+# Compiling these programs takes far longer than running them, so they are compiled without optimization.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
-if version("jaxlib").startswith("0.10."):  # compiles in a quarter of the time; later versions exit at an unknown flag
+if version("jaxlib").startswith("0.10."):  # compiles four times as fast; later versions reject the flag
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# All programs are kept, however small: the same few are compiled by many tests.
+# The persistent cache keeps even small programs, since many tests compile the same ones.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -32,7 +32,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-# Where transformers puts the code of exported models, and imports it from: one place a process.
+# transformers copies the code of exported models into this folder and imports it from there: one folder per process.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
@@ -57,14 +57,14 @@ ARCHITECTURES = sorted(models.ARCHITECTURES)
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory) -> Path:
-    """A folder that all workers share, empty when the session begins."""
+    """Returns a folder shared by all pytest-xdist workers, empty at the start of the session."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(shared_folder):
-    """Stores and compiled programs, shared by workers and the commands that they start, kept for the session."""
+    """Sets the cache folder of token stores and compiled programs, shared by all workers and their subprocesses."""
     folder = shared_folder / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -80,7 +80,7 @@ def shared_data() -> Path:
 
 
 def load_config(architecture: str, size: str = "tiny", **fields):
-    """A shipped config; `fields` are overrides, with __ for the dot: model__num_layers=2."""
+    """Returns a shipped config with some fields overridden: model__num_layers=2 sets model.num_layers."""
     config = importlib.import_module(f"configs.{architecture}").get_config(size)
     for name, value in fields.items():
         group, field = name.split("__")
@@ -89,15 +89,17 @@ def load_config(architecture: str, size: str = "tiny", **fields):
 
 
 def build(name: str, **fields) -> models.LanguageModel:
-    """The model of a shipped tiny config, with these fields of its `model` group changed."""
+    """Returns the model of a shipped tiny config, with some fields of its `model` group overridden."""
     config = load_config(name)
     config.model.update(fields)
     return models.build(**config.model)
 
 
 def init(model, seed: int = 0):
-    """Random parameters at the scale of initial ones, no bias or scale trivial; drawn by NumPy, since compiling
-    `model.init` takes seconds."""
+    """Returns random parameters of about their initial size, with biases other than 0 and norm scales other than 1.
+
+    NumPy draws them, since compiling `model.init` takes seconds.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path, x):
@@ -109,13 +111,13 @@ def init(model, seed: int = 0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model, params, tokens_BxT):
-    """The model's own forward pass, (B, T, V), compiled whole: operation by operation takes longer."""
+    """Returns the model's logits, (B, T, V). The whole forward pass is jitted: without jit it takes longer."""
     return model.apply({"params": params}, tokens_BxT)
 
 
 @functools.cache
 def spaced_tokenizer(remove_extra_whitespaces: bool):
-    """A SentencePiece model as others train them: with a space in front of each text (add_dummy_prefix)."""
+    """Returns a SentencePiece tokenizer that adds a space before each text (add_dummy_prefix, the default)."""
     import sentencepiece
 
     from smallgpt_jax.data.tokenizers import SentencePiece
@@ -129,7 +131,7 @@ def spaced_tokenizer(remove_extra_whitespaces: bool):
 
 
 def spaced_model(tokenizer, **fields):
-    """A gpt of one layer and its weights, which prefer tokens that begin with a space."""
+    """Returns a gpt of one layer and parameters that prefer tokens that begin with a space."""
     model = build("gpt", num_layers=1, **fields)
     params, first = init(model), tokenizer.encode(["a"])[0].tolist()
     has_space_V = [i < tokenizer.vocab_size and tokenizer.decode([*first, i]).startswith("a ")
@@ -139,7 +141,7 @@ def spaced_model(tokenizer, **fields):
 
 @pytest.fixture(scope="session")
 def text_file(shared_folder) -> Path:
-    """Forty thousand words that a model can learn something about, at a path that all workers share."""
+    """Returns the path of a text of forty thousand words with learnable patterns, shared by all workers."""
     words = ("the cat sat on a mat while some dog ran to its warm house and slept there "
              "till it was dark").split()
     lines = []
@@ -164,8 +166,10 @@ def token_store(text_file, tmp_path_factory) -> store.TokenStore:
 
 @pytest.fixture(scope="session")
 def trained_run(text_file, shared_folder):
-    """A function (architecture, **fields) → the workdir of a tiny run on `text_file`, trained once per session and
-    shared by all workers: read it, or copy it."""
+    """Returns a function (architecture, **fields) → the workdir of a tiny run on `text_file`.
+
+    Each run is trained once per session and shared by all workers. Tests may read or copy it, but not change it.
+    """
 
     def get(architecture: str = "gpt", **fields) -> Path:
         config = load_config(architecture, **{"data__source": str(text_file), **fields})
@@ -183,7 +187,7 @@ def trained_run(text_file, shared_folder):
 
 
 def save_run(folder: Path, config, params) -> Path:
-    """Writes the workdir of a finished run with these parameters, which nobody has trained: validation loss 4.125."""
+    """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
     corpus, steps = data.load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
     workdir.initialize(folder, config, corpus)
@@ -196,11 +200,11 @@ def save_run(folder: Path, config, params) -> Path:
 
 
 app.define_help_flags()
-ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # those of absl alone: each command defines its own
+ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # absl's own flags, without those of any command
 
 
 def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subprocess.CompletedProcess:
-    """`python -m smallgpt_jax.COMMAND …` within this process, on its eight devices: some seconds faster than `run`."""
+    """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices: seconds faster than `run`."""
     before, argv, folder, stdin = dict(flags.FLAGS.__dict__), sys.argv, Path.cwd(), sys.stdin
     flags.FLAGS.__dict__.update(copy.deepcopy(ABSL_FLAGS))
     out, err, status = io.StringIO(), io.StringIO(), 0
@@ -212,7 +216,7 @@ def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subproc
             runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0
-    except Exception:  # which a user would see as a traceback
+    except Exception:  # a user would see a traceback
         status = 1
         err.write(traceback.format_exc())
     finally:
@@ -224,7 +228,7 @@ def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subproc
 
 def run(*command, devices: int = 1, cwd: Path = ROOT, input: str | None = None,
         **environment) -> subprocess.CompletedProcess:
-    """`python -m smallgpt_jax.COMMAND …` as a user starts it, on `devices` CPU devices."""
+    """Runs `python -m smallgpt_jax.COMMAND …` in a subprocess, on `devices` CPU devices."""
     return subprocess.run(
         [sys.executable, "-m", f"smallgpt_jax.{command[0]}", *map(str, command[1:])],
         cwd=cwd, env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=devices), **environment},

@@ -41,7 +41,7 @@ def prepare_store(folder: Path, source, **changes) -> TokenStore:
 
 
 def random_store(folder: Path, lengths, letters: bytes = b"abcdefgh") -> TokenStore:
-    """Returns a store of random documents of these lengths in bytes."""
+    """Returns a store of random documents with the given lengths in bytes."""
     rng = np.random.default_rng(0)
     texts = [bytes(rng.choice(list(letters), length).astype(np.uint8)).decode() for length in lengths]
     folder.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Messages about texts, stores and workdirs that cannot be used: docs/bad-input.md, row by row.
+"""Error messages for unusable texts, stores and workdirs, and their table in docs/bad-input.md.
 
-Each case is a row of the table: what is wrong, the files, the settings, and the whole message. Files stay as they were,
-and neither a store nor a workdir appears.
+CASES has one entry per row of the table: the problem, a function that writes the files, the settings, the message.
+Existing files stay unchanged, and neither a workdir nor an incomplete store is written.
 """
 
 import bz2
@@ -38,25 +38,25 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 
 @pytest.fixture(scope="session")
 def good_run(shared_folder, trained_run) -> Path:
-    """A folder with GOOD's text and store, and `run`, trained on it for two steps; shared by all workers."""
+    """Returns a folder, shared by all workers, with the text and store of GOOD and `run`, a workdir trained on them."""
     folder = shared_folder / "good"
     folder.mkdir(exist_ok=True)
     with file_lock(folder / "lock", wait=True):
         if not (folder / "store").exists():
             good_store(folder)
         if not (folder / "run").exists():
-            (folder / "run").symlink_to(trained_run("gpt", train__steps=2, **at(folder, GOOD)))
+            (folder / "run").symlink_to(trained_run("gpt", train__steps=2, **replace_here(folder, GOOD)))
     return folder
 
 
-def at(folder: Path, settings: dict) -> dict:
-    """Settings with `folder` for HERE."""
+def replace_here(folder: Path, settings: dict) -> dict:
+    """Returns the settings with HERE replaced by `folder`."""
     return {field: value.replace("HERE", str(folder)) if isinstance(value, str) else value
             for field, value in settings.items()}
 
 
 def copy_run(good_run: Path, folder: Path) -> None:
-    """Copies a text, its store and a run into `folder`, with the paths that they would have there."""
+    """Copies the text, store and run of `good_run` into `folder`, and replaces the paths that they contain."""
     for name in ("good.jsonl", "store", "run"):
         (shutil.copytree if (good_run / name).is_dir() else shutil.copy)(good_run / name, folder / name)
     for path in ("store/metadata.json", "run/config.json", "run/store.json"):
@@ -64,7 +64,7 @@ def copy_run(good_run: Path, folder: Path) -> None:
 
 
 def files(**contents):
-    """Makes these files; their names have __ for the dot."""
+    """Returns a function that writes files into a folder: a__txt=b"..." writes a.txt."""
     def make(folder: Path) -> None:
         for name, content in contents.items():
             (folder / name.replace("__", ".")).write_bytes(content)
@@ -72,7 +72,7 @@ def files(**contents):
 
 
 def damaged_store(damage):
-    """Makes a store and damages it."""
+    """Returns a function that makes a store in a folder and applies `damage` to it."""
     return lambda folder: damage(good_store(folder))
 
 
@@ -81,7 +81,7 @@ def rewrite(path: Path, change) -> None:
 
 
 class Run:
-    """Copies a run and changes something in it."""
+    """A case that applies `change` to a folder with a copy of `good_run`."""
 
     def __init__(self, change=lambda folder: None):
         self.change = change
@@ -237,8 +237,8 @@ CASES = {
 }
 
 
-def shown(message: str, folder: Path) -> str:
-    """Returns a message without what differs between machines."""
+def normalize(message: str, folder: Path) -> str:
+    """Returns a message with the folder, large numbers and the cause of damage replaced by placeholders."""
     message = message.replace(str(folder), "HERE")
     message = re.sub(r"\b\d{1,3}(,\d{3})+", "NUMBER", message)
     return re.sub(r"\(2: .*?\)\.\n", "(2: WHY).\n", message)
@@ -259,15 +259,15 @@ def test_message_and_files(case, tmp_path, request):
     else:
         make(tmp_path)
     before = contents(tmp_path)
-    config = load_config("gpt", **{"data__store": f"{tmp_path}/store", **at(tmp_path, settings)})
+    config = load_config("gpt", **{"data__store": f"{tmp_path}/store", **replace_here(tmp_path, settings)})
     with pytest.raises(UserError) as error:
         train(config, str(tmp_path / "run"))
-    assert shown(str(error.value), tmp_path) == message
+    assert normalize(str(error.value), tmp_path) == message
     assert str(error.value).count("\n") <= 1
     after = {path: content for path, content in contents(tmp_path).items() if path.name != ".lock"}
     new = {str(path.relative_to(tmp_path)) for path in after.keys() - before.keys()}
-    # What was tokenized before a bad item is kept, under another name; a good store may have been made before the
-    # error was found.
+    # Documents tokenized before an invalid item are kept in store.partial. If the error is found after preparation,
+    # a complete store exists.
     assert not [name for name in new if not name.startswith(("store/", "store.partial/"))], new
     assert "store/metadata.json" in new or not [name for name in new if name.startswith("store/")]
     assert [path for path, content in before.items() if after.get(path) != content] == []
@@ -278,7 +278,7 @@ REFUSED_URL = (f"{URL!r} is a URL, and object storage is not supported; mount th
                "a local path")
 
 
-@pytest.mark.parametrize("field, use", [
+@pytest.mark.parametrize("field, function", [
     ("--workdir", lambda: train(load_config("gpt"), URL)),
     ("--workdir", lambda: inference.load(URL)),
     ("--config=configs/run.py", lambda: load_config("run", URL)),
@@ -286,11 +286,11 @@ REFUSED_URL = (f"{URL!r} is a URL, and object storage is not supported; mount th
     *((f"config.data.{field}", lambda settings={f"data__{field}": value}: train(load_config("gpt", **settings), "run"))
       for field, value in {"store": URL, "source": f"a.txt,{URL}", "mixture": f"{URL}=1", "tokenizer": URL}.items()),
 ])
-def test_refuses_urls(field, use, tmp_path, monkeypatch):
+def test_refuses_urls(field, function, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("words\n" * 1000)
     with pytest.raises(UserError) as error:
-        use()
+        function()
     assert str(error.value) == f"{field}: {REFUSED_URL}"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
@@ -312,7 +312,7 @@ def test_commands_refuse_urls(field, command, tmp_path):
 @pytest.mark.slow
 def test_refuses_two_runs_in_one_workdir(good_run, tmp_path):
     copy_run(good_run, tmp_path)
-    config = load_config("gpt", train__steps=2, **at(tmp_path, GOOD))
+    config = load_config("gpt", train__steps=2, **replace_here(tmp_path, GOOD))
     with file_lock(tmp_path / "run" / run_folder.LOCK_FILE), pytest.raises(UserError) as error:
         train(config, str(tmp_path / "run"))
     assert re.fullmatch(rf"--workdir={tmp_path}/run: in use by process \d+ on \S+; wait for it, or use another "
@@ -323,7 +323,7 @@ def test_refuses_two_runs_in_one_workdir(good_run, tmp_path):
 
 @pytest.mark.parametrize("size, character", [(50_000_000, "word "), (3_000_000, "x"), (4_000_000, "漢")])
 def test_very_large_document(tmp_path, size, character):
-    """One line of many megabytes, and a few short ones."""
+    """A document of 3 to 50 MB on one line, among short ones, is stored unchanged."""
     large = character * (size // len(character.encode()))
     with (tmp_path / "a.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n"
@@ -339,10 +339,10 @@ def test_very_large_document(tmp_path, size, character):
 def test_documented_messages():
     text = (ROOT / "docs" / "bad-input.md").read_text()
     for case, (_, _, message) in CASES.items():
-        assert f"| {case} | {in_table(message)} |" in text, case
+        assert f"| {case} | {table_cell(message)} |" in text, case
 
 
-def in_table(message: str) -> str:
-    """Returns a message in the form of the table."""
+def table_cell(message: str) -> str:
+    """Returns a message as a table cell of docs/bad-input.md."""
     message = message.replace("HERE", "DIR").replace("NUMBER", "…").replace("WHY", "…").replace("|", "\\|")
     return "<br>".join(f"`{line}`" for line in message.splitlines())

@@ -1,4 +1,4 @@
-"""Import and export: the paper's files and Hugging Face folders, against PyTorch and `transformers`."""
+"""Import and export of the paper's checkpoints and Hugging Face folders, compared with PyTorch and `transformers`."""
 
 import dataclasses
 import functools
@@ -28,19 +28,19 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
-# Each setting at least once, and each kind of position in each kind of trunk that treats it differently.
+# Covers each setting, and each position encoding in each trunk that treats it differently.
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
-    "gpt of GPT-2's shape, rotated": ("gpt", dict(**GPT2, position="rope")),
-    "gpt without positions": ("gpt", dict(position="none", mlp_ratio=2.0)),
+    "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
+    "gpt without position encoding": ("gpt", dict(position="none", mlp_ratio=2.0)),
     "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
     "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
-    "pgpt with equal paths and rotation": ("pgpt", dict(path_weights="equal", position="rope", tie_embeddings=True)),
+    "pgpt with equal path weights and RoPE": ("pgpt", dict(path_weights="equal", position="rope", tie_embeddings=True)),
     "lgpt": ("lgpt", {}),
-    "lgpt with narrowing heads and ALiBi": (
+    "lgpt with scaled stage heads and ALiBi": (
         "lgpt", dict(position="alibi", stage_heads="scaled", compress_last_stage=False)),
     "cgpt": ("cgpt", dict(conv_kernel=1)),
-    "cgpt with three taps and ALiBi": (
+    "cgpt with a kernel of 3 and ALiBi": (
         "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
 }
 
@@ -52,13 +52,13 @@ def build_variant(variant: str) -> models.LanguageModel:
                           **fields})
 
 
-def exported(folder: Path, model, params, tokenizer=None) -> Path:
+def export(folder: Path, model, params, tokenizer=None) -> Path:
     folder.mkdir()
     hugging_face.export_folder(folder, model, params, tokenizer, "# a card\n")
     return folder
 
 
-def in_torch(folder: Path):
+def load_in_torch(folder: Path):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
 
@@ -67,8 +67,7 @@ def random_tokens(model, rows: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, size)
 
 
-def assert_same(one, other):
-    """Bit by bit."""
+def assert_bitwise_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
@@ -88,7 +87,7 @@ def test_logits_of_the_papers_checkpoints(architecture, shared_data, tmp_path):
     logits = forward(read.model, read.params, expected["tokens"][:, :-1])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5, rtol=1e-5)
     with torch.no_grad():
-        theirs = in_torch(exported(tmp_path / "out", read.model, read.params))(
+        theirs = load_in_torch(export(tmp_path / "out", read.model, read.params))(
             torch.tensor(expected["tokens"][:, :-1].astype(np.int64))).logits
     np.testing.assert_allclose(theirs, expected["logits"], atol=1e-4)
 
@@ -115,11 +114,14 @@ def test_refuses_architectures_without_pytorch_code(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_and_import(variant, tmp_path):
-    """In PyTorch: logits with and without cache, left-padded rows, saving again. Imported: equal bits and settings."""
+    """Compares an exported model in PyTorch: logits with and without cache, left-padded rows, loss, saving again.
+
+    The imported model has bitwise equal parameters and the same config.
+    """
     model = build_variant(variant)
     params = init(model)
-    folder = exported(tmp_path / "out", model, params)
-    theirs = in_torch(folder)
+    folder = export(tmp_path / "out", model, params)
+    theirs = load_in_torch(folder)
     assert type(theirs).__name__ == ("GPT2LMHeadModel" if VARIANTS[variant][1] == GPT2 else "SmallGPTForCausalLM")
     assert theirs.generation_config.max_length == model.config.context_length
     tokens = random_tokens(model)
@@ -127,14 +129,14 @@ def test_export_and_import(variant, tmp_path):
     with torch.no_grad():
         whole = theirs(torch.tensor(tokens), use_cache=False).logits
         np.testing.assert_allclose(whole, ours, atol=1e-4)
-        # In pieces, through the cache.
+        # With the cache, in four calls.
         cache, pieces = None, []
         for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
             output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             pieces.append(output.logits)
         np.testing.assert_allclose(torch.cat(pieces, 1), ours, atol=1e-4)
-        # A padded row in a batch.
+        # A left-padded row in a batch continues as it does alone.
         short, pad = tokens[:1, :9], 4
         rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
         mask = np.ones_like(rows)
@@ -149,17 +151,17 @@ def test_export_and_import(variant, tmp_path):
         assert loss == pytest.approx(-log_p.mean(), abs=1e-4)
     theirs.save_pretrained(tmp_path / "again")
     with torch.no_grad():
-        assert torch.equal(in_torch(tmp_path / "again")(torch.tensor(tokens), use_cache=False).logits, whole)
+        assert torch.equal(load_in_torch(tmp_path / "again")(torch.tensor(tokens), use_cache=False).logits, whole)
     for source in ("out", "again"):
         back = hugging_face.read_folder(str(tmp_path / source))
-        assert_same(back.params, jax.tree.map(np.asarray, params))
+        assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
         wanted = {**vars(model.config), "scan_layers": False}
         assert vars(back.model.config) == wanted
 
 
-@pytest.mark.parametrize("more", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
-def test_imports_gpt2(tmp_path, more):
-    config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3, **more)
+@pytest.mark.parametrize("fields", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
+def test_imports_gpt2(tmp_path, fields):
+    config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3, **fields)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -170,14 +172,14 @@ def test_imports_gpt2(tmp_path, more):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits
     np.testing.assert_allclose(forward(model, params, jnp.asarray(tokens)), expected, atol=1e-4)
-    # Old files: without the prefix, with the causal mask, as a pickle.
+    # Older GPT-2 files are pickles, contain the causal mask, and name tensors without the prefix.
     old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
     old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
     (tmp_path / "theirs" / "model.safetensors").unlink()
     torch.save(old, tmp_path / "theirs" / "pytorch_model.bin")
-    assert_same(hugging_face.read_folder(str(tmp_path / "theirs")).params, params)
-    if not more:
-        again = in_torch(exported(tmp_path / "again", model, params))
+    assert_bitwise_equal(hugging_face.read_folder(str(tmp_path / "theirs")).params, params)
+    if not fields:
+        again = load_in_torch(export(tmp_path / "again", model, params))
         assert all(torch.equal(x, again.state_dict()[name]) for name, x in theirs.state_dict().items())
 
 
@@ -187,10 +189,10 @@ def test_imports_sharded_weights(tmp_path):
     theirs.save_pretrained(tmp_path / "one")
     theirs.save_pretrained(tmp_path / "many", max_shard_size="50KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    assert_same(*(hugging_face.read_folder(str(tmp_path / name)).params for name in ("one", "many")))
+    assert_bitwise_equal(*(hugging_face.read_folder(str(tmp_path / name)).params for name in ("one", "many")))
 
 
-def changed(folder: Path, change) -> None:
+def rewrite_weights(folder: Path, change) -> None:
     path = folder / "model.safetensors"
     weights = safetensors.load_file(path)
     change(weights)
@@ -204,31 +206,31 @@ def set_config(folder: Path, **fields) -> None:
 
 @pytest.fixture(scope="module")
 def exported_gpt(tmp_path_factory):
-    """(the folder of a small gpt, its model, its parameters); not to be changed."""
+    """Returns (folder, model, parameters) of a small exported gpt. Tests must not change the folder."""
     model = build("gpt", num_layers=2, d_model=32)
     params = init(model)
-    return exported(tmp_path_factory.mktemp("exported") / "gpt", model, params), model, params
+    return export(tmp_path_factory.mktemp("exported") / "gpt", model, params), model, params
 
 
-def test_folders_without_a_position_field_have_learned_ones(exported_gpt, tmp_path):
-    """They were written before the field existed."""
+def test_folders_without_a_position_field_have_learned_positions(exported_gpt, tmp_path):
+    """Folders exported before the field `position` existed lack it."""
     source, model, params = exported_gpt
     folder = shutil.copytree(source, tmp_path / "out")
     described = json.loads((folder / "config.json").read_text())
     assert described.pop("position") == "learned"
     (folder / "config.json").write_text(json.dumps(described))
-    assert_same(hugging_face.read_folder(str(folder)).params, jax.tree.map(np.asarray, params))
+    assert_bitwise_equal(hugging_face.read_folder(str(folder)).params, jax.tree.map(np.asarray, params))
     tokens = random_tokens(model)
     with torch.no_grad():
-        np.testing.assert_allclose(in_torch(folder)(torch.tensor(tokens)).logits,
+        np.testing.assert_allclose(load_in_torch(folder)(torch.tensor(tokens)).logits,
                                    forward(model, params, jnp.asarray(tokens)), atol=1e-4)
 
 
 @pytest.mark.parametrize("damage, message", [
-    (lambda f: changed(f, lambda w: w.pop("trunk.blocks.1.mlp.up.weight")),
+    (lambda f: rewrite_weights(f, lambda w: w.pop("trunk.blocks.1.mlp.up.weight")),
      r"model\.safetensors: missing tensors: trunk\.blocks\.1\.mlp\.up\.weight"),
-    (lambda f: changed(f, lambda w: w.update(extra=np.zeros(3, np.float32))), "unexpected tensors: extra"),
-    (lambda f: changed(f, lambda w: w.update({"head.weight": np.zeros((3, 3), np.float32)})),
+    (lambda f: rewrite_weights(f, lambda w: w.update(extra=np.zeros(3, np.float32))), "unexpected tensors: extra"),
+    (lambda f: rewrite_weights(f, lambda w: w.update({"head.weight": np.zeros((3, 3), np.float32)})),
      r"head\.weight \(3, 3\), expected \(512, 32\)"),
     (lambda f: (f / "model.safetensors").write_bytes(b"\x00" * 100), "model.safetensors: damaged"),
     (lambda f: (f / "model.safetensors").unlink(), "no weights; expected model.safetensors or pytorch_model.bin"),
@@ -286,21 +288,21 @@ def english(text_file) -> list[str]:
     return [text_file.read_text()[:20_000], *(path.read_text() for path in source), *tokenizer_files.PROBES]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece:600", "gpt2", "unigram", "llama's"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece:600", "gpt2", "unigram", "byte fallback"])
 def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request):
     if kind == "gpt2":
         tokenizer = tokenizers.load(request.getfixturevalue("shared_data") / "tokenizer/gpt2")
-    elif kind in ("unigram", "llama's"):
+    elif kind in ("unigram", "byte fallback"):
         tokenizer = other_sentencepiece(english, kind)
     else:
         tokenizer = tokenizers.from_spec(kind, english)
     model = build("gpt", vocab_size=max(512, tokenizer.vocab_size))
-    folder = exported(tmp_path / "out", model, init(model), tokenizer)
+    folder = export(tmp_path / "out", model, init(model), tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     for text in english:
         ids = tokenizer.encode([text])[0].tolist()
         assert theirs.encode(text) == ids, text[:50]
-        if kind != "unigram":  # its normalization loses spaces
+        if kind != "unigram":  # its normalization removes extra spaces
             assert theirs.decode(ids) == tokenizer.decode(ids)
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
     back = hugging_face.read_folder(str(folder)).tokenizer
@@ -311,7 +313,7 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
 
 
 def other_sentencepiece(texts: list[str], kind: str):
-    """Returns a tokenizer with normalization and a leading space, or with byte fallback."""
+    """Returns a SentencePiece tokenizer: "unigram" with normalization of texts, or BPE with byte fallback."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -328,7 +330,7 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 @pytest.mark.slow
 def test_a_run_survives_every_conversion(text_file, tmp_path):
-    """Out to Hugging Face and in again; one path; into another run, and from that one into a third."""
+    """A run is exported, imported, and exported with its best path only; --from=run then copies it twice in a row."""
     config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
     params = init(models.build(**config.model))
     saved = save_run(tmp_path / "saved", config, params)
@@ -342,7 +344,7 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
     result = call("convert", "--from=hf", f"--input={out}", f"--workdir={back}")
     assert result.returncode == 0 and not result.stderr, result.stderr
     imported = inference.load_trained(back)
-    assert_same(imported.params, params)
+    assert_bitwise_equal(imported.params, params)
     assert {**vars(imported.model.config), "scan_layers": True} == config.model.to_dict() and imported.step == 0
     assert tokenizers.fingerprint(imported.tokenizer) == tokenizers.fingerprint(tokenizers.Bytes())
 
@@ -356,17 +358,17 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / name}")
         assert result.returncode == 0 and not result.stderr, result.stderr
         begun = inference.load_trained(tmp_path / name)
-        assert_same(begun.params, params)
+        assert_bitwise_equal(begun.params, params)
         assert begun.step == 0 and vars(begun.model.config) == config.model.to_dict()
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    assert expected == {"weights from: steps": None}  # the third run's: it was not trained
+    assert expected == {"weights from: steps": None}  # of the second copy, whose source was not trained
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
-def sharp(params):
-    """Weights that no initializer gives: the embedding, which is the head too, ten times as large."""
+def with_large_embedding(params):
+    """Returns parameters that no initializer gives: the embedding, tied to the head, is ten times as large."""
     return {**params, "token_embedding": 10 * params["token_embedding"]}
 
 
@@ -375,7 +377,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     on_one_device = functools.partial(build_program, devices=jax.devices()[:1])
     monkeypatch.setattr(train, "build_program", on_one_device)
     model = build("gpt", **GPT2, num_layers=2, d_model=32, context_length=32)
-    theirs = exported(tmp_path / "theirs", model, sharp(init(model)), tokenizers.Bytes())
+    theirs = export(tmp_path / "theirs", model, with_large_embedding(init(model)), tokenizers.Bytes())
     folder = tmp_path / "run"
     assert call("convert", "--from=hf", f"--input={theirs}", f"--workdir={folder}").returncode == 0
     small = [f"--config.data.source={text_file}", "--config.train.steps=3", "--config.train.log_every=1",
@@ -390,10 +392,10 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     assert "learning rate decay ends at step 300, training at step 3 " in result.stdout
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
     assert len(losses) == 3
-    # The first loss is that of the imported weights.
+    # The first loss is computed with the imported weights.
     program = on_one_device(workdir.read_config(folder))
     batch = program.open_pipeline().train_batches[0]
-    expected, _ = weighted_loss(sharp(init(model)), {}, model, batch, target_weights(batch, 8 * 32), 1)
+    expected, _ = weighted_loss(with_large_embedding(init(model)), {}, model, batch, target_weights(batch, 8 * 32), 1)
     assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 7
     assert workdir.read_config(folder).model.activation == "gelu_tanh"
     trained = inference.load_trained(folder)
@@ -402,7 +404,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     assert again.returncode == 0 and "3 done" in again.stdout, again.stderr
 
 
-@pytest.mark.parametrize("flags, words", [
+@pytest.mark.parametrize("flags, substrings", [
     ([], ["give either --to=hf or --from=hf"]),
     (["--to=hf"], ["--output: must be given"]),
     (["--from=hf"], ["--input: must be given"]),
@@ -416,16 +418,16 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
      ["the tokenizer has 50,257 entries, the model only 512"]),
 ])
-def test_bad_flags(flags, words, tmp_path, shared_data, monkeypatch):
+def test_bad_flags(flags, substrings, tmp_path, shared_data, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     flags = [flag.replace("HERE", str(tmp_path)).replace("SHARED", str(shared_data / "gpt_variations"))
              for flag in flags]
     result = call("convert", f"--workdir={tmp_path}/run", *flags)
     assert result.returncode == 1 and result.stderr.count("\n") <= 2, result.stderr
-    assert all(word.replace("HERE", str(tmp_path)) in result.stderr for word in words), result.stderr
+    assert all(s.replace("HERE", str(tmp_path)) in result.stderr for s in substrings), result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_architectures_have_a_variant():
-    """A new one needs PyTorch code, and a variant above."""
+    """A new architecture needs PyTorch code for its export and an entry in VARIANTS."""
     assert {name for name, _ in VARIANTS.values()} == set(ARCHITECTURES)

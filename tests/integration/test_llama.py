@@ -1,4 +1,4 @@
-"""The Llama-shaped block against transformers' LlamaForCausalLM, and through training, decoding and planning."""
+"""The Llama recipe: logits compared with transformers; training on a mesh, decoding and planning."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from smallgpt_jax.train import train
 
 
 def llama(qk_norm: bool = False):
-    """configs/llama.py, tiny: four heads, two of keys and values."""
+    """Returns the tiny model of configs/llama.py with two layers: four query heads, two heads of keys and values."""
     return models.build(**{**load_config("llama").model, "qk_norm": qk_norm, "num_layers": 2})
 
 
-def copied_weights(theirs, params, qk_norm: bool) -> dict:
-    """Our parameters as the state dict of a Llama, written out layer by layer."""
+def llama_state_dict(theirs, params, qk_norm: bool) -> dict:
+    """Returns our parameters as a state dict of the transformers model `theirs`."""
     import torch
 
     state = {"model.embed_tokens.weight": params["token_embedding"], "lm_head.weight": params["head"],
@@ -51,7 +51,7 @@ def copied_weights(theirs, params, qk_norm: bool) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_logits_match_transformers(name):
-    """Qwen3 is Llama with norms of queries and keys."""
+    """Qwen3 is Llama with normalized queries and keys (`qk_norm`)."""
     torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
     model = llama(qk_norm=name == "Qwen3")
     params, c = init(model), model.config
@@ -61,7 +61,7 @@ def test_logits_match_transformers(name):
         max_position_embeddings=c.context_length, rms_norm_eps=c.norm_epsilon, hidden_act="silu",
         attention_bias=False, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_base})).eval()
-    missing = theirs.load_state_dict(copied_weights(theirs, params, c.qk_norm), strict=True)
+    missing = theirs.load_state_dict(llama_state_dict(theirs, params, c.qk_norm), strict=True)
     assert not missing.missing_keys
     tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 40))
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_logits_match_transformers(name):
 
 
 def test_parameters_and_flops_at_full_size():
-    """Four matrices of attention, of which two are a third as wide, three of the MLP, 8/3 the width; no positions."""
+    """Per layer: query and output matrices, keys and values a third as wide, and three MLP matrices of width 2048."""
     model = models.build(**load_config("llama", "paper").model)
     width, layers, vocabulary = 768, 12, 50_304
     multiplied = layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
@@ -88,7 +88,7 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     trained = inference.load_trained(tmp_path)
     assert trained.step == 2
     check_decoding(trained.model, trained.params)
-    # Half as many heads of keys as of queries: half the cache.
+    # Half as many key heads as query heads halve the cache.
     session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
     session.reserve(63)
     session.sample(inference.Sampling())

@@ -1,4 +1,4 @@
-"""Every architecture against the same model written out in NumPy; what differs in training, and with other lengths."""
+"""Logits of every architecture against plain NumPy; longer contexts, bfloat16 and dropout."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from scipy.special import erf, softmax
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# Scanned and unrolled layers, and every option, at least once per architecture that it could interact with.
+# Covers scanned and unrolled layers, and every option in each architecture that it could interact with.
 VARIANTS = [
     ("gpt", {}),
     ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
@@ -43,7 +43,7 @@ def random_tokens(model, batch=2, time=None, seed=0):
 @pytest.mark.parametrize("architecture, fields", [
     pytest.param(*variant, marks=() if variant[1] == {} else pytest.mark.slow) for variant in VARIANTS])
 def test_logits_match_the_formulas(architecture, fields):
-    """In float64, one sequence and one head at a time; no logit depends on a later token."""
+    """The NumPy formulas use float64, one sequence and one head at a time. No logit depends on a later token."""
     model = build(architecture, **fields)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
     first, other = random_tokens(model, 2, time=24)
@@ -88,14 +88,14 @@ def plain_logits(config, params, tokens_T):
 
 
 def plain_layers(stack):
-    """The parameters of each block of a stack, the first one first."""
+    """Returns the parameters of each block of a stack, from first to last."""
     if "mlp" in stack:
         length = len(stack["mlp_norm"]["scale"])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
-    if len({len(part) for part in parts}) == 1:  # a pattern: the parts alternate
+    if len({len(part) for part in parts}) == 1:  # a Pattern: one block of each part in turn
         return [part[i] for i in range(len(parts[0])) for part in parts]
-    return [block for part in parts for block in part]  # runs of equal blocks
+    return [block for part in parts for block in part]  # runs of equal blocks, one after another
 
 
 def plain_blocks(config, stack, x, num_heads=None, first=0):
@@ -137,7 +137,7 @@ def plain_blocks(config, stack, x, num_heads=None, first=0):
 
 
 def plain_rope(x_TxK):
-    """Su et al.'s R_t·x_t: each pair of entries is a complex number, multiplied by exp(i·t·θ)."""
+    """Returns Su et al.'s R_t·x_t: each pair of entries is a complex number, multiplied by exp(i·t·θ)."""
     half = x_TxK.shape[1] // 2
     points = x_TxK[:, :half] + 1j * x_TxK[:, half:]
     thetas = [10_000 ** (-2 * i / x_TxK.shape[1]) for i in range(half)]
@@ -155,7 +155,7 @@ def plain_norm(config, norm, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, fields", [("pgpt", {"position": "alibi"}), ("cgpt", {"position": "rope"})])
-def test_without_position_embedding_weights_fit_any_context(architecture, fields):
+def test_weights_without_position_embedding_fit_any_context(architecture, fields):
     model = build(architecture, **fields)
     params = init(model)
     assert "position_embedding" not in params

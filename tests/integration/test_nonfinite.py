@@ -1,4 +1,4 @@
-"""Updates that are not finite: skipped if loss or gradient is not, reported if only the updated weights are not."""
+"""Non-finite updates: skipped if the loss or gradient is non-finite, only reported if the updated weights are."""
 
 import functools
 
@@ -11,7 +11,7 @@ from conftest import build, init
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.step import TrainState, train_step
 
-BROKEN = 63  # the token whose embedding is broken
+BROKEN = 63  # the token whose embedding the tests overwrite
 
 
 def make_step(optimizer, schedule):
@@ -33,7 +33,7 @@ def assert_equal(one, other):
 
 
 def test_a_nonfinite_update_is_skipped():
-    """A batch that contains the broken token leaves weights, optimizer and schedule as they were."""
+    """A batch with a NaN embedding changes neither weights nor optimizer state nor learning rate schedule."""
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
     state, step = make_step(optax.adamw(1e-2), schedule=lambda count: 10.0 * count)
@@ -44,12 +44,12 @@ def test_a_nonfinite_update_is_skipped():
     assert metrics["skipped"] == 1 and second.step == 2
     assert_equal(second[1:], first[1:])
     third, metrics = step(second, good)
-    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # one update has been made
+    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # the rate after one update
     assert_equal(third[1:], step(first, good)[0][1:])
 
 
 def test_updated_weights_that_are_not_finite_are_reported():
-    """Weight decay overflows the weights of a token that the batch lacks: loss and gradient stay finite."""
+    """Weight decay overflows the embedding of a token that is not in the batch. Loss and gradient stay finite."""
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)
     for value in (3e38, np.inf, np.nan, 1.0):

@@ -1,4 +1,4 @@
-"""Rows of several documents through the model: separation, loss mask, explicit targets; runs on mixtures."""
+"""Rows of several documents: separation in the model, loss mask, explicit targets; runs on mixtures."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ def random_params(model):
 
 
 def variants():
-    """Every architecture and every position encoding, and splash attention with a wider convolution."""
+    """Yields every architecture and every position encoding, and splash attention with a wider convolution."""
     for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
         yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")
     yield pytest.param("cgpt", {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
@@ -45,7 +45,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
     lengths = [time // 4, time // 2 - 3, time // 8]
     tokens = np.random.default_rng(0).integers(0, 257, (5, time))
     segments = np.ones((5, time), np.int32)
-    # Row 0: three documents and padding; rows 1 to 3: one of them each, then other tokens; row 4: row 0 unseparated.
+    # Row 0: three documents and padding. Rows 1 to 3: one of them each, then other tokens. Row 4: row 0, not separated.
     segments[0] = np.repeat([1, 2, 3, 0], [*lengths, time - sum(lengths)])
     starts = np.cumsum([0, *lengths])
     for row, (start, length) in enumerate(zip(starts, lengths), 1):
@@ -64,7 +64,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
 
 @pytest.mark.slow
 def test_separated_documents_on_a_mesh_with_paths():
-    """Eight devices with splash attention inside pgpt's paths, and one with XLA's, give the same loss and gradients."""
+    """pgpt on eight devices with splash attention has the loss and gradients of one device with XLA's attention."""
     rng = np.random.default_rng(0)
     batch = Batch(rng.integers(0, 257, (4, 129), np.int32),
                   np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32), rng.random((4, 128)) < 0.8,
@@ -90,8 +90,8 @@ def test_separated_documents_on_a_mesh_with_paths():
 
 
 @pytest.mark.slow
-def test_loss_is_the_mean_over_the_mask_of_the_given_targets():
-    """Evaluation and training equal the plain formula when microbatches differ in their number of targets."""
+def test_loss_is_the_mean_over_targets_in_the_mask():
+    """Evaluation and training match the formula, although microbatches have different numbers of targets."""
     model, rng = build("gpt", num_layers=1, d_model=16, context_length=16), np.random.default_rng(0)
     params = random_params(model)
     tokens, targets = rng.integers(0, 257, (4, 17), np.int32), rng.integers(0, 257, (4, 16), np.int32)
@@ -118,7 +118,7 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("separate", [False, True])
-def test_batches_are_those_that_steps_are_compiled_for(mixture, packing, separate):
+def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separate):
     program = build_program(load_config("gpt", data__mixture=mixture, data__packing=packing,
                                         data__separate_documents=separate))
     pipeline = program.open_pipeline()
@@ -129,7 +129,7 @@ def test_batches_are_those_that_steps_are_compiled_for(mixture, packing, separat
 
 
 def test_a_run_on_a_mixture(mixture, tmp_path):
-    """Tokens do not include padding, the stores are logged and recorded, and other weights are refused."""
+    """Padding is not counted as tokens, the stores are logged and recorded, and changed weights are refused."""
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()

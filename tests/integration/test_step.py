@@ -1,4 +1,4 @@
-"""A training step on meshes of eight devices: the losses of one device, the traffic, the dropout masks."""
+"""Training steps on meshes of eight devices: losses compared with one device, collectives, dropout masks."""
 
 import functools
 
@@ -19,21 +19,22 @@ from smallgpt_jax.step import eval_step, weighted_loss
 pytestmark = pytest.mark.slow
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
              model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
-# Of each architecture, so that every kind of position is on a mesh.
-OWN = {"gpt": {}, "pgpt": {"model__position": "rope"},
-       "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1}, "cgpt": {"model__blocks_per_stage": 1}}
+# Fields per architecture. Together they test every kind of position on a mesh.
+EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
+                "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1},
+                "cgpt": {"model__blocks_per_stage": 1}}
 
 
 @functools.cache
 def compiled_program(architecture, devices, **fields):
-    """A program of two narrow blocks, and its compiled training step."""
-    program = build_program(load_config(architecture, **{**SMALL, **OWN[architecture], **fields}),
+    """Returns a program with the fields SMALL, and its compiled training step."""
+    program = build_program(load_config(architecture, **{**SMALL, **EXTRA_FIELDS[architecture], **fields}),
                             jax.devices()[:devices])
     return program, program.compile_train_step()
 
 
 def first_metrics(architecture, devices=1, steps=3, **fields):
-    """Loss and gradient norm of the first training steps, (steps, 2)."""
+    """Returns the loss and gradient norm of the first training steps, (steps, 2)."""
     program, compiled = compiled_program(architecture, devices, **fields)
     step = program.runnable(compiled)
     params = init(program.model)
@@ -63,7 +64,7 @@ def mesh(**axes):
     ("lgpt", {**mesh(data=4, tensor=2), "model__remat": "dots", "model__scan_layers": False}),
     ("cgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots", "train__microbatches": 4})])
 def test_eight_devices_compute_what_one_does(architecture, fields):
-    """In parts or whole, scanned or unrolled, rematerialized or not."""
+    """Losses and gradient norms match, also with microbatches, loss chunks, unrolled layers and rematerialization."""
     np.testing.assert_allclose(
         first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
 
@@ -73,11 +74,11 @@ def test_data_parallel_traffic_is_the_gradients_alone():
     traffic = hlo.Program(step.as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
-    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # the loss, and an empty sum
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # scalars, such as the loss
 
 
-def test_paths_meet_once():
-    """pgpt's forward pass with a path per device has one all-reduce, of the paths' outputs."""
+def test_paths_are_joined_by_one_all_reduce():
+    """pgpt's forward pass with one path per device has a single collective, which sums the paths' outputs."""
     config = load_config("pgpt", **SMALL, mesh__data=1, mesh__path=2)
     program = build_program(config, jax.devices()[:2])
     params = program.abstract_state().params
@@ -90,7 +91,7 @@ def test_paths_meet_once():
 
 
 def test_bfloat16_gradients_match_float32():
-    """Also of a token that occurs thousands of times: bfloat16 cannot sum that many terms."""
+    """One token occurs over a thousand times: its embedding gradient has more terms than bfloat16 can sum."""
     tokens = np.random.default_rng(0).integers(0, 257, (64, 65))
     tokens[np.random.default_rng(1).random(tokens.shape) < 0.3] = 7
     gradients = {}
@@ -131,10 +132,10 @@ def test_microbatches_save_memory_in_evaluation():
 # ---------------------------------------------------------------------- dropout
 
 class DropoutMasks:
-    """Two training steps of two paths of three blocks in two microbatches, and the dropout masks of each step.
+    """Runs two training steps of a pgpt and records the dropout masks: two paths of three blocks, two microbatches.
 
-    Masks that are equal in all blocks would be computed twice per path, once for flax's check of what the loop over
-    them shares: with two blocks as often as expected.
+    A mask that nn.scan shared between blocks would be computed twice per path, since flax first checks which values
+    are shared. With two blocks per path the number of masks would not reveal the sharing, so there are three.
     """
 
     def __init__(self, devices: int = 1, **fields):
@@ -154,8 +155,10 @@ class DropoutMasks:
         return args[0] * scale
 
     def run(self, restart=lambda state: state) -> list[list[tuple[str, bytes]]]:
-        """Returns the sorted masks of each step: the name of the module, and the entries that it keeps. The second
-        step starts from `restart` of the state after the first one."""
+        """Returns, per step, sorted pairs (module name, mask of kept entries).
+
+        The state after each step is replaced by `restart(state)`.
+        """
         self.found = []
         tokens = np.arange(16 * 33, dtype=np.int32).reshape(16, 33) % 64
         batch = Batch(jax.device_put(tokens, sharding.batch_sharding(self.program.mesh)))
@@ -168,8 +171,8 @@ class DropoutMasks:
         return [sorted(masks) for masks in self.found]
 
 
-def test_dropout_masks_all_differ_and_depend_on_neither_mesh_nor_resume(tmp_path):
-    """The masks of the embedding and of each block's two parts, in each path, microbatch and step."""
+def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
+    """Every path, microbatch and step has its own masks of the embedding and of each block's attention and MLP."""
     one = DropoutMasks()
     expected = one.run()
     masks = [mask for step in expected for _, mask in step]

@@ -26,7 +26,7 @@ SIZES = dict(num_layers=2, d_model=16, num_heads=2)
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory):
-    """The page's files, in a folder that Python imports from."""
+    """Writes the files printed in docs/your-own.md to a folder and adds it to `sys.path`."""
     folder = tmp_path_factory.mktemp("own")
     page = (ROOT / "docs" / "your-own.md").read_text()
     for name, code in re.findall(r"```python\n# (my_models/\w+\.py)\n(.*?)```", page, re.DOTALL):
@@ -40,13 +40,13 @@ def package(tmp_path_factory):
         del sys.modules[name]
 
 
-def own(architecture: str, **fields):
+def own_config(architecture: str, **fields):
     return load_config("gpt", model__architecture=architecture,
                        **{f"model__{name}": size for name, size in SIZES.items()}, **fields)
 
 
 def test_an_architecture_with_its_own_fields(text_file, tmp_path):
-    """From its recipe through training on eight devices, text, evaluation, planning and comparison."""
+    """The example `Twice` trains on eight devices, generates text, and can be evaluated, planned and compared."""
     config = importlib.import_module("my_models.recipe").get_config("tiny")
     config.data.update(source=str(text_file), validation_fraction=0.2)
     config.model.update(**SIZES, passes=3)
@@ -56,7 +56,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["model"]
     assert (saved["architecture"], saved["passes"], saved["input_scale"]) == ("my_models.twice:Twice", 3, 0.5)
 
-    model = inference.load(tmp_path)  # which compares its decoding with the full forward pass
+    model = inference.load(tmp_path)  # also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     trained = inference.load_trained(tmp_path)
     (_, score), = Scorer(trained.model, trained.params).score([TokenSequence([1, 2, 3, 4], 2)])
@@ -64,7 +64,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
     result = estimate(build_program(config))
-    # The blocks' products count once per pass.
+    # The FLOPs of the blocks are counted once per pass.
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives
@@ -77,19 +77,19 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
 
 def test_refuses_wrong_fields():
     with pytest.raises(UserError, match=r"config.model.passes=0: must be at least 1"):
-        models.build(**{**own("my_models.twice:Twice").model, "passes": 0})
+        models.build(**{**own_config("my_models.twice:Twice").model, "passes": 0})
     with pytest.raises(UserError, match=r"config.model.passses=2: .* did you mean 'passes'"):
-        models.build(**{**own("my_models.twice:Twice").model, "passses": 2})
+        models.build(**{**own_config("my_models.twice:Twice").model, "passses": 2})
     with pytest.raises(UserError, match=r"config.model.passes: .* needs a value"):
-        models.build(**own("my_models.twice:Twice").model)
+        models.build(**own_config("my_models.twice:Twice").model)
 
 
 @pytest.mark.parametrize("architecture, fields", [
     ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
     ("my_models.average:Average", {"model__scan_layers": False})])
 def test_own_blocks_and_mixers(architecture, fields):
-    """Decoding equals the full pass, scanned and rematerialized or not; documents of a row do not see each other."""
-    config = own(architecture, data__separate_documents=True, train__batch_size=2, **fields)
+    """Decoding matches the full forward pass, and documents in one row do not see each other."""
+    config = own_config(architecture, data__separate_documents=True, train__batch_size=2, **fields)
     model = models.build(**config.model)
     params = init(model)
     check_decoding(model, params)
@@ -100,21 +100,21 @@ def test_own_blocks_and_mixers(architecture, fields):
     eval_step, losses = program.compile_eval_step(), []
     for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):  # another token in the first document
         rows = Batch(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
-                     np.tile(np.arange(64) >= 32, (2, 1)))  # targets of the second one
+                     np.tile(np.arange(64) >= 32, (2, 1)))  # only targets in the second document
         losses.append(float(eval_step(params, {}, rows)[0]))
     assert losses[0] == losses[1]
 
 
 def test_own_losses_metrics_and_state():
-    """They reach the training loss, the metrics and the state, however layers and microbatches are computed."""
+    """The example `Calm` changes loss, metrics and state as it should, with and without scan and microbatches."""
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
-    plain, found = build_program(own("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
+    plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
     for scan, microbatches in ((True, 1), (False, 2)):
-        config = own("my_models.calm:Calm", model__scan_layers=scan, model__remat="full",
-                     train__microbatches=microbatches, train__batch_size=4)
+        config = own_config("my_models.calm:Calm", model__scan_layers=scan, model__remat="full",
+                            train__microbatches=microbatches, train__batch_size=4)
         program = build_program(config, jax.devices()[:1])
         state = program.initial_state()
-        # At their initial scale blocks write so little that the loss's rounding hides their own loss.
+        # With initial weights, the penalty is smaller than the rounding error of the loss, so kernels are enlarged.
         state = state._replace(params=jax.tree_util.tree_map_with_path(
             lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
@@ -123,7 +123,7 @@ def test_own_losses_metrics_and_state():
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
-        # Two layers' mean squares: their sum is the loss, their mean is logged, each is summed over microbatches.
+        # `energy` sums over microbatches. The metric averages layers and microbatches. The loss sums over layers.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)
@@ -134,11 +134,12 @@ def test_own_losses_metrics_and_state():
 
 
 def test_state_is_saved_and_restored(text_file, tmp_path):
-    """A resumed run on eight devices has the same state as one that was never interrupted."""
+    """On eight devices, a resumed run ends with the same state as an uninterrupted run."""
     def config(steps):
-        return own("my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,
-                   train__steps=steps, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=1,
-                   train__log_every=1)
+        return own_config(
+            "my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,
+            train__steps=steps, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=1,
+            train__log_every=1)
 
     train(config(2), str(tmp_path / "whole"))
     train(config(1), str(tmp_path / "parts"))

@@ -1,4 +1,4 @@
-"""The compare command: reports, resumption, refusals, measurements of tiny models."""
+"""The compare command: reports, resumption, refusals, and measurements of tiny models."""
 
 import json
 import math
@@ -26,7 +26,7 @@ TIME = 64
 
 
 def fake_train(config, folder: str) -> None:
-    """Writes what comparisons read in a workdir, with random numbers."""
+    """Writes the workdir files that comparisons read, with random metrics, instead of training."""
     rng, folder = np.random.default_rng(config.train.seed + config.model.num_layers), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     workdir.initialize(folder, config, data.load_or_prepare(config.data))
@@ -43,7 +43,7 @@ def fake_train(config, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text_file):
-    """The folder of a finished comparison of two architectures with two seeds, without training; not to be changed."""
+    """Returns the output folder of a comparison of gpt and pgpt with `fake_train`, which tests must not change."""
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train", fake_train)
@@ -56,8 +56,8 @@ def compared(tmp_path_factory, text_file):
     return output
 
 
-def begun_run(folder, source, **fields):
-    """A workdir with an evaluation at the last step, without training or a checkpoint."""
+def untrained_run(folder, source, **fields):
+    """Writes a workdir that has an evaluation at the last step, but no checkpoint. Returns `folder`."""
     config = load_config("gpt", data__source=str(source), **fields)
     folder.mkdir(parents=True, exist_ok=True)
     workdir.initialize(folder, config, data.load_or_prepare(config.data))
@@ -105,47 +105,48 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             shown = f"{sum(values) / 2:.4f} ({min(values):.4f} to {max(values):.4f})"
             assert f"| {shown} |" in markdown and f"<td>{shown}</td>" in page
     assert "Lowest validation loss: " in markdown
-    assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown  # shared fields
+    # Fields that all runs share.
+    assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown
     assert (compared / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
 
 
-def test_existing_runs_are_drawn_finished_or_not(compared, tmp_path):
-    begun, source = tmp_path / "begun", compared / "runs" / "gpt-seed1337"
-    begun.mkdir()
+def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
+    partial, source = tmp_path / "partial", compared / "runs" / "gpt-seed1337"
+    partial.mkdir()
     for name in ("config.json", "store.json", "tokenizer", "sessions.jsonl"):
-        (begun / name).symlink_to(source / name)
+        (partial / name).symlink_to(source / name)
     lines = (source / "metrics.jsonl").read_text().splitlines()
-    (begun / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= 4))
+    (partial / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= 4))
     output = tmp_path / "report"
-    done = call("compare", f"--workdirs={begun},{compared}/runs/pgpt-*", f"--output={output}")
+    done = call("compare", f"--workdirs={partial},{compared}/runs/pgpt-*", f"--output={output}")
     assert done.returncode == 0, done.stderr
     markdown = (output / "report.md").read_text()
-    assert "Unfinished: begun, seed 1337, at step 4 of 8." in markdown
-    assert "| begun (unfinished, step 4) | 1 |" in markdown and "Fewer than two runs are finished" in markdown
-    row = next(line for line in markdown.splitlines() if line.startswith("| begun (unfinished"))
+    assert "Unfinished: partial, seed 1337, at step 4 of 8." in markdown
+    assert "| partial (unfinished, step 4) | 1 |" in markdown and "Fewer than two runs are finished" in markdown
+    row = next(line for line in markdown.splitlines() if line.startswith("| partial (unfinished"))
     assert [cell.strip() for cell in row.split("|")][8:10] == ["–", "–"]  # loss, bits per byte
     before, now = ([run for run in json.loads((folder / "results.json").read_text())["runs"] if run["name"] == "pgpt"]
                    for folder in (compared, output))
     assert now == before and len(now) == 2
-    # A comparison's own report is kept.
+    # A report of other runs is not overwritten.
     before = (compared / "report.md").read_bytes()
-    done = call("compare", f"--workdirs={begun}", f"--output={compared}")
+    done = call("compare", f"--workdirs={partial}", f"--output={compared}")
     assert done.returncode == 1 and "contains the report of other runs" in done.stderr
     assert (compared / "report.md").read_bytes() == before
 
 
 def test_refuses_to_continue_another_comparison(compared, tmp_path):
-    """Before anything is trained."""
+    """Fewer steps, another model or another text are refused before any run is trained."""
     source = workdir.read_config(compared / "runs" / "gpt-seed1337").data.source
     common = (*TINY, f"--config.data.source={source}", f"--output={compared}", "--config.compare.names=gpt")
-    for changed, words in (
+    for flags, message in (
             (["--config.train.steps=6"],
              "existing run of 8 steps, more than config.train.steps=6"),
             (["--config.model.d_model=128"],
              "gpt-seed1337: existing run with another config: model.d_model was 64, now 128")):
-        done = call(*common, *changed)
-        assert done.returncode == 1 and words in done.stderr, done.stderr
+        done = call(*common, *flags)
+        assert done.returncode == 1 and message in done.stderr, done.stderr
         assert "another --output" in done.stderr and "--workdir" not in done.stderr, done.stderr
     shutil.copytree(compared / "runs" / "gpt-seed1337", tmp_path / "runs" / "gpt-seed1337")
     store = tmp_path / "runs" / "gpt-seed1337" / "store.json"
@@ -158,20 +159,20 @@ def test_refuses_to_continue_another_comparison(compared, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_is_reported_and_left(text_file, tmp_path):
+def test_a_diverged_run_is_reported_and_not_trained_again(text_file, tmp_path):
     arguments = (*TINY, f"--config.data.source={text_file}", f"--output={tmp_path / 'out'}",
                  "--config.compare.names=gpt", "--config.compare.seeds=1", "--config.model.num_layers=1",
                  "--config.optimizer.learning_rate=1e30", "--config.optimizer.clip_norm=0.0")
     for again in (False, True):
         done = call(*arguments)
         assert done.returncode == 0, done.stderr
-        found = [words in done.stdout for words in ("diverged in an earlier session", "training has diverged")]
+        found = [message in done.stdout for message in ("diverged in an earlier session", "training has diverged")]
         assert found == [again, not again], done.stdout
     assert "Diverged: gpt, seed 1337" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monkeypatch):
-    """Diverged, or being trained by another process."""
+    """The first run of gpt diverges, the second is locked by another process; the runs of pgpt are trained."""
     errors = {1337: DivergenceError("training has diverged"), 1338: WorkdirBusyError("busy", by="process 1")}
 
     def failing_train(config, folder: str) -> None:
@@ -199,7 +200,7 @@ def test_refuses_runs_of_different_texts(text_file, tmp_path):
     """Equal texts under different names are accepted."""
     for name, first in (("a", 1000), ("b", 1000), ("c", 2000)):
         (tmp_path / f"{name}.txt").write_text(numbers(first))
-        begun_run(tmp_path / name, tmp_path / f"{name}.txt")
+        untrained_run(tmp_path / name, tmp_path / f"{name}.txt")
     results.require_comparable([results.read_run(name, tmp_path / name) for name in "ab"])
     done = call("compare", f"--workdirs={tmp_path / 'a'},{tmp_path / 'c'}", f"--output={tmp_path / 'report'}")
     assert done.returncode == 1
@@ -210,7 +211,7 @@ def test_refuses_runs_of_different_texts(text_file, tmp_path):
 PAPER = "--config=configs/compare/paper.py:tiny"
 
 
-@pytest.mark.parametrize("arguments, words, status", [
+@pytest.mark.parametrize("arguments, message, status", [
     (["--workdirs="], "--workdirs: the list is empty", 1),
     (["--workdirs=HERE/x"], "no such folder; give the workdir of a run", 1),
     ([], "give either --config", 2),
@@ -220,21 +221,21 @@ PAPER = "--config=configs/compare/paper.py:tiny"
     (["--config=configs/gpt.py:tiny"], "this is the recipe of one run, not a comparison", 1),
     (["--config=configs/compare/paper.py:huge"], "no size 'huge'", 2),
     (["--workdirs=HERE", f"--logged={ROOT / 'README.md'}"], "not a CSV file with the columns model,step,val_loss", 1)])
-def test_bad_flags(arguments, words, status, text_file, tmp_path):
+def test_bad_flags(arguments, message, status, text_file, tmp_path):
     arguments = [argument.replace("HERE", str(tmp_path)) for argument in arguments]
     if PAPER in arguments:
         arguments.append(f"--config.data.source={text_file}")
     done = call("compare", *arguments, f"--output={tmp_path / 'out'}")
-    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (status, True), done.stderr
     assert done.stderr.count("\n") <= 2
     assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------ What is measured of runs
+# ------------------------------------------------------------------ Measurements
 @pytest.mark.slow
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
-    """Against the plain float64 formula, on the same tokens in each context, once per checkpoint."""
-    folder = begun_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
+    """Losses match a float64 formula on the same tokens at each context length, measured once per checkpoint."""
+    folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
                        model__num_layers=1, model__d_model=16, data__packing="best_fit")
     config, other = workdir.read_config(folder), tmp_path / "other.txt"
     other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(900)))
@@ -266,9 +267,10 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
         assert math.isclose(
             row["bits_per_byte"], row["loss"] / math.log(2) / corpus.stores[0].validation.bytes_per_token)
 
-    # Nothing is measured that validation measures, and nothing is read of an earlier checkpoint.
+    # The run's own text at its own context length is not measured, since training evaluates it.
     measure.measure_texts(folder, {}, (1,), log=messages.append)
     assert len(messages) == 4
+    # Results of an earlier checkpoint are ignored.
     config.train.steps = 4
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     assert results.read_run("run", folder).texts == ()
@@ -276,8 +278,8 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, tmp_path, monkeypatch):
-    """What can be trained can be measured: each device reads as many tokens at a time."""
-    folder = begun_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
+    """A measurement reads as many tokens per batch as a training microbatch, so it fits in memory if training does."""
+    folder = untrained_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
     config = workdir.read_config(folder)
     sample = measure.TextSample(data.open_existing(config.data), config, (1, 2), "own")
     shapes = []
@@ -300,10 +302,10 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
 
 
 def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, monkeypatch):
-    """Texts are identified by content, not by name, size or time."""
+    """Texts are identified by content, not by name, size or modification time."""
     losses = iter(range(1, 9))
     monkeypatch.setattr(measure, "measure_loss", lambda *_: {"loss": 1.0, "bits_per_byte": next(losses)})
-    one, other = (begun_run(tmp_path / name, text_file) for name in ("one", "other"))
+    one, other = (untrained_run(tmp_path / name, text_file) for name in ("one", "other"))
     text = tmp_path / "text.txt"
 
     def measured(folder, source=text) -> int:
@@ -314,7 +316,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    assert measured(one) == measured(one) == 2  # 1 is its own text's
+    assert measured(one) == measured(one) == 2  # the run's own text has 1
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())
     assert measured(one, again) == 2
@@ -325,7 +327,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
     assert measured(one) == 5
     check()
 
-    path = one / "evaluations" / "texts.json"  # as an older version wrote it
+    path = one / "evaluations" / "texts.json"  # rewritten as by an older version, without fingerprints
     rows = [{key: value for key, value in row.items() if key != "fingerprint"} for row in json.loads(path.read_text())]
     path.write_text(json.dumps(rows))
     check()
@@ -334,18 +336,19 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
     assert measured(one) == 7
 
 
-def test_a_mixture_is_measured_by_weight_on_the_same_tokens_in_each_context(token_store, tmp_path):
+def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_store, tmp_path):
     (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
     digits = prepare.prepare_store(
         tmp_path / "numbers", source=str(tmp_path / "numbers.txt"), tokenizer="bytes", validation_fraction=0.2,
         text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
     corpus = data.Corpus([token_store, digits], [0.25, 0.75])
-    config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens: 2 and 6 windows of 256
+    config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    assert of_one > 4 * of_four  # so the second store's first row has another number in each
+    assert of_one > 4 * of_four  # so the index of the second store's first row differs between context lengths
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]
     assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
+    # Two windows of 256 tokens are from the first store, six from the second.
     share = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
-    assert 0.7 < share <= 0.75  # the rest are line breaks
+    assert 0.7 < share <= 0.75  # the other tokens of the digits store are line breaks

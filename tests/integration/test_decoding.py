@@ -1,4 +1,4 @@
-"""Decoding: cached logits against the full forward pass; batches and several steps against single ones."""
+"""Decoding: cached logits against the full forward pass; batched rows and multi-step calls against single ones."""
 
 import re
 
@@ -21,7 +21,7 @@ from smallgpt_jax.models.pgpt import with_paths
 
 CONTEXT = 24
 GREEDY = Sampling(temperature=None)
-# Every option that affects decoding, at least once.
+# Covers every option that affects decoding.
 VARIANTS = [
     ("gpt", {"use_bias": True, "tie_embeddings": True}),
     ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
@@ -36,7 +36,7 @@ VARIANTS = [
 
 
 def small(architecture, **fields):
-    """A model of two blocks with a context of 24 tokens, and its parameters."""
+    """Returns a model of two blocks with a context of 24 tokens, and its parameters."""
     stages = {"blocks_per_stage": 1} if architecture in ("lgpt", "cgpt") else {}
     model = build(architecture, **{"context_length": CONTEXT, "num_layers": 2, **stages, **fields})
     return model, init(model)
@@ -48,14 +48,16 @@ def random_rows(model, lengths, seed=0):
 
 
 def session(model, params, ids, **settings):
-    # NumPy arrays: slicing them compiles nothing.
+    # Slicing NumPy arrays compiles nothing, unlike JAX arrays.
     weights = layout.pack(model, jax.device_get(params))
     return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
 
 
 def assert_cache_matches_forward(model, params):
-    """Three rows of different lengths: prompts of 1, 5 and 9 tokens, then a few tokens per call (a different number for
-    each row), then one per call."""
+    """Compares the logits of each call of a session of three rows with a full forward pass.
+
+    The prompts have 1, 5 and 9 tokens. Later calls read one to three tokens per row, then one token per row.
+    """
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
     for place, row in zip(filled, rows):
@@ -63,7 +65,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # cgpt's caches grow instead
+        texts.reserve(CONTEXT)  # not for cgpt, to cover caches that grow
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
@@ -84,7 +86,7 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
 
 
 def test_a_long_prompt():
-    """Two chunks of queries, then a single token; the window spans both chunks."""
+    """The prompt fills two chunks of queries; a single token follows. The attention window spans both chunks."""
     model, params = small("gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,))
     rows = random_rows(model, [150, 170])
     full = forward(model, params, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
@@ -98,7 +100,7 @@ def test_a_long_prompt():
 
 @pytest.mark.slow
 def test_selected_paths():
-    """Leaving a path out is giving it the weight zero."""
+    """A model with selected paths equals the full model with weight zero for the other paths."""
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
@@ -117,7 +119,7 @@ def test_selected_paths():
 
 @pytest.mark.slow
 def test_shared_layers_have_a_cache_for_each_use(monkeypatch):
-    """The README's architecture, which applies its blocks twice."""
+    """Decodes with the README's architecture, which applies its blocks twice."""
     names = {}
     readme = (ROOT / "README.md").read_text()
     exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
@@ -128,7 +130,7 @@ def test_shared_layers_have_a_cache_for_each_use(monkeypatch):
 
 
 class IgnoresDecoding(nn.Module):
-    """Blocks that compute as in training: attention sees only the tokens of one call."""
+    """A trunk that ignores `context.decode`: its attention sees only the tokens of the current call."""
 
     config: models.ModelConfig
 
@@ -153,24 +155,24 @@ class FailsInDecoding(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trunk, words", [
+@pytest.mark.parametrize("trunk, substrings", [
     (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
     (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
     (GPT, None)])
-def test_refuses_an_own_architecture_that_decodes_wrongly(trunk, words, monkeypatch):
-    """Untrained, without learned positions, so that only attention tells the positions apart."""
+def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
+    """The model is untrained and has no position encoding, so that only attention depends on positions."""
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
     model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
                                        model__position="none").model)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     monkeypatch.setattr(inference, "load_trained", lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1))
-    if words is None:
+    if substrings is None:
         inference.load("a workdir")
         return
     with pytest.raises(UserError, match=r"^config\.model\.architecture='own': ") as error:
         inference.load("a workdir")
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 @pytest.mark.parametrize("architecture, per_position, extra", [
@@ -211,16 +213,16 @@ def test_nothing_is_compiled_twice():
 
     before = decoder.decode_step._cache_size()
     generate(3, 1, 1.0)
-    assert decoder.decode_step._cache_size() == before + 1  # the prompt
+    assert decoder.decode_step._cache_size() == before + 1  # compiled for the prompt
     generate(3, 10, 0.5)
-    assert decoder.decode_step._cache_size() == before + 2  # one token
+    assert decoder.decode_step._cache_size() == before + 2  # compiled for one token
     generate(9, 7, 0.7)
     assert decoder.decode_step._cache_size() == before + 2
 
 
 @pytest.mark.slow
 def test_several_steps_draw_the_same_tokens_as_single_steps():
-    """In one compiled program, also past the end of the context, where half of it is prefilled again."""
+    """One compiled program makes all steps, also past the end of the context, where half of it is prefilled again."""
     model, params = small("cgpt")
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
     numbers = []
@@ -241,7 +243,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The longer prompt has 5 of 24 positions: its context is full 20 tokens later, the other row's after that.
+    # The contexts of 24 tokens are full after 20 new tokens for the prompt of 5 tokens, later for the prompt of 1.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]
@@ -249,7 +251,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 
 @pytest.mark.slow
 def test_finished_rows_do_not_disturb_the_others():
-    """Three rows: one ends within the steps of a call, one at the end of the context."""
+    """One of three rows ends within the steps of a call, another at the end of the context."""
     model, params = small("cgpt")
     rows = random_rows(model, [3, 6, CONTEXT - 4])
     alone = session(model, params, rows[:1])
@@ -258,7 +260,7 @@ def test_finished_rows_do_not_disturb_the_others():
     while len(together.ids[0]) < 16:
         drawn_BxN = together.sample_steps(GREEDY, 16 - len(together.ids[0])).tolist()
         numbers.append(len(drawn_BxN[0]))
-        ends = {1: 8, 2: CONTEXT}  # where rows end, by their lengths
+        ends = {1: 8, 2: CONTEXT}  # row → length at which it ends
         for i, (row, drawn) in enumerate(zip(together.ids, drawn_BxN)):
             row += drawn[:max(0, ends.get(i, CONTEXT) - len(row))]
     while len(alone.ids[0]) < 16:

@@ -1,4 +1,4 @@
-"""Evaluation: log-likelihoods against plain arithmetic and the harness's `hf` backend."""
+"""Evaluation: scores compared with plain arithmetic and with the `hf` backend of lm-evaluation-harness."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def request(kind: str, *arguments) -> Instance:
 
 @pytest.fixture(scope="module")
 def gpt():
-    """A model with a context of 32 tokens, and weights that prefer letters and spaces."""
+    """Returns a model with a context of 32 tokens, and parameters that prefer letters and spaces."""
     model = build("gpt", num_layers=1, context_length=CONTEXT)
     params = init(model)
     preferred_V = np.isin(np.arange(512), list(f"{string.ascii_lowercase} ".encode()))
@@ -41,7 +41,7 @@ def gpt():
 
 
 def logits_of(model, params, tokens) -> np.ndarray:
-    """The logits after each token, (T, V) float64, from one compiled program."""
+    """Returns the logits after each token, (T, V) float64. All calls share one compiled program."""
     padded = np.array([[*tokens, *[0] * (CONTEXT - len(tokens))]])
     return np.asarray(forward(model, params, padded)[0, :len(tokens)], np.float64)
 
@@ -51,7 +51,7 @@ def logits_of(model, params, tokens) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, devices", [("gpt", 1), ("cgpt", 8)])
 def test_scores_are_sums_of_log_probabilities(architecture, devices):
-    """Sequences of all lengths, against the logits of each alone in float64."""
+    """Scores of batched sequences of all lengths match the float64 log-probabilities of each sequence alone."""
     model = build(architecture, context_length=CONTEXT)
     params = init(model)
     random = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
 
 
 def test_a_rolling_score_is_that_of_the_whole_text(gpt):
-    """A text of three contexts, window by window, each byte once."""
+    """A text longer than the context is scored window by window, each byte once."""
     text = "A text that is longer than what the model can see at once. " * 2
     result, = harness_model(*gpt).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     tokens, expected = [256, *text.encode()], 0.0
@@ -89,7 +89,7 @@ def test_a_rolling_score_is_that_of_the_whole_text(gpt):
 
 
 def test_blank_and_empty_texts(gpt):
-    """Empty contexts and contexts of spaces are the end-of-text token; an empty continuation has no score."""
+    """Empty and blank contexts become the end-of-text token. An empty continuation is refused."""
     lm = harness_model(*gpt)
     blank, empty, other = lm.loglikelihood([
         request("loglikelihood", " ", "ab"), request("loglikelihood", "", " ab"),
@@ -101,7 +101,10 @@ def test_blank_and_empty_texts(gpt):
 
 @pytest.mark.slow
 def test_generates_until_the_first_stop_string(gpt):
-    """Greedy decoding, token by token; contexts that are too long are truncated on the left."""
+    """Greedy texts match token-by-token decoding, also for contexts that are too long and are truncated on the left.
+
+    Sampled texts differ between requests and depend on the seed.
+    """
     contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
     for context in contexts:
         tokens = (list(context.encode()) or [256])[-20:]
@@ -135,14 +138,14 @@ def test_generated_texts_keep_their_leading_space():
         for _ in range(3):
             ids.append(int(logits_of(model, params, ids)[-1, :tokenizer.vocab_size].argmax()))
         assert context + text == tokenizer.decode(ids)
-    assert all(text.startswith(" ") for text in texts), "these weights do not test the difference"
+    assert all(text.startswith(" ") for text in texts), "the test needs weights that generate a leading space"
 
 
 # ---------------------------------------------------------------------- tasks
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """A folder of small files in the benchmarks' forms: eight examples per task, one of which is long."""
+    """Returns a folder of small files in the formats of the benchmarks: eight examples per task, one of them long."""
     folder, words = tmp_path_factory.mktemp("questions"), "cup shelf lamp chair door plant stone boat".split()
     rows = {name: [] for name in ("copa_val", "piqa_valid", "hellaswag_val", "lambada_openai_test")}
     for i, word in enumerate(words):
@@ -167,7 +170,7 @@ def questions(tmp_path_factory) -> Path:
 
 
 class Uniform(SmallGPT):
-    """Gives all tokens the same probability."""
+    """A model that gives all tokens the same probability."""
 
     def __init__(self):
         model = build("gpt")
@@ -179,8 +182,11 @@ class Uniform(SmallGPT):
 
 @pytest.mark.slow
 def test_a_uniform_model_prefers_short_options(shared_data):
-    """The first 100 questions of five tasks, against counts from the files. By acc the shortest option wins, the first
-    of several; by acc_norm the one with the fewest bytes per character, where bytes include the space before it."""
+    """Accuracies on the first 100 questions of five tasks match counts from the files.
+
+    acc chooses the first of the shortest options. acc_norm chooses the option with the fewest bytes per character,
+    where the bytes include the space before the option.
+    """
     data, count = shared_data / "eval", 100
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
     results = evaluation.evaluate(Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0)
@@ -213,7 +219,7 @@ def test_a_uniform_model_prefers_short_options(shared_data):
 
 @pytest.mark.slow
 def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
-    """PyTorch on an exported lgpt, option by option; one question is longer than the context."""
+    """An exported lgpt has the same score in PyTorch for each option. One question is longer than the context."""
     pytest.importorskip("torch")
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from smallgpt_jax.conversion import hugging_face
@@ -242,12 +248,12 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     class Interrupted(Exception):
         pass
 
-    def evaluate(most=math.inf, cache=tmp_path / "cache"):
+    def evaluate(limit=math.inf, cache=tmp_path / "cache"):
         done = []
 
         def progress(what, number, total):
             done.append(number)
-            if len(done) >= most:
+            if len(done) >= limit:
                 raise Interrupted
 
         try:
@@ -286,7 +292,7 @@ def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
 QUESTION = '{"question": {"stem": "?", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "A"}'
 EXAMPLE_ROWS = {"hellaswag": '{"query": "?", "endings": ["a"], "label": 0}', "winogrande": "{}",
                 "commonsense_qa": QUESTION}
-task_manager = functools.cache(evaluation.task_manager)  # it reads the descriptions of all tasks
+task_manager = functools.cache(evaluation.task_manager)  # cached, since it reads the descriptions of all tasks
 
 
 @pytest.mark.slow

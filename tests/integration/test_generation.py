@@ -47,7 +47,7 @@ def test_temperature_and_seed(model):
     assert text(temperature=0, seed=1) == text(temperature=0, seed=2)
 
 
-def test_a_batch_gives_the_texts_of_its_prompts_alone(model):
+def test_a_batch_gives_the_same_texts_as_single_prompts(model):
     prompts = ["the", "the cat sat on", "dog"]
     alone = [model.generate(prompt, 16, seed=4) for prompt in prompts]
     assert model.generate_batch(prompts, 16, seed=4) == [[text] for text in alone]
@@ -68,7 +68,7 @@ def test_stop_strings(model):
 
 
 def test_text_keeps_its_leading_space():
-    """With a tokenizer that adds a space before each text, and removes extra spaces or keeps them."""
+    """The tokenizers add a space before each text; one removes extra spaces, the other keeps them."""
     prompts, greedy, loaded = ["the model is", "a cat", "on text"], {"temperature": 0}, None
     for remove_extra_whitespaces in (True, False):
         tokenizer = spaced_tokenizer(remove_extra_whitespaces)
@@ -86,18 +86,18 @@ def test_text_keeps_its_leading_space():
             assert conversation.dropped or f"{prompt}{first}ed on{second} text{third}" == written
             alone.append(first)
         assert spaced.generate_batch(prompts, 6, **greedy) == [[text] for text in alone]
-        assert all(text.startswith(" ") for text in alone), "these weights do not test the difference"
+        assert all(text.startswith(" ") for text in alone), "the test needs weights that generate a leading space"
 
 
 @pytest.fixture(scope="module")
 def cgpt():
-    """A model with convolutions, whose cache has more than keys and values."""
+    """Returns a model with convolutions, whose cache contains more than keys and values."""
     model = build("cgpt", num_layers=2, blocks_per_stage=1, context_length=24)
     return inference.TextModel(model, layout.pack(model, jax.device_get(init(model))), Bytes())
 
 
 def test_a_batch_with_convolutions(cgpt):
-    """Including an empty prompt; long enough for rows to drop tokens at different times."""
+    """One prompt is empty, and the texts are long enough for rows to drop tokens at different times."""
     prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
     alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
     assert [texts[0] for texts in cgpt.generate_batch(prompts, 30, samples=2, **settings)] == alone
@@ -114,14 +114,14 @@ def test_a_conversation_with_convolutions(cgpt):
 
 def test_an_empty_turn_continues_the_text(model):
     conversation = model.conversation()
-    pieces = conversation.say("the cat", 5, temperature=0)
-    next(pieces)
-    pieces.close()  # the piece that was computed ahead is discarded
+    stream = conversation.say("the cat", 5, temperature=0)
+    next(stream)
+    stream.close()  # discards the token that was computed ahead
     assert "".join(conversation.say("", 4, temperature=0)) == model.generate("the cat", 5, temperature=0)[1:]
 
 
 def test_text_continues_past_the_context(model):
-    """What remains of the context is prefilled like a new text."""
+    """Past the context, the newer half of the tokens is prefilled like a new prompt."""
     text = decoder.DecodeSession(model.model, model.weights, 257, [[256, *b"the cat sat " * 2]])
     while len(text.ids[0]) <= 32:
         text.ids[0].append(int(text.sample(GREEDY)[0]))
@@ -144,7 +144,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     monkeypatch.setattr(decoder, "decode_step", counting)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed == [9, 1, 1, 1, 1, 1]  # end-of-text and 8 bytes; then each token but the last
+    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt: end-of-text and 8 bytes; then every new token except the last
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
@@ -186,7 +186,7 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
 
 
 def test_generate(workdir):
-    """The command: one text, several, one path, turns from standard input, wrong flags."""
+    """Covers one text, several samples, one path, turns from standard input, and wrong flags of the command."""
     def generate(*flags, **settings):
         result = call("generate", f"--workdir={workdir}", "--max_new_tokens=4", *flags, **settings)
         return result.returncode, result.stdout, result.stderr

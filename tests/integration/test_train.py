@@ -1,4 +1,4 @@
-"""Tiny runs: learning, resumption, other devices, refused configs and workdirs."""
+"""Training runs of tiny models: learning, resumption, changes of devices, refused configs and workdirs."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def config_for(text_file, architecture="gpt", **fields):
 
 
 def state_of(workdir, step):
-    """Returns all arrays of a checkpoint, as saved."""
+    """Returns the parameters and the optimizer state saved at a step."""
     with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
         tree = checkpoints.restore(step, args=ocp.args.Composite(
             params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
@@ -51,7 +51,7 @@ def assert_equal(one, other):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
-def read_losses(workdir) -> list[dict]:
+def read_untimed_metrics(workdir) -> list[dict]:
     """Returns the lines of metrics.jsonl without times and speeds."""
     return [{name: value for name, value in line.items() if name not in ("time", "tokens_per_second")}
             for line in metrics.read_lines(workdir / "metrics.jsonl")]
@@ -63,14 +63,14 @@ def flip_a_bit(path) -> None:
     path.write_bytes(content)
 
 
-def losses_in(workdir, split="train", of="loss"):
-    return {line["step"]: line[of] for line in metrics.read_lines(workdir / "metrics.jsonl")
+def losses_in(workdir, split="train", metric="loss"):
+    return {line["step"]: line[metric] for line in metrics.read_lines(workdir / "metrics.jsonl")
             if line["split"] == split}
 
 
 @pytest.fixture
 def optimized(monkeypatch):
-    """Compiles training steps with optimizations, for one device: faster for runs of a hundred steps."""
+    """Compiles training steps with optimization and for one device, which saves time in runs of a hundred steps."""
     devices, compile_step = jax.devices()[:1], Program.compile_train_step
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(Program, "compile_train_step",
@@ -114,20 +114,20 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
 
 @pytest.fixture
 def copy_of(trained_run, tmp_path):
-    """A function (architecture, **fields) → tmp_path/run, a writable copy of that `trained_run`."""
+    """Returns a function (architecture, **fields) → tmp_path/run, a writable copy of the workdir of `trained_run`."""
     return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
 
 
-RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)  # not a divisor of checkpoint_every
+RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)  # log_every must not divide checkpoint_every
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["damaged", "full disk"])
-def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, trouble):
-    """After the last checkpoint was damaged, or could not be written."""
+@pytest.mark.parametrize("failure", ["damaged", "full disk"])
+def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
+    """The last checkpoint is damaged or could not be written: parameters, optimizer state and metrics stay the same."""
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
-    before, lines = state_of(workdir, 40), read_losses(workdir)
-    if trouble == "damaged":
+    before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
+    if failure == "damaged":
         flip_a_bit(max((workdir / "checkpoints" / "40" / "params").rglob("*"), key=lambda path: path.stat().st_size))
         with pytest.raises(UserError, match=r"checkpoints/40: damaged checkpoint \(.*\); continue the"):
             inference.load(workdir)
@@ -135,7 +135,7 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, t
         shutil.rmtree(workdir / "checkpoints" / "40")
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "spl')  # truncated
-    if trouble == "full disk":
+    if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, most))
         try:
@@ -147,9 +147,9 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, t
         assert out.count("could not write a checkpoint: File too large") == 2 and "step 40/40" in out
     train(config, str(workdir))
     out = capsys.readouterr().out
-    assert ", 20 done" in out and ("damaged checkpoint of step 40" in out) == (trouble == "damaged")
+    assert ", 20 done" in out and ("damaged checkpoint of step 40" in out) == (failure == "damaged")
     assert_equal(state_of(workdir, 40), before)
-    assert read_losses(workdir) == lines
+    assert read_untimed_metrics(workdir) == lines
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_evaluated_only_on_other_rows(text_file, copy_of, capsys):
-    """Lines of older versions, without `targets`, are assumed to follow the workdir's config."""
+def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
+    """Evaluated rows are identified by `targets` in metrics.jsonl; older lines lack it and follow the saved config."""
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32
     before = path.read_bytes()
@@ -196,7 +196,7 @@ def test_a_finished_run_is_evaluated_only_on_other_rows(text_file, copy_of, caps
 
 @pytest.mark.slow
 def test_resumes_runs_of_older_versions(text_file, copy_of):
-    """Whose configs lack newer fields."""
+    """The saved config lacks fields of newer versions: they get the values that older versions used."""
     workdir = copy_of("gpt", **SMALL)
     path = workdir / "config.json"
     groups = json.loads(path.read_text())
@@ -213,7 +213,7 @@ def test_resumes_runs_of_older_versions(text_file, copy_of):
 
 @pytest.mark.slow
 def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp_path, monkeypatch):
-    """Imported into a new workdir; refused where positions are learned."""
+    """A model with RoPE trains at a longer context in a new workdir. With learned positions this is refused."""
     monkeypatch.chdir(ROOT)
     fields = dict(**SMALL, model__position="rope")
     short = trained_run("gpt", **fields)
@@ -245,7 +245,7 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
 
 @pytest.mark.slow
 def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
-    """Two steps on each of several meshes give the losses of a run on eight devices, to rounding."""
+    """Two steps on each of three meshes give the losses of six steps on one mesh, up to rounding."""
     devices = jax.devices()
 
     def train_on(number, workdir, steps, **mesh):
@@ -267,7 +267,7 @@ def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monkeypatch):
-    """While it prepares its data, trains, and prints the final message."""
+    """Covers preparing data, training, and printing the final message."""
 
     class ClosedStream:
         def isatty(self):
@@ -312,7 +312,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_readme_architecture_trains(text_file, tmp_path, monkeypatch, optimized):
-    """The README's example: one class and one line."""
+    """The README's example, which applies its blocks twice, has twice the FLOPs of gpt in its blocks, and trains."""
     readme = (ROOT / "README.md").read_text()
     names = {}
     exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
@@ -380,7 +380,7 @@ def test_bigram_loss():
 
 # ---------------------------------------------------------------------- refusals
 
-@pytest.mark.parametrize("fields, words", [
+@pytest.mark.parametrize("fields, substrings", [
     ({"train__batch_size": 12}, ["batch_size=12", "multiple of 8"]),
     ({"train__microbatches": 3}, ["batch_size=8", "3 microbatches"]),
     ({"train__loss_chunks": 5}, ["loss_chunks=5", "context_length=64"]),
@@ -406,11 +406,11 @@ def test_bigram_loss():
     ({"train__batch_size": 80_000}, ["one batch takes 80000 rows"]),
     ({"optimizer__name": "adam"}, ["'adam'"]),
 ])
-def test_refused_configs_create_no_workdir(text_file, tmp_path, fields, words):
+def test_refused_configs_create_no_workdir(text_file, tmp_path, fields, substrings):
     config = config_for(text_file, **fields)
     with pytest.raises(UserError) as error:
         train(config, str(tmp_path / "run"))
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -427,47 +427,48 @@ def test_out_of_memory_message(text_file, tmp_path, monkeypatch):
 
     message = refused_with(
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.", UserError)
-    words = ["batch_size=8", "Used 26.90G", "increase config.train.microbatches", "remat='full'", "mesh.fsdp"]
-    assert all(word in message for word in words) and message.count("\n") == 1
+    substrings = ["batch_size=8", "Used 26.90G", "increase config.train.microbatches", "remat='full'", "mesh.fsdp"]
+    assert all(s in message for s in substrings) and message.count("\n") == 1
     for report in ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem.", "INTERNAL: failure"):
         assert refused_with(report, jax.errors.JaxRuntimeError) == report
 
 
 @pytest.mark.slow
 def test_refuses_workdirs_of_other_runs(text_file, tmp_path, copy_of):
-    def refused(config, workdir, *words):
+    def assert_refused(config, workdir, *substrings):
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(UserError) as error:
             train(config, str(workdir))
-        assert all(word in str(error.value) for word in words), str(error.value)
+        assert all(s in str(error.value) for s in substrings), str(error.value)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
     run_dir = copy_of("gpt", **SMALL)
-    refused(config_for(text_file, "lgpt", **SMALL), run_dir, "model.architecture was 'gpt', now 'lgpt'",
-            "model.blocks_per_stage was None, now 2")
-    refused(config_for(text_file, **SMALL, train__seed=1), run_dir, "train.seed was 1337, now 1")
-    refused(config_for(text_file, **SMALL, optimizer__learning_rate=0.1), run_dir, "optimizer.learning_rate")
-    refused(config_for(text_file, **SMALL, train__steps=39), run_dir, "existing run of 40 steps")
+    assert_refused(config_for(text_file, "lgpt", **SMALL), run_dir, "model.architecture was 'gpt', now 'lgpt'",
+                   "model.blocks_per_stage was None, now 2")
+    assert_refused(config_for(text_file, **SMALL, train__seed=1), run_dir, "train.seed was 1337, now 1")
+    assert_refused(config_for(text_file, **SMALL, optimizer__learning_rate=0.1), run_dir, "optimizer.learning_rate")
+    assert_refused(config_for(text_file, **SMALL, train__steps=39), run_dir, "existing run of 40 steps")
     run_folder.check_workdir(run_dir, config_for(
         text_file, **SMALL, train__steps=50, train__log_every=5, train__microbatches=2))
 
     store = json.loads((run_dir / "store.json").read_text())
     store["splits"]["train"]["tokens"] -= 1
     (run_dir / "store.json").write_text(json.dumps(store))
-    refused(config_for(text_file, **SMALL), run_dir, "the training text has changed", "tokens for training: from")
+    assert_refused(config_for(text_file, **SMALL), run_dir, "the training text has changed",
+                   "tokens for training: from")
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    refused(config_for(text_file, **SMALL), tmp_path / "full", "folder is not empty and not a run")
-    refused(config_for(text_file, **SMALL), tmp_path / "full" / "thesis.tex", "not a writable folder")
-    refused(config_for(text_file, **SMALL), tmp_path / "full" / "thesis.tex" / "below", "not a writable folder")
+    assert_refused(config_for(text_file, **SMALL), tmp_path / "full", "folder is not empty and not a run")
+    assert_refused(config_for(text_file, **SMALL), tmp_path / "full" / "thesis.tex", "not a writable folder")
+    assert_refused(config_for(text_file, **SMALL), tmp_path / "full" / "thesis.tex" / "below", "not a writable folder")
     for content in ("{", "{}", "[]"):
         (run_dir / "config.json").write_text(content)
-        refused(config_for(text_file, **SMALL), run_dir, "config.json")
+        assert_refused(config_for(text_file, **SMALL), run_dir, "config.json")
 
 
 def test_refuses_unwritable_workdirs(text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # os.access allows root everything
     for workdir in (tmp_path, tmp_path / "run"):
         with pytest.raises(UserError, match="not a writable folder"):
             train(config_for(text_file), str(workdir))

@@ -17,11 +17,11 @@ def main() -> None:
         sys.exit(2)
     for command in COMMANDS:
         print(f"python -m smallgpt_jax.{command:8}  {summary(command)}")
-    print("\nSee --help of each.")
+    print("\nEach command lists its flags with --help.")
 
 
 def summary(command: str) -> str:
-    """Returns the first line of a command's docstring, without importing it, which takes seconds."""
+    """Returns the first line of a command's docstring. Does not import the command, which would take seconds."""
     source = Path(__file__).with_name(f"{command}.py").read_text()
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

@@ -1,9 +1,13 @@
-"""Orbax checkpoints: written asynchronously, the newest few kept, each verified by checksums.
+"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few are kept.
 
-The checkpoint of step N is the state after N updates; the position in the data is the step number. Step 0 exists only
-for imported models and has no optimizer state. Parameters, optimizer state and model state are separate items, so that
-inference reads only what it needs. The JSON item `check` holds a checksum per array (not every file of a checkpoint has
-one) and the losses of the steps that metrics.jsonl does not cover yet.
+The checkpoint of step N is the state after N updates. The position in the data is not stored: it follows from the step
+number. Only imported models have a checkpoint of step 0; it has no optimizer state.
+
+A checkpoint has these items:
+
+- `params`, `opt_state`, `model_state`: separate items, so that inference does not read the optimizer state.
+- `check`: JSON with a checksum per array, since orbax does not checksum every file, and with the losses of the steps
+  that are not in metrics.jsonl yet.
 """
 
 import errno
@@ -27,7 +31,7 @@ from smallgpt_jax.step import TrainState
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
-# Errors of the machine, after which the checkpoint may still be good.
+# Errors of the machine; the checkpoint itself may be undamaged.
 MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
                   errno.ETIMEDOUT}
 
@@ -35,8 +39,8 @@ MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFI
 class Checkpoints:
     """The checkpoints in a folder.
 
-    `keep` is how many of the newest are kept; None opens the folder read-only. `log` is called with a line about each
-    error that does not end the run.
+    `keep` is the number of newest checkpoints to keep; None opens the folder read-only. `log` is called with one line
+    per error that does not end the run.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print):
@@ -51,9 +55,9 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
-        """Starts writing `state`; returns once it is copied from the devices.
+        """Starts writing `state`. Returns as soon as `state` is copied from the devices.
 
-        Failures, also later ones, are logged; the checkpoint is then removed.
+        If writing fails, now or later, logs the error and removes the unfinished checkpoint.
         """
         self.wait_until_finished()
         items = {"params": state.params, "opt_state": state.opt_state}
@@ -76,7 +80,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def latest_finished(self) -> int | None:
-        """Waits for the write in progress; returns the newest step that has a checkpoint, or None."""
+        """Waits for the write in progress, if any; returns the newest step that has a checkpoint, or None."""
         self.wait_until_finished()
         return max(self.steps(), default=None)
 
@@ -84,11 +88,11 @@ class Checkpoints:
         """Waits for the write in progress, if any."""
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # of any type: file system, tensorstore, orbax
+        except Exception as error:  # the file system, tensorstore and orbax raise many types
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # not an error of the disk
+        if isinstance(error, jax.errors.JaxRuntimeError):  # an error of the devices, not of the disk
             raise error
         if distributed.is_primary():
             self._remove_unfinished()
@@ -98,9 +102,9 @@ class Checkpoints:
                   + (f"step {newest}" if newest else "none"))
 
     def _remove_unfinished(self) -> None:
-        """Removes the unfinished checkpoint, which may be what fills the disk.
+        """Removes unfinished checkpoints, which may be filling the disk.
 
-        Other writes of the same checkpoint may recreate its folder, so it has to stay absent for four polls.
+        Pending writes may recreate a removed folder: repeats until four consecutive polls find no folder.
         """
         gone = 0
         for _ in range(50):
@@ -115,8 +119,9 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        `abstract` holds the shapes and shardings. `opt_state` is None at step 0. Newer, damaged checkpoints are logged
-        and quarantined. Raises UserError if all are damaged.
+        `abstract` has the shapes and shardings. The returned `opt_state` is None at step 0. Logs damaged checkpoints
+        that are newer than the returned state and moves them to DAMAGED_FOLDER. Raises UserError if all checkpoints
+        are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in sorted((path.name for path in self.folder.iterdir() if path.name.isdecimal()), key=int,
@@ -129,9 +134,9 @@ class Checkpoints:
                     "this persists, move the folder away to resume from the previous checkpoint"
                 ) from trouble
             if distributed.any_process(trouble is not None):
-                damaged[name] = why or "damaged for another process"
+                damaged[name] = why or "another process could not read it"
                 continue
-            if changed := find_changed_array(saved):  # all processes compare, together
+            if changed := find_changed_array(saved):  # collective: all processes compute the checksums
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
@@ -149,19 +154,19 @@ class Checkpoints:
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Returns parameters and model state. Raises UserError if they are damaged or unreadable."""
+        """Returns the parameters and model state of `step`. Raises UserError if they are damaged or unreadable."""
         try:
             saved = self._read(step, {"params": abstract_params} | (
                 {"model_state": abstract_model_state} if abstract_model_state else {}))
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
             return saved["params"], saved.get("model_state", {})
-        except Exception as error:  # of any type, see above
+        except Exception as error:  # tensorstore and orbax raise many types
             if is_machine_error(error):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
             raise UserError(
                 f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
-                "smallgpt_jax.main, which falls back to an older one") from None
+                "smallgpt_jax.main, which resumes from an older checkpoint") from None
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """Returns the saved items, or the error that prevented reading them."""
@@ -169,7 +174,7 @@ class Checkpoints:
             {"model_state": abstract.model_state} if abstract.model_state else {})
         try:
             return self._read(step, items), None
-        except Exception as error:  # of any type, see above
+        except Exception as error:  # tensorstore and orbax raise many types
             return None, error
 
     def _read(self, step: int, abstract: dict) -> dict:
@@ -193,8 +198,10 @@ class Checkpoints:
 
 @functools.cache
 def report_thread_errors_once() -> None:
-    """Silences duplicate reports of a failed write: orbax's log records (it also raises the error) and the tracebacks
-    that tensorstore prints for abandoned writes."""
+    """Silences duplicate reports of failed writes.
+
+    Orbax both logs and raises the errors, and tensorstore prints a traceback per abandoned write.
+    """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
@@ -207,7 +214,7 @@ def report_thread_errors_once() -> None:
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Returns whether an unreadable checkpoint may still be good."""
+    """Returns whether an error is of the machine, so that the checkpoint may be undamaged."""
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 
 
@@ -221,9 +228,9 @@ def find_changed_array(saved: dict) -> str | None:
 
 
 def bit_checksums(tree) -> dict[str, int]:
-    """Returns a checksum per array: Σ bits · (2·index + 1) modulo 2³².
+    """Returns a checksum per array: Σᵢ bitsᵢ · (2i + 1) modulo 2³², bitsᵢ the bits of element i as a uint32.
 
-    Independent of the sharding. Odd factors guarantee that a single flipped bit changes the sum.
+    The checksum does not depend on the sharding. Since all factors are odd, any single flipped bit changes it.
     """
     sums = jax.device_get(_bit_checksums(tree))
     return {jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)}

@@ -1,7 +1,12 @@
 """Entry point of all commands: flag parsing, error messages, exit status.
 
-Exit status: 0 success, 1 failure (explained in one or two lines), 2 wrong usage, 130 stopped by Ctrl-C, 141 reader of
-the output closed, 143 stopped by SIGTERM.
+Exit status:
+    0    success
+    1    failure, explained in one or two lines
+    2    wrong usage
+    130  stopped by Ctrl-C
+    141  standard output is a pipe whose reader has exited
+    143  stopped by SIGTERM
 """
 
 import ast
@@ -25,17 +30,18 @@ from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
-EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}  # by Python's message
+# Text in the error message of a mistyped flag → the value that the flag expects.
+EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
 flags.disclaim_key_flags()  # --help lists --config under the command that defines it
 
 
 def define_config():
-    """Defines --config and returns its holder; the value is a ConfigDict with the overrides applied."""
+    """Defines the flag --config. Its value is a ConfigDict with all overrides applied."""
     return config_flags.DEFINE_config_file(
-        "config", None, "A recipe, configs/NAME.py or configs/NAME.py:SIZE. Override any field with "
-        "--config.group.field=value; configs/base.py documents them. configs/run.py:WORKDIR is the recipe of an "
-        "existing run.")
+        "config", None, "A recipe: configs/NAME.py or configs/NAME.py:SIZE. Override any field with "
+        "--config.group.field=value; configs/base.py documents the fields. configs/run.py:WORKDIR is the config of "
+        "an existing run.")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -48,12 +54,12 @@ def run(main: Callable[[], None]) -> None:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
         if jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-            # An unwritable cache only means recompilation.
+            # An unwritable cache is harmless: programs are compiled again.
             warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
         distributed.skip_tpu_search()
         run_command(main)
 
-    with best_effort("stderr"):  # the exit status must not depend on it
+    with best_effort("stderr"):  # an unwritable standard error must not change the exit status
         app.run(main_without_traceback, flags_parser=parse)
 
 
@@ -68,7 +74,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except UserError as error:
         fail(str(error))
-    except OSError as error:  # a full disk, missing permissions
+    except OSError as error:  # for example: full disk, missing permission, closed pipe
         is_closed = is_output_closed()
         drop_unwritable("stdout")
         if isinstance(error, BrokenPipeError) and is_closed:
@@ -82,7 +88,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parses the flags with absl; exits with a one-line message for errors in flags or config file."""
+    """Parses the flags with absl. Exits with a one-line message if a flag or the config file has an error."""
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
@@ -91,7 +97,7 @@ def parse(argv: list[str]) -> list[str]:
         for arg, following in zip(argv[1:], [*argv[2:], ""]):
             if given := re.fullmatch(r"--?config(=(.*))?", arg):
                 check_config_file(given[2] if given[1] else following)
-        sys.argv = quote_run_names(argv)  # ml_collections reads overrides from it
+        sys.argv = quote_run_names(argv)  # ml_collections reads the overrides from sys.argv
         return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
@@ -101,12 +107,12 @@ def parse(argv: list[str]) -> list[str]:
         sys.argv = arguments
 
 
-# An override of a comparison's run: the run's name, which may be any text, then group and field.
+# An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be any text.
 RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*(?:=.*)?)", re.DOTALL)
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns `argv` with run names in overrides quoted as ml_collections expects, in Python syntax.
+    """Returns `argv` with the run names in overrides quoted as Python strings, as ml_collections expects them.
 
     --config.runs.lr 0.1.model.d_model=8 becomes --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
@@ -120,13 +126,16 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Returns a message with run names as the user wrote them."""
+    """Returns a message with the run names quoted by `quote_run_names` as the user wrote them."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
 
 def check_config_file(value: str) -> None:
-    """Raises UserError if the file of --config=FILE[:ARGUMENT] does not exist; suggests the nearest recipe."""
+    """Raises UserError if the file of --config=FILE[:ARGUMENT] does not exist.
+
+    The message suggests the recipe with the most similar name.
+    """
     local_path("--config", value)
     name, colon, argument = value.partition(":")
     if Path(name).is_file():
@@ -157,7 +166,7 @@ def error_message(error: Exception) -> str:
 
 
 def error_location(error: Exception) -> str:
-    """Returns 'file, line N: ' of the innermost frame in the user's code, or ''."""
+    """Returns 'FILE, line N: ' for the innermost frame in the user's code, or '' if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: "
     ours = (__file__, "/site-packages/", "<frozen")

@@ -4,13 +4,13 @@
 class UserError(Exception):
     """An error that a user can cause and fix.
 
-    The message is the whole report, one or two lines: where (flag, field, file, line), what is wrong, what to do.
-    Commands print it without a traceback and exit with status 1.
+    Commands print the message without a traceback and exit with status 1. In one or two lines, the message says where
+    the error is (flag, field, file, line), what is wrong and what to do.
     """
 
 
 class WorkdirBusyError(UserError):
-    """Another process, `by`, is training in the workdir."""
+    """Another process is training in the workdir; `by` describes this process."""
 
     def __init__(self, message: str, by: str):
         super().__init__(message)
@@ -22,7 +22,7 @@ class DivergenceError(UserError):
 
 
 class StoppedError(Exception):
-    """A run has ended on a stop request; `status` is the exit status."""
+    """A stop request ended the run; `status` is the exit status of the command."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)

@@ -22,7 +22,7 @@ def local_path(field: str, name: str | Path) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file by `content` atomically: after a crash it is the old or the new one."""
+    """Writes a file atomically: after a crash, it has either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -32,19 +32,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Renames a file or folder durably: it survives a power loss."""
+    """Renames a file or folder durably: the rename survives a power loss."""
     path.replace(target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
-    except OSError:  # not supported by every file system
+    except OSError:  # some file systems cannot sync folders
         pass
     finally:
         os.close(folder)
 
 
 def safe_name(text: str) -> str:
-    """Returns `text` as a valid name of a file or folder."""
+    """Returns `text` as a valid file name: replaces all but letters, digits and "-_.=" by underscores."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)
 
 
@@ -52,7 +52,7 @@ def safe_name(text: str) -> str:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must be empty or not exist yet.
+    `folder` must not exist yet, or must be empty.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -71,15 +71,15 @@ def current_umask() -> int:
 
 
 class LockHeldError(Exception):
-    """Another process holds the lock; the message names it."""
+    """Another process holds the lock; the message names this process."""
 
 
 @contextlib.contextmanager
 def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds an exclusive lock on the file at `path`, removed afterwards.
+    """Holds an exclusive lock on the file at `path`, and removes the file on exit.
 
-    The system releases the lock when the process ends. Raises LockHeldError if another process holds it and not `wait`.
-    On file systems without locks nothing is locked.
+    If another process holds the lock, waits for it or, without `wait`, raises LockHeldError. The operating system
+    releases the lock when the process ends. On file systems without locks, locks nothing.
     """
     while True:
         file = path.open("a+")

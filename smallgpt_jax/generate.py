@@ -19,7 +19,7 @@ NEW_TOKENS = 200
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Text to continue; repeatable. Default: a new document.")
-_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Alternate between a line of input and the model's answer.")
+_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Continue the text after each line of standard input.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive at most a "
     "quarter of the context.")
@@ -28,11 +28,11 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0: 
 _TOP_K = flags.DEFINE_integer("top_k", None, "Sample from this many most likely tokens. Default: all.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Sample from the most likely tokens up to this total probability.")
 _REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", None, "Above 1: tokens in the context become less likely.")
+    "repetition_penalty", None, "Values above 1 make tokens that are in the context less likely. Default: no penalty.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop before this string; repeatable.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
 _PATHS = flags.DEFINE_string("paths", "all", "Paths of a pgpt: all, best (largest weight), or indices: 0,1.")
-_STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
+_STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint to load. Default: the newest.")
 flags.mark_flag_as_required("workdir")
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
     if _INTERACTIVE.value:
         if prompts or _SAMPLES.value != 1:
-            raise UserError("--interactive: cannot be combined with --prompt or --samples; leave those out")
+            raise UserError("--interactive: cannot be combined with --prompt or --samples; omit these flags")
         chat(model.conversation(_SEED.value), settings)
     elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
         texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)
@@ -63,7 +63,10 @@ def main() -> None:
 
 
 def print_stream(prompt: str, pieces) -> str:
-    """Prints a text as it is generated and ends its line, also when interrupted; returns the text."""
+    """Prints `prompt` and then `pieces` as they are generated; returns the whole text.
+
+    Ends the output with a newline, even if generation is interrupted.
+    """
     print(prompt, end="", flush=True)
     text = prompt
     try:
@@ -76,10 +79,10 @@ def print_stream(prompt: str, pieces) -> str:
 
 
 def chat(conversation: inference.Conversation, settings: dict) -> None:
-    """Runs a conversation until the input ends (Ctrl-D); each input is a line of the text."""
+    """Continues the conversation after each line of standard input, until the input ends (Ctrl-D)."""
     if sys.stdin.isatty():
-        print("Enter a line; the model continues the text (--max_new_tokens). Ctrl-D ends. Earlier turns stay in its "
-              "context until that is full.", flush=True)
+        print("Enter a line; the model continues the text by up to --max_new_tokens tokens. Press Ctrl-D to exit. "
+              "Earlier turns stay in the context until it is full.", flush=True)
     dropped, line_end = 0, ""
     while True:
         try:

@@ -6,8 +6,8 @@ Rerun the same command to resume. Multi-process runs are detected on TPU pods an
 
     python -m smallgpt_jax.main … --coordinator=HOST:PORT --num_processes=2 --process_id=0
 
-The workdir gets config.json, metrics.jsonl, TensorBoard event files, checkpoints/ and tokenizer/, all that
-`smallgpt_jax.generate` needs.
+Writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/ and tokenizer/ to the workdir.
+`smallgpt_jax.generate` needs no other files.
 """
 
 from absl import flags
@@ -17,7 +17,7 @@ from smallgpt_jax import cli, distributed, summary, train
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "Multi-process runs: HOST:PORT that process 0 opens and the others connect to.")
+    "coordinator", None, "Multi-process runs: HOST:PORT on which process 0 listens for the other processes.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Multi-process runs: number of processes.",
                                       lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Multi-process runs: index of this process.", lower_bound=0)

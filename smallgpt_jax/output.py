@@ -1,4 +1,4 @@
-"""Best-effort standard output and standard error, for work that must continue when they cannot be written."""
+"""Best-effort standard output and standard error: write errors are ignored, so that the command continues."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class BestEffortStream:
-    """A text stream that drops text that cannot be written."""
+    """A text stream that ignores write errors and drops the unwritten text."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -39,7 +39,10 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Replaces `sys.stdout` or `sys.stderr` if it cannot be flushed: Python would exit with status 120."""
+    """Replaces `sys.stdout` or `sys.stderr` by the null device if it cannot be flushed.
+
+    Python flushes both streams at exit, and exits with status 120 if this fails.
+    """
     try:
         getattr(sys, name).flush()
     except OSError:
@@ -52,5 +55,5 @@ def is_output_closed() -> bool:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except (OSError, ValueError):  # not a file of the system
+    except (OSError, ValueError):  # standard output has no file descriptor
         return False

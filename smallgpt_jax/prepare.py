@@ -1,10 +1,10 @@
-"""Prepares the token store of a config: its text, tokenized, for `smallgpt_jax.main` to train on.
+"""Prepares a config's token store: the tokenized text that `smallgpt_jax.main` trains on.
 
     python -m smallgpt_jax.prepare --config=configs/pgpt.py:quickstart
 
-Training prepares the store itself if the source is local and under 1 GB. Larger and remote sources are prepared with
-this command, once for all configs that use them. After an interruption, rerun the same command to resume. Parquet,
-Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
+`smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Prepare larger and remote
+sources with this command; configs with the same data settings share the store. After an interruption, rerun the same
+command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
 """
 
 from absl import flags
@@ -14,7 +14,7 @@ from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
 _WORKERS = flags.DEFINE_integer(
-    "workers", None, "Tokenizer threads; default: one per core. The store does not depend on it.",
+    "workers", None, "Number of tokenizer threads. Default: one per core. Does not affect the store.",
     lower_bound=1)
 flags.mark_flag_as_required("config")
 

@@ -1,9 +1,14 @@
 """The run directory: validation, lock, and the files that make it self-contained.
 
-`config.json` (resolved config), `tokenizer/`, `store.json` (description of the training text), `sessions.jsonl`
-(machine and versions). Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`. Until it is
-trained, an imported model (`smallgpt_jax.convert`) has only the `model` group of its config, its tokenizer,
-`origin.json` and a checkpoint of step 0.
+- `config.json`: the resolved config
+- `tokenizer/`
+- `store.json`: the description of the training text
+- `sessions.jsonl`: device and library versions of each start or resumption
+
+Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`.
+
+The workdir of an imported model (`smallgpt_jax.convert`) that has not been trained contains only a `config.json` with
+the `model` group, `tokenizer/`, `origin.json` and a checkpoint of step 0.
 """
 
 import contextlib
@@ -30,16 +35,16 @@ from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # the source of an imported model
-LOCK_FILE = ".lock"  # exists while a run is training
+LOCK_FILE = ".lock"  # exists while the run is training
 STORE_FILE = "store.json"
-SESSIONS_FILE = "sessions.jsonl"  # one line per start or resumption
+SESSIONS_FILE = "sessions.jsonl"  # one line per start, resumption or divergence
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
-# Fields that may change on resumption: they affect how steps are computed, logged or counted, but not their results
-# (except for rounding, and for the dropout masks if the number of microbatches changes).
+# Fields that may change on resumption. They do not affect the result of a step, except for rounding, and for the
+# dropout masks if the number of microbatches changes.
 MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
@@ -50,7 +55,7 @@ MAY_CHANGE = {
 
 def check_workdir(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
-    if not os.path.exists(workdir):  # unlike Path.exists, does not raise without permissions
+    if not os.path.exists(workdir):  # Path.exists would raise an error without permission
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")
@@ -64,7 +69,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
         return
     before, now = flatten(read_config(workdir)), flatten(config)
     fields, may_change = before.keys() | now.keys(), MAY_CHANGE
-    if not (workdir / STORE_FILE).exists():  # imported and not trained yet: only the model is fixed
+    if not (workdir / STORE_FILE).exists():  # an imported model, not trained yet: only the model group is fixed
         fields = {field for field in fields if field.startswith("model.")}
         may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
         if before.get("model.position") != "learned":  # no parameter depends on the context length
@@ -83,7 +88,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
                   default=0)
     if reached > config.train.steps:
         raise UserError(f"--workdir={workdir}: existing run of {reached:,} steps, more than "
-                        f"config.train.steps={config.train.steps}; increase it, or use another --workdir")
+                        f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir")
 
 
 @contextlib.contextmanager
@@ -108,20 +113,22 @@ def lock(workdir: Path) -> Iterator[None]:
 
 
 def initialize(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
-    """Writes the files of a new run, or updates the config of an existing one.
+    """Writes the files of a new run, or updates the config of an existing run.
 
     Raises UserError if the existing run was trained on another text; see `check_same_text`.
     """
     check_same_text(workdir, corpus)
     write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
-    if not (workdir / STORE_FILE).exists():  # written last, so that it implies the others
+    if not (workdir / STORE_FILE).exists():  # written last: if it exists, the other files exist too
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 
 
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
-    """Raises UserError if the existing run was trained on a text other than `corpus`, or with another tokenizer; an
-    imported model has only a tokenizer."""
+    """Raises UserError if the existing run was trained on a text other than `corpus`, or with another tokenizer.
+
+    For an imported model that has not been trained, compares only the tokenizer.
+    """
     now = corpus.description
     if (workdir / STORE_FILE).exists():
         try:
@@ -137,13 +144,13 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
     elif (workdir / ORIGIN_FILE).exists():
         given = tokenizers.load(workdir / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
-            raise UserError(f"--workdir={workdir}: the imported model has another tokenizer than the text; set "
+            raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
                             f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
 
 
 def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
                    origin: dict) -> None:
-    """Writes an imported model into an empty folder, as a workdir that can be trained further."""
+    """Writes an imported model to an empty folder, as a workdir in which training can continue."""
     tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)
@@ -154,16 +161,20 @@ def write_imported(workdir: Path, model: models.LanguageModel, params, model_sta
 
 
 def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
-    """Returns whether the run in `workdir` has a checkpoint of the last step of `config`, evaluated on its rows."""
+    """Returns whether the run in `workdir` has saved and evaluated the last step of `config`.
+
+    See `evaluated_steps` for the evaluations that count.
+    """
     steps = config.train.steps
     return ((workdir / CHECKPOINT_FOLDER / str(steps)).is_dir()
             and steps in evaluated_steps(workdir, config, corpus))
 
 
 def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
-    """Returns the steps whose last evaluation was on the rows of `config`, identified by their number of targets.
+    """Returns the steps whose last evaluation used the validation rows that `config` selects.
 
-    Lines of older versions lack that number; they are assumed to follow the workdir's own config.
+    The rows are identified by their number of targets. Older versions did not log this number: their evaluations are
+    included if `train.eval_steps` is the same in `config` and in the workdir's config.
     """
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
     if not lines:
@@ -176,7 +187,7 @@ def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[in
 
 
 def describe_changes(before: dict, now: dict) -> str:
-    """Returns the first differences between two descriptions of a text, for a message."""
+    """Formats the first three differences between two `Corpus.description`s for an error message."""
     def leaves(value, path=()):
         if isinstance(value, dict | list):
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
@@ -185,7 +196,7 @@ def describe_changes(before: dict, now: dict) -> str:
             yield path, value
 
     def shown(path, value):
-        if value is None:  # no such entry
+        if value is None:  # this description lacks the entry
             return "0" if "skipped" in path else "none"
         return f"{value:,}" if type(value) is int else repr(value)
 
@@ -199,7 +210,7 @@ def describe_changes(before: dict, now: dict) -> str:
 
 
 def entry_name(path: tuple[str, ...]) -> str:
-    """Returns the name of an entry of a text's description, for a message."""
+    """Returns the name of an entry of `Corpus.description` for an error message."""
     match path:
         case ("mixture", number, *rest):
             return f"store {int(number) + 1}: {entry_name(tuple(rest))}"
@@ -214,7 +225,7 @@ def entry_name(path: tuple[str, ...]) -> str:
 
 
 def append_session(workdir: Path, facts: dict) -> None:
-    """Appends a line to sessions.jsonl: start, resumption or divergence. Write errors are ignored."""
+    """Appends `facts` about a start, resumption or divergence to sessions.jsonl. Ignores write errors."""
     if not distributed.is_primary():
         return
     versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "grain", "orbax-checkpoint")}

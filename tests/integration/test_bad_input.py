@@ -218,7 +218,7 @@ CASES = {
         "was 1337, now 7.\nUse the same settings to resume it, or another --workdir"),
     "Fewer steps than already trained": (
         Run(), dict(GOOD, train__steps=1),
-        "--workdir=HERE/run: existing run of 2 steps, more than config.train.steps=1; increase it, or use "
+        "--workdir=HERE/run: existing run of 2 steps, more than config.train.steps=1; increase the steps, or use "
         "another --workdir"),
     "Text changed since the run started": (
         Run(lambda f: (shutil.rmtree(f / "store"), (f / "good.jsonl").write_bytes(LINES * 2))), GOOD,

@@ -97,7 +97,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     before, newest = saved_steps(run)[-2:]
     result = cluster(run, fault="UNREADABLE,SIGTERM:16")
     assert result.returncode == 143
-    assert f"damaged checkpoint of step {newest} (damaged for another process)" in result.stdout
+    assert f"damaged checkpoint of step {newest} (another process could not read it)" in result.stdout
     assert f", {before} done" in result.stdout
     stopped = saved_steps(run)[-1]
     assert 16 <= stopped < STEPS

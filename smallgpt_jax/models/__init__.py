@@ -1,4 +1,4 @@
-"""The architectures, and the language model around each of them."""
+"""Model architectures, and the language model that wraps an architecture."""
 
 import dataclasses
 
@@ -14,22 +14,22 @@ from smallgpt_jax.models.language_model import (
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
            "build", "field_names", "find_architecture", "num_parameters", "upgrade_fields"]
 
-# Fields of single architectures; older versions stored null for the others.
+# Fields that only some architectures have. Older versions stored null for all other architectures.
 ONCE_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 
 
 def build(**fields) -> LanguageModel:
-    """Returns the model with these fields of the `model` group.
+    """Returns the language model for the fields of a config's `model` group.
 
-    Raises UserError for an impossible model, before anything is built.
+    Raises UserError for invalid fields.
     """
     return LanguageModel(make_config(**fields))
 
 
 def upgrade_fields(fields: dict) -> dict:
-    """Converts an older version's `model` group to the current format and returns it.
+    """Returns the `model` group of an older version in the current format.
 
-    Fields added later get the value that such models had; nulls of other architectures' fields are dropped.
+    Missing fields get the value that matches the older version's behavior. Nulls in ONCE_NULL fields are dropped.
     """
     later = {field.name: field.default for field in dataclasses.fields(ModelConfig)
              if field.default is not dataclasses.MISSING}

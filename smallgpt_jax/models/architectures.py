@@ -1,8 +1,8 @@
-"""The table of architectures, and lookup of one in another package.
+"""The built-in architectures, and the lookup of custom ones by `package.module:Class`.
 
-An architecture is a Linen module, the trunk between the embedding and the final norm. It has the field `config` and
-maps (B, T, D) activations and the context to (B, T, config.output_width). Its class attribute `Config` is the class of
-its config: a subclass of `ModelConfig` that adds and validates its own fields.
+An architecture is the trunk of a language model: the Linen module between the embedding and the final norm. It has a
+field `config` and maps (batch, time, d_model) activations and a `Context` to (batch, time, config.output_width). Its
+class attribute `Config` is its config class: `ModelConfig`, or a subclass that adds and validates fields.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
-PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config fields that name an entry of a table
+PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # decoding is tested; others are checked when loaded
+BUILT_IN = (GPT, PGPT, LGPT, CGPT)  # their decoding is tested; a custom one's is checked on loading
 
 
 def find_architecture(name: str):
-    """Returns the trunk class of a name in the table, or of `package.module:Class`.
+    """Returns the trunk class for `name`: a key of ARCHITECTURES, or `package.module:Class`.
 
-    Raises UserError if it does not exist.
+    Raises UserError if there is no such class, or if it has no `Config`.
     """
     where = f"config.model.architecture={name!r}"
     module, colon, class_name = str(name).partition(":")
@@ -43,7 +43,7 @@ def find_architecture(name: str):
         raise UserError(f"{where}: no module {error.name!r}; run the command in the folder that contains it, or add "
                         "that folder to PYTHONPATH") from None
     except AttributeError:
-        raise UserError(f"{where}: the module {module} has no {class_name!r}") from None
+        raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
         raise UserError(f"{where}: needs a class attribute Config: smallgpt_jax.models.ModelConfig or a "
@@ -52,14 +52,14 @@ def find_architecture(name: str):
 
 
 def field_names(architecture: str) -> tuple[str, ...]:
-    """Returns the names of the fields in this architecture's `model` group."""
+    """Returns the names of the fields of this architecture's config."""
     return tuple(field.name for field in dataclasses.fields(find_architecture(architecture).Config))
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config of the architecture in `fields`.
+    """Returns the validated model config; `fields["architecture"]` selects its class.
 
-    Raises UserError for unknown or missing fields and for an impossible model.
+    Raises UserError for unknown, missing and invalid fields.
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
@@ -70,12 +70,13 @@ def make_config(**fields) -> ModelConfig:
                         + (f"did you mean {near[0]!r}?" if near else "remove it"))
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in fields]:
-        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value")
+        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value for this field; set it")
     config = config_class(**fields)
     for field, table in PARTS.items():
         config.validate_choice(field, table)
     config.validate()
     if config.tie_embeddings and config.output_width != config.d_model:
-        config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, "
-                      f"the embedding {config.d_model}; they cannot share a matrix")
+        config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
+                      f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set it to "
+                      "False")
     return config

@@ -1,4 +1,7 @@
-"""Causal self-attention as a module, and its cache."""
+"""Causal self-attention and its key–value cache.
+
+Shapes: B batch, T time, D model width, H heads, G key–value heads, K head width, S cache length.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,10 +16,10 @@ from smallgpt_jax.ops.matmul import one_product_is_faster
 
 
 class QKVProjection(Dense):
-    """The fused projection to queries, keys and values: (B, T, D) → (B, H, T, K), (B, G, T, K), (B, G, T, K).
+    """The fused projection of (B, T, D) to queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K).
 
-    The kernel is (D, G, H/G + 2, K): for each key–value head its H/G queries, its key, its value. Heads come first so
-    that a mesh can shard them.
+    H is the number of heads, G of key–value heads, K the head width. The kernel has shape (D, G, H/G + 2, K): for each
+    key–value head H/G query heads, the key head and the value head. G is a separate axis so that a mesh can shard it.
     """
 
     @nn.compact
@@ -38,7 +41,7 @@ class QKVProjection(Dense):
 
 
 def split_heads(y_BxTxGxJxK):
-    """Returns queries, keys and values, (B, H, T, K), (B, G, T, K), (B, G, T, K)."""
+    """Returns queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K), split from the fused projection."""
     batch, time, groups, parts, head_width = y_BxTxGxJxK.shape
     if parts == 3:
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
@@ -49,7 +52,7 @@ def split_heads(y_BxTxGxJxK):
 
 
 class OutputProjection(Dense):
-    """The projection of the heads' outputs, (B, H, T, K) → (B, T, D); kernel (H, K, D)."""
+    """The projection of the heads' outputs to the model width: (B, H, T, K) → (B, T, D), kernel (H, K, D)."""
 
     @nn.compact
     def __call__(self, x_BxHxTxK, context: Context):
@@ -62,10 +65,10 @@ class OutputProjection(Dense):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; with `num_kv_heads` below `num_heads`, heads share keys and values.
+    """Causal self-attention; grouped-query attention if `num_kv_heads` is less than `num_heads`.
 
-    In decoding, the cache holds the keys (after rope) and values of all positions so far: 2·B·S·G·K numbers of the
-    model's dtype, S the cache length.
+    In decoding, the cache stores the keys (after RoPE) and values of all previous positions: 2·B·S·G·K elements of the
+    model's dtype, for batch size B, cache length S, G key–value heads and head width K.
     """
 
     config: ModelConfig
@@ -92,10 +95,11 @@ class Attention(nn.Module):
             residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Returns attention over the cached and the new positions, (B, H, T, K), and appends the new ones to the cache.
+        """Appends the new keys and values to the cache; returns attention over the whole cache, (B, H, T, K).
 
-        Slot s of the cache is position s. Padding of short rows is written past their ends and overwritten before it is
-        read. Rows and heads share an axis: with two, XLA's CPU compiler copies the whole cache per token.
+        Slot s of the cache holds position s. The padding of short rows is written too, but later tokens overwrite it
+        before it is read. The batch and head axes of the cache are merged: with separate axes, XLA's CPU compiler
+        copies the whole cache for every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
@@ -109,7 +113,7 @@ class Attention(nn.Module):
             room = ((0, 0), (0, context.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
             chunk = ops.QUERIES
-            y = jnp.concatenate([  # chunks of queries, which read no later keys
+            y = jnp.concatenate([  # each chunk of queries reads only the keys up to its end
                 ops.cached_attention(q[:, :, i:i + chunk], k[:, :i + chunk], v[:, :i + chunk],
                                      jnp.arange(i, min(i + chunk, time))[None], mask, slopes)
                 for i in range(0, time, chunk)], axis=2)

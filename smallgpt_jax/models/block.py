@@ -1,14 +1,13 @@
 """Blocks, and stacks of blocks.
 
-The checkpoint layout of a stack is decided here and nowhere else:
+This module defines the checkpoint layout of a stack of L blocks:
 
-- Equal blocks are stacked along a leading `layers` axis, under the name of the stack: `blocks/mlp/up/kernel` is
-  (L, D, F).
-- Blocks in a repeating pattern have one stack per position in the pattern, `blocks/0`, `blocks/1`, …, each of
-  L / (length of the pattern) blocks.
-- Other blocks have one stack per run of equal consecutive blocks, `blocks/0`, `blocks/1`, ….
+- If all blocks have the same config, their parameters are stacked along a leading `layers` axis:
+  `blocks/mlp/up/kernel` has shape (L, D, F).
+- If the configs repeat with period P, there is one stack of L / P blocks per position in the period: `blocks/0`, ….
+- Otherwise there is one stack per run of consecutive blocks with the same config: `blocks/0`, `blocks/1`, ….
 
-Scanning and rematerialization do not change the parameters.
+Scanning and rematerialization do not change the layout.
 """
 
 import dataclasses
@@ -24,23 +23,23 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.ops.attention import OUTPUT
 
-REMAT = {  # what a block's forward pass saves; the backward pass recomputes the rest
-    "none": None,  # everything
+REMAT = {  # what a block's forward pass saves for the backward pass, which recomputes everything else
+    "none": None,  # saves everything
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(OUTPUT)),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-# Collections and their layer axis. "state" is carried from step to step; what is sown into "losses" is added to the
-# training loss, into "metrics" to metrics.jsonl.
+# Variable collections → axis along which layers are stacked. "state" is part of TrainState. Values sown into "losses"
+# are added to the training loss; values sown into "metrics" are logged to metrics.jsonl.
 PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0}
 
 
 class Block(nn.Module):
     """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x)).
 
-    `mixer` is the class of the module that moves information between positions. It has the field `config` and is called
-    with (B, T, D) activations and the context.
+    `mixer` is the class of the module that mixes positions, attention by default. It has a field `config` and is called
+    with (B, T, D) activations and a `Context`.
     """
 
     config: ModelConfig
@@ -56,9 +55,9 @@ class Block(nn.Module):
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` blocks, starting with block `first` of the model.
+    """Returns the configs of `length` consecutive blocks, starting with block `first` of the model.
 
-    They differ in their attention windows: `attention_windows` is tiled over the depth.
+    The configs differ only in the attention window: `config.attention_windows` is tiled over the model's depth.
     """
     windows = config.attention_windows or (0,)
     own = [windows[i % len(windows)] for i in range(first, first + length)]
@@ -66,10 +65,11 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function (B, T, D) → (B, T, D): one block per config, in sequence.
+    """Returns a function (B, T, D) → (B, T, D) that applies one block per config, in sequence.
 
-    `block` is a module class with the field `config`, called like `Block`. `config.scan_layers` loops over equal blocks
-    (compile time flat in depth); otherwise they are unrolled. Call it in a module's compact method.
+    Must be called in a module's compact method. `block` is a module class with a field `config` and the call signature
+    of `Block`. With `config.scan_layers`, equal blocks run in a loop, so that compile time does not grow with depth;
+    otherwise the loop is unrolled.
     """
     pattern = next(p for p in range(1, len(configs) + 1)
                    if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
@@ -82,7 +82,7 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
 
 
 class Pattern(nn.Module):
-    """Different blocks in sequence."""
+    """One period of a repeating pattern of blocks: one block per config, in sequence."""
 
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
@@ -99,7 +99,7 @@ class Pattern(nn.Module):
 
 
 class Runs(nn.Module):
-    """Runs of equal blocks in sequence, each run stacked."""
+    """Blocks in sequence; each run of consecutive blocks with the same config is one stack."""
 
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
@@ -114,7 +114,10 @@ class Runs(nn.Module):
 
 
 def stack_equal_blocks(block: nn.Module, length: int, context: Context):
-    """Returns a function (B, T, D) → (B, T, D): `length` copies of `block`, variables stacked on a `layers` axis."""
+    """Returns a function (B, T, D) → (B, T, D) that applies `length` copies of `block`, in sequence.
+
+    The copies' variables are stacked along a leading `layers` axis.
+    """
     if context.decode:
         return lambda x_BxTxD: functools.reduce(
             lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
@@ -133,10 +136,10 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Returns module(x) with the i-th slice of the stacked parameters and state.
+    """Returns `module(x_BxTxD, context)`, applied with the i-th slice of the stacked parameters and state.
 
-    A stack is an array with a leading axis, or a tuple of arrays. Slicing an array copies the weights per token, so
-    `inference.layout` splits stacks once.
+    A stack is an array with a leading axis for the slices, or a tuple of arrays. Slicing an array would copy the
+    weights for every token, so `inference.layout` converts stacks to tuples once.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

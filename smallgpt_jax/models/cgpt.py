@@ -1,4 +1,4 @@
-"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with convolutions over time between stages."""
+"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions over time between its stages."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ class CausalConv(nn.Module):
     """Causal convolution over time, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position of a text. With
-    kernel_size 1 this is a dense layer. In decoding, the cache holds each row's last kernel_size − 1 inputs:
-    B·(kernel_size − 1)·D numbers of the model's dtype.
+    kernel_size 1 this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs:
+    B·(kernel_size − 1)·D elements of the model's dtype.
     """
 
     features: int
@@ -35,7 +35,7 @@ class CausalConv(nn.Module):
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = self.with_past(x_BxTxD.astype(self.dtype), context)
         y = bias.reshape(1, -1).astype(self.dtype)
-        for j in range(self.kernel_size):  # two-dimensional products, see Dense
+        for j in range(self.kernel_size):  # two-dimensional products are faster, see Dense
             past = padded[:, j:j + time]
             if context.segment_ids_BxT is not None:
                 same_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
@@ -44,21 +44,21 @@ class CausalConv(nn.Module):
         return y.reshape(batch, time, self.features)
 
     def with_past(self, x_BxTxD, context: Context):
-        """Returns x with the kernel_size − 1 previous inputs prepended, (B, kernel_size − 1 + T, D)."""
+        """Returns x_BxTxD with the previous kernel_size − 1 inputs prepended, (B, kernel_size − 1 + T, D)."""
         batch, _, width = x_BxTxD.shape
         taps = self.kernel_size - 1
         if not context.decode or taps == 0:
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # without padding
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # each row's last inputs before the padding
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CGPTConfig(LGPTConfig):
-    """The fields of a cgpt; configs/cgpt.py documents its own."""
+    """The config of ConvGPT; configs/cgpt.py documents the field that it adds."""
 
     conv_kernel: int
 
@@ -69,7 +69,7 @@ class CGPTConfig(LGPTConfig):
 
 
 class CGPT(LGPT):
-    """LGPT with causal convolutions of `conv_kernel` taps in place of the dense layers between stages."""
+    """LGPT with causal convolutions of `conv_kernel` taps instead of the dense layers between stages."""
 
     config: CGPTConfig
 

@@ -1,4 +1,4 @@
-"""The fields of a model that all architectures share."""
+"""The model config that all architectures share."""
 
 import dataclasses
 import typing
@@ -17,8 +17,8 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 class ModelConfig:
     """The `model` group of a config; configs/base.py documents each field.
 
-    Architectures with fields of their own subclass it. Fields with a default were added after the first release:
-    configs of older runs get the default.
+    Architectures subclass it to add fields. Fields with a default were added after the first release; configs of older
+    runs lack them and get the default.
     """
 
     architecture: str
@@ -55,12 +55,12 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key–value heads per block."""
+        """The number of key–value heads per block."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def window(self) -> int:
-        """The attention window of a block with this config (of the first block of a model), in positions; 0: all."""
+        """The attention window of this block, in positions (0: unlimited); for a whole model, of its first block."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -73,11 +73,11 @@ class ModelConfig:
         return self.d_model
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError with the field, its value and the rule that it breaks."""
+        """Raises UserError for `field`, whose value breaks `rule`."""
         raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
 
     def validate(self) -> None:
-        """Raises UserError for a model that cannot be built. Subclasses call this first."""
+        """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
         self.validate_types()
         for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio"):
             if not getattr(self, field) >= 1:
@@ -92,18 +92,18 @@ class ModelConfig:
             if not 0 < getattr(self, field) < float("inf"):
                 self.refuse(field, "must be above 0")
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
-            self.refuse("attention_windows", "must be numbers of positions; 0 means full attention")
+            self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
         if self.num_kv_heads < 0:
             self.refuse("num_kv_heads", "must be at least 0; 0 means config.model.num_heads")
         self.validate_block()
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
-        """Raises UserError unless the field's value is one of these."""
+        """Raises UserError unless the value of `field` is in `allowed`."""
         if getattr(self, field) not in allowed:
             self.refuse(field, f"must be one of {', '.join(allowed)}")
 
     def validate_types(self) -> None:
-        """Raises UserError for a value of the wrong type: a config.json can hold anything."""
+        """Raises UserError for a value of the wrong type; a config.json can contain any type."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
             if not isinstance(value, (float, int) if kind is float else kind) or (
@@ -111,13 +111,13 @@ class ModelConfig:
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
-        """Raises UserError if a block of this width cannot have these heads."""
+        """Raises UserError if the width of a block does not fit its numbers of heads or its mlp_ratio."""
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
-            self.refuse("position", f"needs an even head width, but heads of blocks of width {self.d_model} have "
+            self.refuse("position", f"needs an even head width, but heads in blocks of width {self.d_model} have "
                         f"{self.head_width}; change config.model.num_heads")
         if self.mlp_width < 1:
-            self.refuse("mlp_ratio", f"gives the MLP of blocks of width {self.d_model} no width; increase it")
+            self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")

@@ -1,4 +1,4 @@
-"""The context of a forward pass: what layers need besides the activations, and the decoding cache."""
+"""The mode and inputs of a forward pass besides the activations, and the decoding cache."""
 
 import flax
 import flax.linen as nn
@@ -10,21 +10,23 @@ from smallgpt_jax.ops.attention import AttentionMask
 
 @flax.struct.dataclass
 class Context:
-    """How a model is applied.
+    """The mode of a forward pass and its inputs besides the activations.
 
-    In training and evaluation a row is one text starting at position 0, or, with `segment_ids_BxT`, several texts that
-    do not see each other. In decoding, rows continue where their caches end; layers store what later positions need in
-    the collection "cache". Rows may differ in length; padding comes last.
+    In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
+    several texts that do not attend to each other.
+
+    In decoding, each row continues the text in its cache, the variable collection "cache". Rows may differ in length;
+    padding is at the end.
     """
 
-    train: bool = flax.struct.field(pytree_node=False, default=False)  # dropout is applied
-    # Decoding: positions of a new cache; None when not decoding.
+    train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
+    # Decoding: the number of positions that a new cache can hold; None if not decoding.
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # decoding: the position of each row's first token
-    length_B: jax.Array | None = None  # decoding: tokens per row
-    segment_ids_BxT: jax.Array | None = None  # not decoding: the text in its row of each position
-    prefix_lengths_B: jax.Array | None = None  # not decoding: first positions of each row that all see each other
-    # Training: whether this is the first microbatch of an update. For modules with state.
+    length_B: jax.Array | None = None  # decoding: tokens per row, without padding
+    segment_ids_BxT: jax.Array | None = None  # not decoding: the number of the text that a position belongs to
+    prefix_lengths_B: jax.Array | None = None  # not decoding: length of each row's bidirectional prefix (prefix LM)
+    # Training: whether this is the first microbatch of an update; for modules with state.
     begins_update: jax.Array | bool = True
 
     @property
@@ -32,7 +34,7 @@ class Context:
         return self.cache_length is not None
 
     def positions(self, time: int):
-        """Returns the position of each token in its text, (B or 1, time)."""
+        """Returns the position of each token within its text, (B or 1, time)."""
         places_1xT = jnp.arange(time)[None]
         if self.decode:
             return self.start_B[:, None] + places_1xT
@@ -42,7 +44,7 @@ class Context:
         return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
 
     def attention_mask(self, window: int) -> AttentionMask:
-        """Returns the attention mask of a layer with this window, in positions (0: all)."""
+        """Returns the attention mask for a window of `window` positions (0: unlimited)."""
         return AttentionMask(window, self.segment_ids_BxT, self.prefix_lengths_B)
 
 
@@ -50,9 +52,9 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of the collection "cache", initially zero, and whether it is new.
+    """Returns a variable of the collection "cache", initially zero, and whether it has just been created.
 
-    A module that is called several times per pass, as shared layers are, has one variable per call.
+    A module that is called several times per forward pass, such as a shared layer, has one variable per call.
     """
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)

@@ -1,4 +1,4 @@
-"""GPT: N blocks in a row, the baseline of arXiv 2404.14462."""
+"""GPT, the baseline of arXiv 2404.14462: blocks in sequence."""
 
 import flax.linen as nn
 
@@ -8,7 +8,7 @@ from smallgpt_jax.models.context import Context
 
 
 class GPT(nn.Module):
-    """`num_layers` blocks, (B, T, D) → (B, T, D)."""
+    """A sequence of `num_layers` blocks, (B, T, D) → (B, T, D)."""
 
     config: ModelConfig
 

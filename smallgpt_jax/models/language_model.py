@@ -1,4 +1,4 @@
-"""The language model around an architecture: embedding, trunk, final norm, head."""
+"""The language model: embedding, trunk (the architecture), final norm, output head."""
 
 import flax.linen as nn
 import jax
@@ -10,17 +10,18 @@ from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
-TABLE_AXES = ("vocab", "embed")  # of the embedding and of the head
+TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# The variance of initial logits is width × std²; above this width GPT-2's 0.02 would raise the initial loss by more
-# than 0.05 over ln(vocabulary).
+# The head's initial std is 0.02 up to this width, and smaller above it. Initial logits have variance width × std², so
+# with std 0.02 the initial loss of a wider model would exceed ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
 class LanguageModel(nn.Module):
-    """Token embedding, position embedding if positions are learned, an architecture's trunk, final norm, output head.
+    """A decoder-only language model: embedding, trunk of the architecture, final norm, output head.
 
-    Build it with `models.build`, which validates the config. `Context(train=True)` needs the random stream "dropout".
+    Build it with `models.build`, which validates the config. With `Context(train=True)`, `apply` needs the rng
+    "dropout".
     """
 
     config: ModelConfig
@@ -29,7 +30,7 @@ class LanguageModel(nn.Module):
         c = self.config
         self.token_embedding = self.param(
             "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
-        if c.position == "learned":  # others are part of attention
+        if c.position == "learned":  # other encodings are applied in attention
             self.position_embedding = self.param(
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
@@ -38,12 +39,12 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
-        """Returns the head's input: (B, T, W), W the trunk's output width.
+        """Returns the input of the output head, (B, T, W), where W is the trunk's output width.
 
-        T ≤ context_length if positions are learned; otherwise context_length is only the length seen in training.
+        With learned positions, T must be at most context_length; other position encodings accept any T.
         """
         dtype = self.config.dtype
-        # Devices look up whole rows, so an embedding sharded by width is gathered first; in float32, because the
+        # Devices look up whole rows, so an embedding sharded by width is gathered first. It stays float32, because the
         # gradient of a frequent token's row has too many terms to be summed in bfloat16.
         table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
@@ -52,19 +53,19 @@ class LanguageModel(nn.Module):
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.final_norm(self.trunk(x_BxTxD, context))
-        # Also constrains the sharding of the gradient; without it XLA's partitioner chose a bad one.
+        # Also constrains the sharding of the gradient, for which XLA's partitioner would choose a slow one.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
         """Returns the position embedding of each token, (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
-        # Padding of short rows can exceed the last position.
+        # "clip", because the padding of short rows can lie beyond the last position.
         return jnp.take(self.position_embedding, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
     def head_weight(self):
-        """Returns the output matrix, (V, W), in the compute dtype: the head's own, or the tied embedding."""
+        """Returns the output head's matrix, (V, W), in the compute dtype; if embeddings are tied, the embedding."""
         c = self.config
         if c.tie_embeddings:
             weight = self.token_embedding
@@ -74,11 +75,11 @@ class LanguageModel(nn.Module):
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):
-        """Returns the logits of each position's next token, (B, T, V) float32."""
+        """Returns the logits of the next token at each position, (B, T, V) float32."""
         return self.logits(self.hidden(tokens_BxT, context))
 
     def next_logits(self, tokens_BxT, context: Context):
-        """Returns the logits of the token after each row's `context.length_B` tokens, (B, V) float32."""
+        """Returns the logits of the token that follows each row's `context.length_B` tokens, (B, V) float32."""
         x_BxTxW = self.hidden(tokens_BxT, context)
         last = jnp.take_along_axis(x_BxTxW, jnp.maximum(context.length_B, 1)[:, None, None] - 1, axis=1)
         return self.logits(last)[:, 0]
@@ -90,9 +91,9 @@ class LanguageModel(nn.Module):
 
 
 def abstract_params(model: LanguageModel):
-    """Returns the shapes and axis names of the parameters, a tree of LogicallyPartitioned; allocates nothing.
+    """Returns the shapes and axis names of the parameters as a tree of LogicallyPartitioned, without allocating them.
 
-    Parameters without axis names, those of flax's own layers, get the names None and are replicated.
+    Parameters without axis names, such as those of flax's own layers, get None for every axis and are replicated.
     """
     def with_names(x):
         return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(
@@ -103,7 +104,7 @@ def abstract_params(model: LanguageModel):
 
 
 def abstract_model_state(model: LanguageModel):
-    """Returns the shapes of the collection "state", carried from step to step; {} for most models."""
+    """Returns the shapes of the variable collection "state", which TrainState carries; {} for most models."""
     return nn.unbox(abstract_variables(model).get("state", {}))
 
 

@@ -1,12 +1,13 @@
-"""Parts of blocks: dense layers, norms, MLPs.
+"""The layers of blocks: dense layers, norms, MLPs.
 
-Suffixes of names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head width,
-F MLP width, L layers, V vocabulary. Every weight names its axes; `sharding.py` maps the names onto the mesh. Flax's own
-layers (nn.Dense, nn.RMSNorm), which name none, work too; their weights are replicated. Weights are float32, products
-are computed in `config.dtype`.
+Suffixes of variable names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head
+width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products are computed in `config.dtype`.
 
-NORMS and MLPS are looked up by `config.model.norm` and `config.model.mlp`. A norm is a function (config, name) →
-module; an MLP is a module with the field `config`, called with (B, T, D) activations and the context.
+The axes of weights have logical names, which `sharding.py` maps to mesh axes. Weights without axis names, such as those
+of flax's own nn.Dense, work too and are replicated.
+
+`config.model.norm` is a key of NORMS, `config.model.mlp` a key of MLPS. A norm is a function (config, name) → module.
+An MLP is a module class with a field `config`, called with (B, T, D) activations and a `Context`.
 """
 
 import math
@@ -20,7 +21,7 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.matmul import matmul
 
-INIT_STD = 0.02  # GPT-2's: every weight normal(0, 0.02), residual projections scaled down
+INIT_STD = 0.02  # as in GPT-2: weights are normal(0, 0.02), residual projections are scaled down
 
 
 def normal(std: float, *axes: str):
@@ -34,18 +35,19 @@ def zeros(*axes: str):
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Returns the initial std of projections into the residual stream: 0.02/√(2N), N blocks in the model.
+    """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a model of N blocks.
 
-    The sum of the 2N projections then starts with the variance of one (GPT-2 report, section 2.3).
+    The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
+    section 2.3).
     """
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
 class Dense(nn.Module):
-    """x·W (+ b) on (B, T, *inputs) → (B, T, *features); kernel (*inputs, *features).
+    """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
 
-    `axes` are the names of the kernel's axes. The product is two-dimensional: XLA fuses three-dimensional ones into
-    slower loops on CPUs.
+    `axes` are the logical names of the kernel's axes. Inputs and kernel are reshaped to matrices, because on CPUs XLA
+    compiles three-dimensional products to slower loops.
     """
 
     features: tuple[int, ...]
@@ -59,7 +61,7 @@ class Dense(nn.Module):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
         x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # Few rows and no gradient: the plain product.
+        # Decoding has few rows and no gradient, so it does not use the layout of `matmul`.
         y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
@@ -75,9 +77,9 @@ class Dense(nn.Module):
 
 
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
-    """Returns LayerNorm over the last axis, with a bias only if the model has biases.
+    """Returns a LayerNorm over the last axis, with a bias if `config.use_bias` is set.
 
-    The variance is E[x²] − E[x]² in float32: one pass where E[(x − E[x])²] takes two.
+    The variance is computed in float32 as E[x²] − E[x]², which takes one pass over x; E[(x − E[x])²] takes two.
     """
     return nn.LayerNorm(
         epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
@@ -86,7 +88,7 @@ def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
-    """Returns RMSNorm over the last axis, x/√(mean x² + ε)·γ (Zhang & Sennrich, arXiv 1910.07467), in float32."""
+    """Returns an RMSNorm over the last axis, x/√(mean(x²) + ε)·γ (Zhang & Sennrich, arXiv 1910.07467), in float32."""
     return nn.RMSNorm(
         epsilon=config.norm_epsilon, dtype=config.dtype,
         scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)
@@ -96,12 +98,12 @@ NORMS = {"layer": layer_norm, "rms": rms_norm}
 
 
 def norm(config: ModelConfig, name: str | None = None) -> nn.Module:
-    """Returns the norm that `config.norm` names."""
+    """Returns the norm selected by `config.norm`."""
     return NORMS[config.norm](config, name)
 
 
 class MLP(nn.Module):
-    """Two dense layers with an activation between them: a(x·W_up)·W_down."""
+    """Two dense layers with an activation a between them: a(x·W_up)·W_down."""
 
     config: ModelConfig
 
@@ -114,7 +116,7 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """(a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
+    """A gated MLP with activation a: (a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
 
     config: ModelConfig
 

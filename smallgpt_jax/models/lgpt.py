@@ -12,7 +12,7 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LGPTConfig(ModelConfig):
-    """The fields of an lgpt; configs/lgpt.py documents its own."""
+    """The config of LinearGPT; configs/lgpt.py documents the fields that it adds."""
 
     blocks_per_stage: int
     compress_last_stage: bool
@@ -40,11 +40,12 @@ class LGPTConfig(ModelConfig):
             self.refuse("stage_heads", "must be 'fixed' or 'scaled'")
         halvings = self.num_compressions
         if self.d_model % 2**halvings:
-            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it")
+            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it; "
+                        "change it or config.model.blocks_per_stage")
         smallest = 2 ** (self.num_stages - 1)
         for field in ("num_heads", "num_kv_heads"):
             if self.stage_heads == "scaled" and getattr(self, field) % smallest:
-                self.refuse(field, f"is halved from stage to stage ({self.num_stages} stages), so "
+                self.refuse(field, f"is halved after each stage but the last ({self.num_stages} stages), so "
                             f"2^{self.num_stages - 1}={smallest} must divide it")
         for stage in stages(self):
             if stage.d_model % stage.num_heads:
@@ -53,11 +54,11 @@ class LGPTConfig(ModelConfig):
 
 
 class LGPT(nn.Module):
-    """Stages of `blocks_per_stage` blocks, each followed by a dense layer that halves the width.
+    """Stages of `blocks_per_stage` blocks, with a dense layer between stages that halves the width.
 
-    (B, T, D) → (B, T, D / 2^compressions); `compress_last_stage` adds one after the last stage. With `stage_heads`
-    "fixed" every stage has `num_heads` heads, whose width shrinks (as in the paper); with "scaled" the head width stays
-    and each stage has half as many heads as the one before.
+    Maps (B, T, D) to (B, T, D / 2^C), where C is the number of dense layers. `compress_last_stage` adds a dense layer
+    after the last stage. With `stage_heads` "fixed", all stages have `num_heads` heads and the head width halves from
+    stage to stage, as in the paper. With "scaled", the head width is constant and the number of heads halves.
     """
 
     config: LGPTConfig
@@ -75,17 +76,17 @@ class LGPT(nn.Module):
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """Returns the layer that halves this stage's width, (B, T, D) → (B, T, D/2).
+        """Returns the layer that halves the width after this stage, (B, T, D) → (B, T, D/2).
 
-        Its initial weights preserve the variance: GPT-2's 0.02 would shrink the residual stream of narrow stages below
-        the epsilon of their norms.
+        Its initial weights have std 1/√D, which preserves the variance. With GPT-2's std of 0.02, the residual stream
+        of narrow stages would shrink below the epsilon of their norms.
         """
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    """Returns one config per stage: `config` with the width and heads of its blocks."""
+    """Returns one config per stage: `config` with the width and numbers of heads of the stage's blocks."""
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(

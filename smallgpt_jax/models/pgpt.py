@@ -1,4 +1,4 @@
-"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths and their learned weighted sum."""
+"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks, combined by a learned weighted sum."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PGPTConfig(ModelConfig):
-    """The fields of a pgpt; configs/pgpt.py documents its own."""
+    """The config of ParallelGPT; configs/pgpt.py documents the fields that it adds."""
 
     num_paths: int
     path_weights: str = "learned"
@@ -34,7 +34,8 @@ class PGPTConfig(ModelConfig):
 class Path(nn.Module):
     """One path: a dense layer with a bias, then num_layers / num_paths blocks; (B, T, D) → (B, T, D).
 
-    The dense layer's initial weights preserve the variance: GPT-2's 0.02 would shrink the embeddings of narrow models.
+    The dense layer's initial weights have std 1/√D, which preserves the variance. GPT-2's std of 0.02 would shrink the
+    embeddings of narrow models.
     """
 
     config: PGPTConfig
@@ -48,11 +49,13 @@ class Path(nn.Module):
 
 
 class PGPT(nn.Module):
-    """`num_paths` paths of num_layers / num_paths blocks; (B, T, D) → (B, T, D).
+    """The weighted sum of `num_paths` paths of num_layers / num_paths blocks each; (B, T, D) → (B, T, D).
 
-    The path weights are a softmax over P logits, the last of which is fixed at zero: with two paths this is the
-    released code's sigmoid(w)·path0 + (1 − sigmoid(w))·path1. The other logits start at 0.5, as w does there. With
-    `path_weights` "equal" each weight is 1/P. Path parameters are stacked on a leading `path` axis.
+    The weights of the P paths are the softmax of P logits. The last logit is fixed at 0; the others are learned and
+    start at 0.5. With two paths this equals the paper's released code: sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with
+    w initialized to 0.5. With `path_weights` "equal", each weight is 1/P.
+
+    The parameters of the paths are stacked along a leading `path` axis.
     """
 
     config: PGPTConfig
@@ -79,14 +82,14 @@ class PGPT(nn.Module):
             "path_logits",
             nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
             (num_paths - 1,))
-        # Replicated, so that devices exchange only the sum of the paths.
+        # The weights are replicated, so that devices exchange only the sum of the paths.
         weights_P = nn.with_logical_constraint(
             jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
 
 
 def path_weights(params) -> np.ndarray:
-    """Returns a pgpt's path weights, (P,) float64; they sum to 1."""
+    """Returns the path weights of a ParallelGPT model, (number of paths,) float64; they sum to 1."""
     equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
     logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
@@ -94,9 +97,9 @@ def path_weights(params) -> np.ndarray:
 
 
 def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
-    """Returns the config, parameters and model state ({} for most models) of the pgpt with these paths only.
+    """Returns the config, parameters and model state of the model reduced to the paths with these indices.
 
-    The path weights are renormalized over these paths.
+    The path weights are renormalized to sum to 1.
     """
     chosen = np.array(paths)
 
@@ -107,7 +110,7 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         return {**variables, "trunk": trunk} if trunk else variables
 
     params, model_state = cut(params), cut(model_state)
-    logits = params["trunk"].pop("path_logits", None)  # of the copy
+    logits = params["trunk"].pop("path_logits", None)  # `cut` has copied the dict
     if logits is not None and len(chosen) > 1:
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]

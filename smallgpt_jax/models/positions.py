@@ -1,15 +1,18 @@
-"""Positions inside attention: rotary embeddings and ALiBi. Learned ones are a table of `LanguageModel`."""
+"""Position encodings inside attention: rotary embeddings (RoPE) and ALiBi.
+
+Learned position embeddings are part of `LanguageModel`.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 
 
 def apply_rope(x_BxHxTxK, positions_BxT, base: float):
-    """Returns queries or keys rotated by their positions, in their own dtype; scores then depend on distance alone.
+    """Returns queries or keys with rotary position embedding (RoPE), in the dtype of the input.
 
-    Rotary embedding (Su et al., arXiv 2104.09864, equation 34): entries i and i + K/2 are a point that is rotated by
-    position · base^(−2i/K), computed in float32. The paper pairs adjacent entries, which is this in another order of
-    entries; most published models pair halves.
+    Each pair of entries i and i + K/2 of a head is rotated by the angle position · base^(−2i/K), computed in float32
+    (Su et al., arXiv 2104.09864, equation 34). The paper pairs adjacent entries instead, which is equivalent up to the
+    order of the entries; most published models pair halves, as here.
     """
     half = x_BxHxTxK.shape[-1] // 2
     frequencies = np.float32(base ** (-np.arange(half) / half))
@@ -21,8 +24,9 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Returns each head's score penalty per position of distance, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
+    """Returns the ALiBi slopes of H heads, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
 
-    Press et al., arXiv 2108.12409, section 3; the same formula is used if H is not a power of two.
+    A head's attention score is reduced by its slope times the distance in positions (Press et al., arXiv 2108.12409,
+    section 3). The same formula is used if H is not a power of two.
     """
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

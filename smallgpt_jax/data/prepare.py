@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data import journal, sources, tokenizers
-from smallgpt_jax.data.journal import JOURNAL_FILE, Journal, Progress
+from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.data.journal import JOURNAL_FILE, Journal, Progress, resume_journal
 from smallgpt_jax.data.parts import Digest, DocumentBatch, Part, Place, Rules, document_batches
 from smallgpt_jax.data.store import (
     FORMAT,
@@ -101,77 +101,72 @@ def require_free_path(folder: Path) -> None:
 def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict, workers: int, log,
                 ) -> None:
     """Writes a store to `partial`, resuming one that was started there if possible."""
-    fraction = made_from["validation_fraction"]
-    identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
-                "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
-    state = journal.resume_journal(partial, identity, parts, rules, log)
-    if state:
-        tokenizer = tokenizers.load(partial / "tokenizer")
-        log(f"resuming {partial}: {state.latest.done:.0%} done")
-    else:
-        remove_partial(partial, log)
-        partial.mkdir()
-        if made_from["tokenizer"].startswith("sentencepiece:"):
-            log(f"training the tokenizer {made_from['tokenizer']} on {made_from['source']}")
-        try:
-            tokenizer, learned = make_tokenizer(made_from["tokenizer"], parts, rules, fraction)
-        except UserError:
-            shutil.rmtree(partial)
-            raise
-        tokenizers.save(tokenizer, partial / "tokenizer")
-        empty = dict(tokens=0, documents=0, text_bytes=0)
-        state = Journal(identity, learned, Progress(
-            Place(), Digest().hexdigest(), 0.0, {}, {name: empty for name in SPLITS}))
-
+    tokenizer, journal = resume_or_start(partial, parts, rules, made_from, log)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    writers = {name: SplitWriter(partial, name, dtype, **state.latest.splits[name]) for name in SPLITS}
-    skipped = Counter(state.latest.skipped)
-    progress = ProgressLine(log, state.latest.done)
-
-    def write_journal() -> None:
-        for writer in writers.values():
-            writer.flush()
-        state.write(partial)
-
-    write_journal()  # marks the folder as an unfinished store
-    journal_time = time.monotonic()
-    encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction)
+    encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
+                               validation_fraction=made_from["validation_fraction"])
+    writer, progress = StoreWriter(partial, journal, dtype), ProgressLine(log, journal.latest.done)
     try:
-        batches = document_batches(parts, rules, state.latest.place)
+        batches = document_batches(parts, rules, journal.latest.place)
         for batch, encoded in map_in_order(encode, batches, workers):
-            for name, writer in writers.items():
-                writer.add(encoded[name])
-            skipped.update(batch.skipped)
-            state.add(Progress(batch.place, batch.digest, batch.done, dict(skipped),
-                               {name: writer.counts() for name, writer in writers.items()}))
-            if time.monotonic() - journal_time > JOURNAL_SECONDS:
-                write_journal()
-                journal_time = time.monotonic()
-            progress.update(batch.done, sum(len(part.tokens) for part in encoded.values()))
+            writer.add(batch, encoded)
+            progress.update(batch.done, sum(len(split.tokens) for split in encoded.values()))
     except UserError:  # an invalid item or a network error: keeps the progress, if there is any
-        write_journal()
-        if state.latest.place == (0, 0):
+        writer.flush()
+        if journal.latest.place == (0, 0):
             shutil.rmtree(partial)
         raise
+    writer.close()
 
-    for writer in writers.values():
-        writer.close()
-        if not writer.documents:
-            total = sum(other.documents for other in writers.values())
-            shutil.rmtree(partial)
-            if not total:
-                raise UserError(f"config.data.source={made_from['source']!r}: contains no text"
-                                + (f" (skipped: {format_skipped(skipped)})" if skipped else ""))
-            raise UserError(
-                f"config.data.source={made_from['source']!r}: none of its {total} documents is in the {writer.name} "
-                f"split (config.data.validation_fraction={fraction}); use more text, or another fraction")
+    splits, skipped = journal.latest.splits, journal.latest.skipped
+    try:
+        require_documents(made_from, splits, skipped)
+    except UserError:
+        shutil.rmtree(partial)
+        raise
     metadata = {
         "format": FORMAT, "made_from": made_from, "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
-        "splits": {name: writer.counts() for name, writer in writers.items()},
-        "fingerprints": {name: fingerprint(partial, name, writer.text_bytes) for name, writer in writers.items()}}
+        "splits": splits,
+        "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(summary(made_from["source"], partial, metadata, progress.seconds()))
+
+
+def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: dict, log) -> tuple[Tokenizer, Journal]:
+    """Returns the tokenizer and the journal of the unfinished store at `partial`, a new one if it cannot be resumed."""
+    identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
+                "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
+    if journal := resume_journal(partial, identity, parts, rules, log):
+        log(f"resuming {partial}: {journal.latest.done:.0%} done")
+        return tokenizers.load(partial / "tokenizer"), journal
+    remove_partial(partial, log)
+    partial.mkdir()
+    if made_from["tokenizer"].startswith("sentencepiece:"):
+        log(f"training the tokenizer {made_from['tokenizer']} on {made_from['source']}")
+    try:
+        tokenizer, learned = make_tokenizer(made_from["tokenizer"], parts, rules, made_from["validation_fraction"])
+    except UserError:
+        shutil.rmtree(partial)
+        raise
+    tokenizers.save(tokenizer, partial / "tokenizer")
+    empty = dict(tokens=0, documents=0, text_bytes=0)
+    return tokenizer, Journal(identity, learned, Progress(
+        Place(), Digest().hexdigest(), 0.0, {}, {name: empty for name in SPLITS}))
+
+
+def require_documents(made_from: dict, splits: dict[str, dict], skipped: dict[str, int]) -> None:
+    """Raises UserError if a split has no documents."""
+    total = sum(counts["documents"] for counts in splits.values())
+    if not total:
+        raise UserError(f"config.data.source={made_from['source']!r}: contains no text"
+                        + (f" (skipped: {format_skipped(skipped)})" if skipped else ""))
+    for name, counts in splits.items():
+        if not counts["documents"]:
+            raise UserError(
+                f"config.data.source={made_from['source']!r}: none of its {total} documents is in the {name} split "
+                f"(config.data.validation_fraction={made_from['validation_fraction']}); use more text, or another "
+                "fraction")
 
 
 def remove_partial(partial: Path, log) -> None:
@@ -288,12 +283,42 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
         raise end
 
 
+class StoreWriter:
+    """The files of an unfinished store. Its journal is written after them, so it never records more than they hold."""
+
+    def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
+        self._folder, self._journal = folder, journal
+        self._splits = {name: SplitWriter(folder, name, dtype, **journal.latest.splits[name]) for name in SPLITS}
+        self.flush()  # marks the folder as an unfinished store
+
+    def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
+        """Appends a batch; writes the journal every JOURNAL_SECONDS."""
+        for name, split in self._splits.items():
+            split.add(encoded[name])
+        skipped = Counter(self._journal.latest.skipped)
+        skipped.update(batch.skipped)
+        self._journal.add(Progress(batch.place, batch.digest, batch.done, dict(skipped),
+                                   {name: split.counts() for name, split in self._splits.items()}))
+        if time.monotonic() - self._flushed > JOURNAL_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        for split in self._splits.values():
+            split.flush()
+        self._journal.write(self._folder)
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        for split in self._splits.values():
+            split.close()
+
+
 class SplitWriter:
     """Appends to the files of one split, after truncating them to the sizes recorded in the journal."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
                  text_bytes: int):
-        self.name, self.tokens, self.documents, self.text_bytes = name, tokens, documents, text_bytes
+        self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
         self._tokens_file = open_truncated(tokens_file(folder, name), tokens * dtype.itemsize)
         self._documents_file = open_truncated(documents_file(folder, name), documents * 8)
 

@@ -24,8 +24,8 @@ from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 
-REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # decoded from incomplete UTF-8
-DECODED_CONTEXT = 16  # earlier tokens that new ones are decoded together with
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # incomplete UTF-8 decodes to this character
+DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with new tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class TextModel:
     """A model with its weights and tokenizer, ready to generate text."""
 
     model: models.LanguageModel
-    weights: Any  # as `layout.pack` returns them
+    weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
 
     def generate(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
                  top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                  stop: Sequence[str] = (), seed: int = 0) -> str:
-        """Returns the continuation of `prompt`; arguments as in `stream`."""
+        """Returns the continuation of `prompt`. See `stream` for the arguments."""
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
         return self.complete(self._start_session([prompt], seed), [prompt], max_new_tokens, stop, sampling)[0]
@@ -47,13 +47,23 @@ class TextModel:
     def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
                top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
-        """Yields the continuation of `prompt` ("": a new document) in pieces, as they are generated.
+        """Yields the continuation of `prompt` as strings, as it is generated.
 
-        Ends at end-of-text, after `max_new_tokens`, or before the first stop string. `temperature` 0 is greedy
-        decoding. `top_k` and `top_p` restrict sampling to the most likely tokens; a `repetition_penalty` above 1 makes
-        tokens that are in the context less likely. When the context is full, its older half is dropped and the rest is
-        prefilled again. Raises UserError, at the call, for settings out of range and for a prompt that is longer than
-        the context or that the tokenizer cannot encode.
+        Generation ends at end-of-text, after `max_new_tokens`, or before the first stop string. When the context is
+        full, its older half is dropped and the rest is prefilled again.
+
+        Args:
+            prompt: the text to continue; "" begins a new document.
+            max_new_tokens: the maximum number of new tokens.
+            temperature: the sampling temperature; 0 or None: greedy decoding.
+            top_k: samples from this many most likely tokens.
+            top_p: samples from the most likely tokens up to this total probability.
+            repetition_penalty: values above 1 make tokens that are in the context less likely.
+            stop: strings that end the generation; not yielded.
+            seed: the random seed.
+
+        Raises UserError when called, before the first string is requested, if a setting is out of range, or if the
+        prompt is longer than the context or cannot be encoded by the tokenizer.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -65,8 +75,8 @@ class TextModel:
                        ) -> list[list[str]]:
         """Returns `samples` continuations per prompt, generated as one batch: one list per prompt.
 
-        Prompts may differ in length. The first continuation of a prompt is the text that `generate` returns for it, up
-        to rounding; the others use random streams of their own.
+        Prompts may differ in length. The first continuation of each prompt is the text that `generate` returns, up to
+        rounding. Each further continuation has its own random stream. See `stream` for the other arguments.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -80,7 +90,7 @@ class TextModel:
 
     def complete(self, session: decoder.DecodeSession, prompts: Sequence[str], max_new_tokens: int,
                  stop: Sequence[str], sampling: Sampling) -> list[str]:
-        """Returns one continuation per row of a session; the rows already hold the tokens of `prompts`."""
+        """Returns one continuation per row of a session whose rows contain the tokens of `prompts`."""
         session.reserve(max_new_tokens)
         detokenizers = [Detokenizer(self.tokenizer, stop, row, prompt) for row, prompt in zip(session.ids, prompts)]
         left = max_new_tokens
@@ -96,13 +106,14 @@ class TextModel:
         return [detokenizer.text for detokenizer in detokenizers]
 
     def conversation(self, seed: int = 0) -> "Conversation":
-        """Returns an empty conversation: a text written in turns by a user and the model."""
+        """Returns an empty conversation, a text that a user and the model write in turns."""
         return Conversation(self, seed)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Returns the ids of a text, which begins a document or, if `continues`, continues another text.
+        """Returns the token ids of a text.
 
-        Raises UserError if the tokenizer cannot encode it.
+        `continues`: whether the text continues an earlier text instead of beginning a document. Raises UserError if the
+        tokenizer cannot encode the text.
         """
         try:
             text.encode()
@@ -112,8 +123,8 @@ class TextModel:
         ids = (self.tokenizer.encode_continuation(text) if continues else self.tokenizer.encode([text])[0]).tolist()
         if (unknown := self.tokenizer.unknown) in ids:
             unencodable = sorted({c for c in text if unknown in self.tokenizer.encode([c])[0]})
-            raise UserError(f"prompt: the tokenizer has no piece for {', '.join(map(repr, unencodable)) or 'this text'}"
-                            "; remove that from the prompt")
+            raise UserError(f"prompt: the tokenizer cannot encode {', '.join(map(repr, unencodable)) or 'this text'}; "
+                            "remove it from the prompt")
         return ids
 
     def _start_session(self, prompts: Sequence[str], seed: int) -> decoder.DecodeSession:
@@ -131,7 +142,7 @@ class TextModel:
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
                 sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of the session's only row, which ends with `prompt`, and appends it to the row."""
+        """Yields the continuation of the session's only row and appends it to the row. The row ends with `prompt`."""
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
         drawn_B = session.sample(sampling) if max_new_tokens else None
@@ -151,10 +162,10 @@ class TextModel:
 
 
 class Conversation:
-    """A text that grows turn by turn; the cache of earlier turns is kept, so only new tokens are computed.
+    """A text that grows turn by turn. The cache keeps earlier turns, so that only new tokens are computed.
 
-    When the text outgrows the model's context, all but the newest half context is dropped and the rest is prefilled
-    again.
+    When the text becomes longer than the model's context, only the newest context_length / 2 tokens are kept, and
+    prefilled again.
     """
 
     def __init__(self, text_model: TextModel, seed: int = 0):
@@ -164,10 +175,11 @@ class Conversation:
     def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = 1.0,
             top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
             stop: Sequence[str] = ()) -> Iterator[str]:
-        """Appends `text`, at the call, and yields the model's continuation; arguments as in `TextModel.stream`.
+        """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.
 
-        Pieces that are not taken from the iterator do not become part of the text; a stop string does. Raises
-        UserError, leaving the text unchanged, also if `text` is longer than half a context.
+        `text` is appended immediately, the continuation while the iterator is consumed. A stop string is not yielded,
+        but is part of the conversation. Raises UserError and leaves the conversation unchanged if a setting is out of
+        range, if the tokenizer cannot encode `text`, or if `text` is longer than half the context.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -175,7 +187,7 @@ class Conversation:
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
         if len(ids) > half:
-            raise UserError(f"text: has {len(ids):,} tokens, a turn at most {half:,}, half of the model's context; "
+            raise UserError(f"text: has {len(ids):,} tokens, more than {half:,}, half of the model's context; "
                             "shorten it")
         self._session.ids[0] += ids
         return self._model._stream(self._session, text, max_new_tokens, stop, sampling)
@@ -187,10 +199,10 @@ class Conversation:
 
 
 class Detokenizer:
-    """Decodes tokens that arrive one by one; stops before the first of the strings in `stop`.
+    """Decodes tokens one by one, up to the first of the strings in `stop`.
 
-    `before` holds the ids of the tokens before those; decoded, it ends with the text `prompt`. New tokens are decoded
-    together with the last of `before`, because some tokenizers drop the leading space of a text's first token.
+    `before` has the ids of the preceding tokens, whose text ends with `prompt`. New tokens are decoded together with
+    the last DECODED_CONTEXT ids of `before`, because some tokenizers drop the leading space of a text's first token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
@@ -203,25 +215,28 @@ class Detokenizer:
             self._before += " "  # the tokenizer dropped the prompt's last space
 
     def add(self, token: int) -> str:
-        """Adds a token; returns the text that is complete by now. Sets `is_done` at end-of-text and stop strings."""
+        """Adds a token; returns the new text that later tokens cannot change.
+
+        Sets `is_done` at end-of-text and at stop strings.
+        """
         if token == self._tokenizer.end_of_text:
             self.is_done = True
             return self.flush()
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # Not text[len(self._before):]: the token may complete a character that began in `before`.
+        # text[len(self._before):] would be wrong if the token completes a character that begins in `before`.
         self.text = text[common_prefix_length(self._before, text):]
         if starts := [start for s in self._stop if (start := self.text.find(s)) >= 0]:
             self.is_done = True
             self.text = self.text[:min(starts)]
             return self.flush()
-        # Hold back an incomplete character, and what may be the beginning of a stop string.
+        # Hold back an incomplete character, and a suffix that may be the beginning of a stop string.
         complete = self.text.rstrip(REPLACEMENT_CHARACTER)
         held_back = max((n for s in self._stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0)
         return self._show(len(complete) - held_back)
 
     def flush(self) -> str:
-        """Returns the text held back; called when no more tokens come."""
+        """Returns the text that `add` has held back. Call it after the last token."""
         return self._show(len(self.text))
 
     def _show(self, end: int) -> str:
@@ -236,10 +251,15 @@ def common_prefix_length(one: str, other: str) -> int:
 
 
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
-    """Returns the model of a workdir at `step` (None: the newest checkpoint), on the default device.
+    """Returns the model of a workdir, on the default device.
 
-    `paths` selects paths of a pgpt: "all", "best" (the one with the largest weight), or indices, "0,1" or [0, 1].
-    Raises UserError if the workdir has no run or no such checkpoint, or the model no such paths.
+    Args:
+        folder: the workdir.
+        step: the step of the checkpoint to load; None: the newest.
+        paths: the paths of a pgpt to use: "all", "best" (the path with the largest weight), or indices, "0,1" or
+            [0, 1].
+
+    Raises UserError if the workdir has no run, the run has no checkpoint of `step`, or the model lacks the paths.
     """
     trained = load_trained(folder, step)
     model, params, model_state = trained.model, trained.params, trained.model_state
@@ -252,7 +272,7 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
 
 def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
                      model_state=None) -> TextModel:
-    """Returns a TextModel from parameters and state in the training layout.
+    """Returns a TextModel for parameters and state in the training layout.
 
     Raises UserError if a custom architecture's cached decoding does not match its full forward pass.
     """
@@ -263,20 +283,20 @@ def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.
 
 
 class TrainedModel(NamedTuple):
-    """A workdir's model at one step."""
+    """The model of a workdir at one checkpoint."""
 
     model: models.LanguageModel
     params: Any  # in the training layout
-    model_state: Any  # the state collection of its modules
+    model_state: Any  # the variable collection "state"
     tokenizer: tokenizers.Tokenizer
     step: int
 
 
 def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
-    """Returns the model of a workdir in the training layout; arguments and errors as in `load`."""
+    """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
     folder = local_path("--workdir", folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name the workdir of a run")
+        raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
     model = models.build(**config.model)
     if not (folder / workdir.CHECKPOINT_FOLDER).is_dir():
@@ -297,7 +317,7 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
-    """Returns the indices of the paths that `paths` selects; raises UserError if the model does not have them."""
+    """Returns the indices of the paths that `paths` selects. Raises UserError if the model lacks one of the paths."""
     c = model.config
     if c.architecture != "pgpt":
         raise UserError(f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'")
@@ -308,13 +328,13 @@ def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
     except ValueError:
         indices = []
     if not indices or len(set(indices)) < len(indices) or not set(indices) <= set(range(c.num_paths)):
-        raise UserError(f"paths={paths!r}: expected all, best, or different indices from 0 to {c.num_paths - 1}, "
+        raise UserError(f"paths={paths!r}: expected all, best, or distinct indices from 0 to {c.num_paths - 1}, "
                         "separated by commas")
     return indices
 
 
 def validate_settings(stop: Sequence[str], max_new_tokens: int) -> None:
-    """Raises UserError for values that no text can be generated with."""
+    """Raises UserError if a setting is invalid."""
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:

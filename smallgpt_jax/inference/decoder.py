@@ -1,8 +1,8 @@
-"""Decoding with a cache: each new token computes one position.
+"""Decoding with a cache: for each new token, the model computes a single position.
 
-`decode_step` is one jitted function for every architecture. It feeds each row's new tokens to the model and samples one
-more per row; prompts, later turns of a conversation and single tokens differ only in the number of new tokens.
-`decode_steps` is a loop over it.
+`decode_step`, one jitted function for all architectures, feeds each row's new tokens to the model and samples the next
+token per row. It serves prompts, turns of a conversation and single tokens, which differ only in the number of new
+tokens. `decode_steps` runs `decode_step` in a loop on the device.
 """
 
 import functools
@@ -18,12 +18,12 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.sampling import Sampling, sample
 from smallgpt_jax.models.context import Context
 
-MAX_STEPS = 4  # tokens per row and call of `decode_steps`; a row that ends among them wastes the rest
-MIN_BUCKET = 16  # lengths are rounded up to 16, 32, 48, 64, 96, 128, 192, …: one compiled program each
+MAX_STEPS = 4  # tokens per row and call of `decode_steps`; tokens sampled after the end of a row are wasted
+MIN_BUCKET = 16  # lengths are padded to 16, 32, 48, 64, 96, 128, 192, …, with one compiled program per padded length
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the length that `length` tokens are padded to, at most `longest`."""
+    """Returns the padded length for `length` tokens, at most `longest`."""
     step = max(MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
     return min(longest, -(-length // step) * step)
 
@@ -34,13 +34,20 @@ def bucket(length: int, longest: int) -> int:
     donate_argnames=("cache", "seen_BxV"))
 def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
                 model: models.LanguageModel, cache_length: int, vocab_size: int, unpenalized: int | None):
-    """Feeds the first `count_B` of each row's tokens, from position `start_B` on, and samples the next token.
+    """Feeds each row's new tokens to the model and samples the next token per row.
 
-    Returns the updated cache, the updated `seen_BxV` (the tokens in each row's context; None without a repetition
-    penalty), the sampled tokens (B,) int32, and the logits (B, vocab_size) float32 before sampling. An empty `cache`
-    creates one of `cache_length` positions. Donates `cache` and `seen_BxV`. The token `unpenalized` never counts as
-    seen. The sample of a row without new tokens is meaningless. A row's sample depends only on the seed, the row's two
-    numbers in `stream_Bx2`, its tokens and the settings.
+    Args:
+        cache: the cache, donated; {} creates a cache of `cache_length` positions.
+        seen_BxV: bool, the tokens in each row's context, donated; None without a repetition penalty.
+        tokens_BxT: the new tokens, padded on the right.
+        start_B: the position of each row's first new token.
+        count_B: the number of new tokens per row; the sample of a row with 0 is meaningless.
+        stream_Bx2: two numbers per row that select its random stream.
+        unpenalized: a token to which the repetition penalty does not apply.
+
+    Returns the updated cache, the updated `seen_BxV`, the sampled tokens, (B,) int32, and the logits before sampling,
+    (B, vocab_size) float32. A row's sample depends only on its own tokens, `seed`, `stream_Bx2` and `sampling`, not on
+    the other rows.
     """
     context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B)
     logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
@@ -61,11 +68,13 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     donate_argnames=("cache", "seen_BxV"))
 def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                  sampling: Sampling, **settings):
-    """Runs `decode_step` `steps` times, at most MAX_STEPS: first on `token_B`, then on the token just sampled. The loop
-    runs on the device; a return to the host after each step would add a tenth or more to a small model's step time.
+    """Runs `decode_step` `steps` times, at most MAX_STEPS: first on `token_B`, then on the sampled tokens.
 
-    Rows whose `count_B` is 0 are left unchanged. Returns the cache, the mask of tokens seen so far, and the sampled
-    tokens, (B, MAX_STEPS) int32, of which the first `steps` are valid.
+    The loop runs on the device; a return to the host after each step would add a tenth or more to a small model's step
+    time. Rows whose `count_B` is 0 are left unchanged.
+
+    Returns the updated cache, the updated `seen_BxV`, and the sampled tokens, (B, MAX_STEPS) int32. Only the first
+    `steps` columns of the tokens are valid.
     """
     def step(i, carried):
         cache, seen_BxV, token_B, drawn_BxN = carried
@@ -81,7 +90,7 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
 
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
-    """Returns a sample per row, (B,) int32, each from the random stream that its two numbers name."""
+    """Returns one sampled token per row, (B,) int32. Each row's key is `seed`'s, folded with its `stream_Bx2`."""
     key = jax.random.key(seed)
     key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
         stream_Bx2)
@@ -89,7 +98,7 @@ def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
 
 
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
-    """Returns the shapes and dtypes of a cache without allocating it."""
+    """Returns the shapes and dtypes of a cache of `rows` × `cache_length` positions, without allocating it."""
     ones_B = jnp.ones(rows, jnp.int32)
     context = Context(cache_length=cache_length, start_B=ones_B, length_B=ones_B)
     _, kept = jax.eval_shape(
@@ -101,17 +110,20 @@ def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: 
 class DecodeSession:
     """Rows of tokens that a model continues, and their cache.
 
-    `ids` has the tokens of each row; append to them, then call `sample`. When a row outgrows the model's context, all
-    but its newest half context is dropped and the rest is prefilled again.
+    `ids` is a list of tokens per row. Append the new tokens to the lists, then call `sample`. When a row becomes longer
+    than the model's context, only its newest context_length / 2 tokens are kept, and prefilled again.
 
-    The cache has B·S·2·Σ(width of each block) elements of the model's dtype (B rows, S cached positions), and for cgpt
-    B·(conv_kernel − 1)·Σ(input width of each convolution) more.
+    Size of the cache for B rows and S cached positions: B·S·2·Σ(width of each block) elements of the model's dtype, and
+    for cgpt B·(conv_kernel − 1)·Σ(input width of each convolution) more.
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
                  seed: int = 0, unpenalized: int | None = None, samples: Sequence[int] | None = None):
-        """`weights` as `layout.pack` returns them; `ids` with at least one token per row. The repetition penalty does
-        not apply to `unpenalized`. `samples` gives rows with the same text different random streams."""
+        """Starts a session with the tokens `ids`, at least one per row.
+
+        `weights` are in the layout of `layout.pack`. The repetition penalty does not apply to the token `unpenalized`.
+        `samples` has a number per row: rows with the same text but different numbers have different random streams.
+        """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
         self._seed, self._unpenalized = np.uint32(seed), unpenalized
@@ -121,10 +133,10 @@ class DecodeSession:
             self._stream += np.array(samples, np.uint32)
         self._dropped = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen = {}, 0, None
-        self._cached = np.zeros(len(ids), np.int32)  # tokens of each row that are in the cache
+        self._cached = np.zeros(len(ids), np.int32)  # number of each row's tokens in the cache
 
     def repeat(self, times: int, sampling: Sampling) -> None:
-        """Repeats each row `times` times, with samples 0, 1, …; each prompt is prefilled only once."""
+        """Replaces each row by `times` copies with different random streams. Prefills each prompt only once."""
         if times == 1:
             return
         if max(map(len, self.ids)) > 1:
@@ -140,7 +152,7 @@ class DecodeSession:
             functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
 
     def reserve(self, new_tokens: int) -> None:
-        """Grows the cache for `new_tokens` more tokens per row, so that sampling them does not have to."""
+        """Grows the cache for `new_tokens` more tokens per row at once, instead of later while sampling."""
         context = self.model.config.context_length
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
@@ -150,15 +162,15 @@ class DecodeSession:
             self._cache_length = needed
 
     def sample(self, sampling: Sampling) -> jax.Array:
-        """Feeds each row's new tokens to the model and returns the next tokens, (B,) int32, not yet computed.
+        """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
 
-        If no row has new tokens, samples again from the last logits. If only some have, the others are finished: their
-        samples are meaningless and they cannot be continued.
+        Does not wait for the computation. If no row has new tokens, samples again from the last logits. If only some
+        rows have new tokens, the other rows are finished: they cannot be continued, and their samples are meaningless.
         """
         return self.sample_with_logits(sampling)[0]
 
     def sample_with_logits(self, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-        """Returns what `sample` does, and the logits before sampling, (B, V) float32."""
+        """Returns the tokens that `sample` returns, and the logits before sampling, (B, vocab_size) float32."""
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
             self._drop_oldest()
@@ -177,10 +189,10 @@ class DecodeSession:
         return drawn_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
-        """Feeds each row's new tokens to the model and returns the next tokens, (B, N) int32, N ≤ `max_steps`.
+        """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32, N ≤ `max_steps`.
 
-        Each token is sampled as if the row continued with those before it: append all N, or the row is finished (see
-        `sample`). N is 1 after a prompt, and up to MAX_STEPS after a single new token.
+        N is 1 after a prompt, and at most MAX_STEPS after a single new token. Each token is sampled given the tokens
+        before it. The caller must append all N tokens to a row, or the row is finished (see `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -204,7 +216,7 @@ class DecodeSession:
         return int(self._dropped.sum())
 
     def _new_tokens(self):
-        """Returns each row's tokens that are not in the cache, their number, (B,), and the rows' `stream_Bx2`."""
+        """Returns the tokens per row that are not in the cache, the number of these tokens, (B,), and `stream_Bx2`."""
         new = [row[start:] for row, start in zip(self.ids, self._cached)]
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts
@@ -239,10 +251,10 @@ class DecodeSession:
 
 
 def _repeat_rows(x, rows: int, times: int):
-    """Repeats each of the `rows` parts of the first axis `times` times; a cache has several entries per row there."""
+    """Repeats each row of `x` `times` times. The first axis of `x` may have several consecutive entries per row."""
     return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
 
 
 def _pad_to(x, target):
-    """Pads `x` with zeros at the end of its axes to the shape of `target`."""
+    """Pads `x` with zeros at the end of each axis to the shape of `target`."""
     return jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, target.shape)])

@@ -11,7 +11,7 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 
 CALLS = (3, 1, 1)  # tokens per call: a prompt, then single tokens
-TOLERANCE = 0.03  # of the largest logit; allows for layers that compute in bfloat16 whatever the config says
+TOLERANCE = 0.03  # relative to the largest logit; allows for layers that compute in bfloat16 despite dtype="float32"
 
 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
@@ -36,8 +36,10 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
 
 
 def largest_difference(model: models.LanguageModel, params, model_state) -> tuple[float, bool]:
-    """Returns the largest difference between the two passes' logits, relative to the largest logit, and whether any
-    layer keeps a cache."""
+    """Compares the logits of cached decoding with those of the full forward pass.
+
+    Returns the largest difference, relative to the largest logit, and whether any layer keeps a cache.
+    """
     context, vocab_size = model.config.context_length, model.config.vocab_size
     ends = sorted({min(int(end), context) for end in np.cumsum(CALLS)})
     tokens = np.random.default_rng(0).integers(0, vocab_size, ends[-1]).tolist()
@@ -48,6 +50,6 @@ def largest_difference(model: models.LanguageModel, params, model_state) -> tupl
         session.ids = [tokens[:end]]
         _, logits_BxV = session.sample_with_logits(Sampling(temperature=None))
         differences.append(np.abs(logits_BxV[0] - full_TxV[end - 1]).max())
-    if not np.isfinite(full_TxV).all():  # a diverged run
+    if not np.isfinite(full_TxV).all():  # the weights of a diverged run cannot be compared
         return 0.0, True
     return float(np.max(differences) / np.abs(full_TxV).max()), session.cache_bytes() > 0

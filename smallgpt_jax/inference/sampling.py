@@ -9,15 +9,15 @@ from smallgpt_jax.errors import UserError
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling settings, applied in this order: repetition penalty, temperature, top-k, top-p. None disables one."""
+    """Sampling settings, applied in this order: repetition penalty, temperature, top-k, top-p. None: not applied."""
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
     top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples from this many most likely tokens
     top_p: float | None = None  # samples from the most likely tokens up to this total probability
-    repetition_penalty: float | None = None  # of tokens in the context; 1: none
+    repetition_penalty: float | None = None  # above 1: makes tokens in the context less likely; 1: no penalty
 
     def validated(self) -> "Sampling":
-        """Returns the settings, those without effect set to None; raises UserError for values out of range."""
+        """Returns the settings with those that have no effect set to None. Raises UserError for values out of range."""
         def refuse(field: str, rule: str):
             raise UserError(f"{field}={getattr(self, field)}: {rule}")
 
@@ -36,7 +36,10 @@ class Sampling:
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
-    """Returns one token per row, (B,) int32. `seen_BxV`, the tokens in each row's context, is for the penalty only."""
+    """Returns one token per row, (B,) int32.
+
+    `seen_BxV`, bool, marks the tokens in each row's context. Only the repetition penalty uses it.
+    """
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
     if sampling.temperature is not None:  # Gumbel-max trick
         logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
@@ -44,8 +47,10 @@ def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
 
 
 def greedy(logits_BxV):
-    """Returns the argmax, (B,) int32; for rows with NaN the last id, V − 1. Two passes: XLA's argmax is slow on
-    CPUs."""
+    """Returns the most likely token per row, (B,) int32; the last one, V − 1, for rows with NaN.
+
+    Computed as a maximum and a minimum, because XLA's argmax is slow on CPUs.
+    """
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
     return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(jnp.int32)
@@ -54,9 +59,9 @@ def greedy(logits_BxV):
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     """Returns the logits to sample from, −∞ for excluded tokens.
 
-    The penalty divides positive logits and multiplies negative ones (Keskar et al., arXiv 1909.05858, section 4.1,
-    extended to negative logits). Top-p keeps the smallest set of most likely tokens whose probabilities reach p
-    (Holtzman et al., arXiv 1904.09751, section 3.1).
+    The repetition penalty divides positive logits and multiplies negative logits (Keskar et al., arXiv 1909.05858,
+    section 4.1, extended to negative logits). Top-p keeps the smallest set of most likely tokens whose total
+    probability is at least p (Holtzman et al., arXiv 1904.09751, section 3.1).
     """
     if (penalty := sampling.repetition_penalty) is not None:
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)

@@ -71,7 +71,7 @@ def test_a_refused_turn_changes_nothing(model):
     for refused in ({"max_new_tokens": -1}, {"stop": "END"}, {"temperature": -1}):
         with pytest.raises(UserError):
             conversation.say("the", **refused)
-    with pytest.raises(UserError, match="has 33 tokens, a turn at most 32"):
+    with pytest.raises(UserError, match="has 33 tokens, more than 32"):
         conversation.say("x" * 33)
     assert conversation._session.ids == [[256]]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, build, forward, init, load_config
+from conftest import ARCHITECTURES, ROOT, build, forward, init, load_config
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.tokenizers import Bytes
@@ -33,6 +33,7 @@ VARIANTS = [
     ("cgpt", {"conv_kernel": 1, "position": "rope"}),
     ("cgpt", {"conv_kernel": 5}),
 ]
+VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 
 
 def small(architecture, **fields):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, init, load_config
+from conftest import ARCHITECTURES, build, init, load_config
 from flax import linen as nn
 
 from smallgpt_jax import models, sharding
@@ -28,7 +28,7 @@ EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
 @functools.cache
 def compiled_program(architecture, devices, **fields):
     """Returns a program with the fields SMALL, and its compiled training step."""
-    program = build_program(load_config(architecture, **{**SMALL, **EXTRA_FIELDS[architecture], **fields}),
+    program = build_program(load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields}),
                             jax.devices()[:devices])
     return program, program.compile_train_step()
 
@@ -54,7 +54,7 @@ def mesh(**axes):
     return {f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()}
 
 
-@pytest.mark.parametrize("architecture, fields", [
+ON_EIGHT_DEVICES = [
     ("gpt", {**mesh(data=2, fsdp=2, tensor=2), "train__microbatches": 2}),
     ("gpt", {**mesh(data=8)}),
     ("gpt", {**mesh(fsdp=8), "model__remat": "full", "model__scan_layers": False, "train__loss_chunks": 8}),
@@ -62,7 +62,13 @@ def mesh(**axes):
     ("pgpt", {**mesh(data=2, fsdp=2, path=2), "model__scan_layers": False}),
     ("lgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "full"}),
     ("lgpt", {**mesh(data=4, tensor=2), "model__remat": "dots", "model__scan_layers": False}),
-    ("cgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots", "train__microbatches": 4})])
+    ("cgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots", "train__microbatches": 4}),
+]
+ON_EIGHT_DEVICES += [(name, mesh(data=2, fsdp=2, tensor=2)) for name in ARCHITECTURES
+                     if name not in dict(ON_EIGHT_DEVICES)]
+
+
+@pytest.mark.parametrize("architecture, fields", ON_EIGHT_DEVICES)
 def test_eight_devices_compute_what_one_does(architecture, fields):
     """Losses and gradient norms match, also with microbatches, loss chunks, unrolled layers and rematerialization."""
     np.testing.assert_allclose(

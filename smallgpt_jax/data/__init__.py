@@ -1,4 +1,4 @@
-"""Data, from text to batches: sources → tokenizers → store → packing → batches."""
+"""The data pipeline, from text to batches: sources → tokenizers → store → packing → batches."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 
-PREPARE_LIMIT = 1_000_000_000  # bytes of text up to which training prepares a missing store
+PREPARE_LIMIT = 1_000_000_000  # bytes of text; stores of larger sources are not prepared during training
 # The fields of the `data` group that determine the content of a store.
 STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", *RELAXABLE_FIELDS)
 
@@ -35,14 +35,14 @@ class Corpus:
 
     @property
     def description(self) -> dict:
-        """Returns the metadata and weights of the stores, as stored in a workdir."""
+        """Returns the metadata and weights of the stores, as written to store.json in a workdir."""
         if len(self.stores) == 1:
             return self.stores[0].metadata
         return {"mixture": [{"weight": weight, **store.metadata}
                             for store, weight in zip(self.stores, self.weights)]}
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of the content and weights of the stores' splits."""
+        """Returns a hash of `split` in all stores: its content, and the weights of the stores."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
         parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
@@ -53,14 +53,15 @@ class Corpus:
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
-        """Returns the packed rows of each store's split."""
+        """Returns the packed rows of `split`, one Packing per store."""
         return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two descriptions (see `Corpus`) are of the same tokens, even if their sources differ.
+    """Returns whether two `Corpus.description`s are of the same tokens, even if their sources differ.
 
-    If a store is older than fingerprints, compares all other metadata instead.
+    Compares the fingerprints of the tokens, or all other metadata if an older version, without fingerprints, prepared
+    one of the stores.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):
@@ -73,9 +74,9 @@ def same_text(one: dict, other: dict) -> bool:
 
 
 def open_existing(data) -> Corpus | None:
-    """Returns the corpus of a config's `data` group; None if its store does not exist.
+    """Returns the corpus of a config's `data` group, or None if its store does not exist.
 
-    Raises UserError if `data.store` was made from another source or with other settings.
+    Raises UserError if the store was prepared from another source or with other settings.
     """
     if data.packing not in PACKINGS:
         raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
@@ -88,7 +89,7 @@ def open_existing(data) -> Corpus | None:
 
 
 def open_mixture(text: str) -> Corpus:
-    """Returns the corpus of FOLDER=WEIGHT,FOLDER=WEIGHT,… . Raises UserError for an invalid mixture."""
+    """Returns the corpus of a mixture, "FOLDER=WEIGHT,FOLDER=WEIGHT,…". Raises UserError if it is invalid."""
     stores, weights = [], []
     for item in text.split(","):
         folder, _, weight = item.strip().rpartition("=")
@@ -132,8 +133,10 @@ def load_or_prepare(data) -> Corpus:
 
 
 def store_folder(data) -> Path:
-    """Returns the folder of the store of a config's `data` group: `data.store`, or a folder in the cache whose name
-    depends on the source and all settings of the store."""
+    """Returns the folder of a config's token store: `data.store`, or else a folder in the cache.
+
+    The name of the folder in the cache depends on the source and on all settings of the store.
+    """
     if data.store:
         return local_path("config.data.store", data.store)
     identity = [sources.fingerprint(data.source), tokenizers.spec_fingerprint(data.tokenizer),
@@ -142,15 +145,18 @@ def store_folder(data) -> Path:
 
 
 def partial_name(data) -> str:
-    """Returns the name of an unfinished store in the cache. It stays the same when the text is fixed or invalid items
-    are skipped, so that the preparation resumes."""
+    """Returns the name of an unfinished store in the cache.
+
+    The name depends neither on the content of the source nor on the handling of invalid items. Preparation can
+    therefore resume after either is changed.
+    """
     names = [str(Path(name).expanduser().absolute()) if sources.is_local(name) else name
              for name in sources.split_names(data.source)]
     return cached_name(data, names, *(data[field] for field in STORE_FIELDS if field not in RELAXABLE_FIELDS))
 
 
 def cached_name(data, *identity) -> str:
-    """Returns the name of a store in the cache: a readable form of its source, and a digest of its identity."""
+    """Returns the name of a store in the cache: a readable form of the source's name, and a digest of `identity`."""
     digest = hashlib.sha256(repr([*identity]).encode()).hexdigest()[:12]
     name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
     return f"{name}-{digest}"

@@ -1,7 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-Rows are shuffled by index, differently in each epoch, and step n takes the n-th batch_size of them, so that any step's
-batch can be read without those before it. The rows of several stores are interleaved in proportion to their weights.
+Row numbers are shuffled, differently in each epoch, and divided into groups of batch_size. The n-th group is the batch
+of step n, so any batch can be read without reading the earlier batches. Rows of several stores are interleaved in
+proportion to the weights of the stores.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ READ_AHEAD = 8  # batches
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """The rows of several packings, numbered one packing after another."""
+    """The rows of several packings, numbered consecutively: all rows of the first packing, then those of the second…"""
 
     packings: Sequence[Packing]
-    weights: Sequence[float]  # fraction of the rows of batches from each packing; their sum is 1
+    weights: Sequence[float]  # fraction of the training rows from each packing; the sum is 1
 
     @property
     def num_rows(self) -> int:
@@ -30,16 +31,16 @@ class Mixture:
 
     @cached_property
     def padding(self) -> float:
-        """Returns the fraction of the inputs of batches that is padding."""
+        """Returns the fraction of the input tokens that are padding."""
         return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """Returns the number of each packing's first row, (packings,)."""
+        """Returns the row number at which each packing begins, (packings,)."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the packing of each row, (B,)."""
+        """Returns the index of each row's packing, (B,)."""
         return np.searchsorted(self.first_rows, rows_B, side="right") - 1
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
@@ -53,7 +54,7 @@ class Mixture:
                       for arrays in zip(*parts)))
 
     def shuffled(self, seed: int) -> grain.MapDataset:
-        """Returns an endless dataset of row numbers. Each packing has a new order in each of its epochs."""
+        """Returns an endless dataset of row numbers. Each packing is shuffled anew in each of its epochs."""
         orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
                   for i, (first, packing) in enumerate(zip(self.first_rows, self.packings))]
         return grain.MapDataset.mix(orders, self.weights) if len(orders) > 1 else orders[0]
@@ -61,7 +62,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ReadBatch(grain.transforms.Map):
-    """Row numbers (B,) → those of the rows that this process needs."""
+    """Maps the row numbers of a global batch, (B,), to the Batch of `rows`, the rows that this process needs."""
 
     mixture: Mixture
     rows: slice | np.ndarray
@@ -71,39 +72,40 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset whose item `step` is the row numbers of that step's batch, (batch_size,).
+    """Returns an endless dataset of row numbers; item i has those of the batch of step i + 1, (batch_size,).
 
-    Raises UserError if a packing has fewer rows than one batch needs from it.
+    Raises UserError if a packing has fewer rows than one batch takes from it.
     """
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
             raise UserError(
                 f"config.train.batch_size: one batch takes {batch_size * weight:g} rows of {packing.context_length} + "
-                f"1 tokens, the training split has {packing.num_rows:,} ({packing.split.tokens:,} tokens); use more "
-                "text, or a smaller config.train.batch_size or config.model.context_length")
+                f"1 tokens, but the training split has {packing.num_rows:,} rows ({packing.split.tokens:,} tokens); "
+                "use more text, or a smaller config.train.batch_size or config.model.context_length")
     return mixture.shuffled(seed).batch(batch_size, drop_remainder=True)
 
 
 def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),
                   ) -> grain.MapDataset:
-    """Returns an endless dataset whose item `step` is that step's batch.
+    """Returns an endless dataset of training batches; item i is the batch of step i + 1.
 
-    Reads only `rows` of the global batch, those that this process needs. Raises UserError as `row_numbers` does.
+    Reads only `rows` of the global batch, the rows that this process needs. Raises UserError if a packing has fewer
+    rows than one batch takes from it.
     """
     return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
 
 
 def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iterator[Batch]:
-    """Yields the batches from `first_step` on, read ahead by `workers` threads; 0: no reading ahead."""
+    """Yields the items of `batches` from `first_step` on. `workers` threads read ahead; 0 disables reading ahead."""
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
     return iter(batches[first_step:].to_iter_dataset(options))
 
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
                        ) -> grain.MapDataset:
-    """Returns the `masked_batches` of the `sample_rows` of a validation split, at most `limit` batches (0: all).
+    """Returns at most `limit` batches (0: all) of a validation split, see `sample_rows` and `masked_batches`.
 
-    Raises UserError if a split has no row.
+    Raises UserError if a packing has no rows.
     """
     for packing in mixture.packings:
         if not packing.num_rows:
@@ -114,8 +116,10 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns the numbers of `limit` rows (0: as many as possible), each once, in a fixed shuffled order, with the
-    packings in proportion to their weights."""
+    """Returns the numbers of at most `limit` distinct rows (0: no limit), in a fixed shuffled order.
+
+    The number of rows from each packing is proportional to the packing's weight.
+    """
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
     total = min(limit, most) if limit else most
     counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))  # their sum is `total`
@@ -127,7 +131,7 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
 
 def masked_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),
                    ) -> grain.MapDataset:
-    """Returns the rows of `order` in batches that have a `loss_mask_BxT`. The last batch is filled with masked rows."""
+    """Returns the rows with the numbers `order` in batches with a loss mask. Masked rows fill the last batch."""
     def read(first: int) -> Batch:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)

@@ -1,4 +1,4 @@
-"""Hugging Face and TensorFlow datasets as parts; their libraries are the extra [data]."""
+"""Hugging Face and TensorFlow datasets as `Part`s. Requires the extra dependencies [data]."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from smallgpt_jax.formatting import short_reason
 
 
 def hugging_face_parts(source: str) -> list[Part]:
-    """Returns the shards of the training split of `hf:NAME[:CONFIG]`, streamed."""
+    """Returns the training split of `hf:NAME[:CONFIG]`, one streamed part per shard."""
     try:
         import datasets
     except ImportError:
@@ -23,7 +23,7 @@ def hugging_face_parts(source: str) -> list[Part]:
             yield
         except UserError:
             raise
-        except Exception as error:  # many types: of datasets, the hub, the network
+        except Exception as error:  # datasets, the hub and the network raise many types
             raise UserError(f"config.data.source={source!r}: {short_reason(error)}") from None
 
     with name_source_in_errors():
@@ -42,8 +42,10 @@ def hugging_face_parts(source: str) -> list[Part]:
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns the training split of `tfds:NAME`, read without TensorFlow: one part per TFRecord shard, or a single
-    part if its format has random access."""
+    """Returns the training split of `tfds:NAME`: one part per TFRecord shard, or one part in all for other formats.
+
+    The parts are read without TensorFlow.
+    """
     try:
         import tensorflow_datasets as tfds
     except ImportError:
@@ -57,15 +59,15 @@ def tfds_parts(source: str) -> list[Part]:
         return [indexed_part(source, tfds.data_source(name, split="train"))]
     except UserError:
         raise
-    except Exception as error:  # many types: TFDS runs the code of each dataset
+    except Exception as error:  # TFDS runs the dataset's own code, which can raise anything
         why = short_reason(error)
-        fix = ("; convert it to TFRecord or array_record files (tfds build --file_format=array_record), or its texts "
-               "to Parquet files" if "file format" in why.lower() else "")
+        fix = ("; convert the dataset to TFRecord or array_record files (tfds build --file_format=array_record), or "
+               "its text to Parquet files" if "file format" in why.lower() else "")
         raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
 
 
 def tfrecord_part(path, count: int) -> Part:
-    """Returns a shard of a TensorFlow dataset, a TFRecord file of `count` tf.train.Example protos, as a part."""
+    """Returns a part for one shard of a TensorFlow dataset: a TFRecord file of `count` tf.train.Example protos."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 
@@ -89,15 +91,15 @@ def tfrecord_part(path, count: int) -> Part:
                     yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
                                        sorted(fields), rules)
             if number != count:
-                raise UserError(f"{path}: has {number} records, {count} according to dataset_info.json; download this "
-                                "shard again")
+                raise UserError(f"{path}: has {number} records, but {count} according to dataset_info.json; download "
+                                "this shard again")
         return items(), lambda: file.tell() / max(stat.length, 1)
 
     return Part(str(path), stat.length, read, (stat.mtime,))
 
 
 def indexed_part(source: str, rows) -> Part:
-    """Returns a TensorFlow dataset with random access as a part."""
+    """Returns a part for all rows of a TensorFlow dataset with random access."""
     done = 0
 
     def read(rules: Rules):

@@ -1,12 +1,13 @@
-"""The journal of an unfinished token store: whether its preparation can resume, and from where.
+"""The journal of an unfinished token store, from which an interrupted preparation resumes.
 
-A preparation resumes only if the finished store will equal, to the byte, one prepared without interruption, so:
+A preparation resumes only if the finished store will be identical, byte for byte, to a store prepared without
+interruption. The conditions are:
 
-- The settings are the same, except that items or bytes that were refused may now be skipped or replaced: none of them
-  occurred in the part already read.
-- The text is the same as far as it was read: complete parts by name, size and time, the items of the next part by a
-  digest. A line fixed or a file added after that does not matter.
-- The tokenizer, if trained on the text, was trained on no more than the text already read.
+- The settings are unchanged. Exception: invalid items that were refused may now be skipped or repaired, since the text
+  read so far contains no invalid items.
+- The text read so far is unchanged. Complete parts (files or shards) are compared by name, size and modification time,
+  the items of the next part by a digest. The text that follows may change: lines may be corrected, files added.
+- If the text has changed and the tokenizer was trained on it, the training used no text beyond the text read so far.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from smallgpt_jax.files import write_atomically
 
 JOURNAL_FILE = "journal.json"
 VERSION = 2
-# Settings that may change from "refuse" to another value before a preparation resumes.
+# Settings that may change from "refuse" to another value before preparation resumes.
 RELAXABLE_FIELDS = ("invalid_utf8", "invalid_items")
 
 
@@ -28,17 +29,17 @@ class Progress(NamedTuple):
 
     place: Place
     digest: str  # of the source up to `place`
-    done: float  # fraction of the source, 0 to 1
-    skipped: dict[str, int]  # reason → items
-    splits: dict[str, dict]  # name → tokens, documents, text_bytes
+    done: float  # fraction of the source that has been read, 0 to 1
+    skipped: dict[str, int]  # reason → number of skipped items
+    splits: dict[str, dict]  # split → numbers of "tokens", "documents" and "text_bytes"
 
 
 @dataclasses.dataclass
 class Journal:
-    identity: dict  # the store's format and settings ("made_from"), fingerprints of "tokenizer" and "texts"
-    learned: Place | None  # end of the text that the tokenizer was trained on; None: the whole source
+    identity: dict  # the store's format, its settings ("made_from"), fingerprints of "tokenizer" and "texts"
+    learned: Place | None  # end of the text that the tokenizer was trained on; None: end of the source
     latest: Progress
-    earlier: Progress | None = None  # the last one in an earlier part, in case the part of `latest` is removed
+    earlier: Progress | None = None  # last progress with fewer complete parts, in case the part after them changes
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:
@@ -52,7 +53,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """Returns the journal in a folder; None if it is missing, unreadable or of another version."""
+    """Returns the journal in a folder, or None if it is missing, unreadable or of another version."""
     def progress(entries: dict) -> Progress:
         fields = {field: entries[field] for field in Progress._fields}
         return Progress(**{**fields, "place": Place(*fields["place"])})
@@ -68,13 +69,15 @@ def read_journal(folder: Path) -> Journal | None:
 
 
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
-    """Returns the journal in a folder, up to the place from which a preparation of `identity` can resume; None if it
-    has to start over."""
+    """Returns the journal in a folder, or None if the preparation of `identity` has to start over.
+
+    The returned journal's `latest` is the progress from which the preparation can resume.
+    """
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
         return None
     if journal.identity["texts"] != identity["texts"]:
-        log(f"{folder}: the text has changed; comparing the part that was read")
+        log(f"{folder}: the text has changed; checking whether the text read so far is unchanged")
         same = next((progress for progress in (journal.latest, journal.earlier)
                      if progress and journal.learned is not None and journal.learned <= progress.place
                      and digest_before(parts, rules, progress.place) == progress.digest), None)
@@ -85,11 +88,11 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 
 
 def can_resume(journal: Journal, identity: dict) -> bool:
-    """Returns whether the part already read gives the same store with these settings as with the journal's."""
+    """Returns whether the text read so far gives the same store with the settings in `identity` as in the journal."""
     before, now = journal.identity["made_from"], identity["made_from"]
     were_refused = {field for field in RELAXABLE_FIELDS if before[field] == "refuse"}
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)
-        # An item skipped for invalid UTF-8 is a document if those bytes are now replaced.
+        # Items that were skipped because of invalid UTF-8 become documents if invalid bytes are now replaced.
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

@@ -1,8 +1,8 @@
 """Packing of documents into rows of context_length + 1 tokens: `concat` and `best_fit`.
 
-The inputs of a row are its first context_length tokens, the targets its last context_length tokens, unless the batch
-has explicit targets. If documents are separated, segment ids number the documents of a row from 1; 0 is padding.
-Attention, positions and ConvGPT's convolutions respect them.
+A row's inputs are its first context_length tokens. Its targets are its last context_length tokens, unless the batch has
+explicit targets. If documents are separated, segment ids number the documents of each row from 1, and 0 marks padding.
+Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from smallgpt_jax.data.store import Split
 
 class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segment_ids_BxT: np.ndarray | None = None  # int32; None: documents attend to those before them in the row
-    loss_mask_BxT: np.ndarray | None = None  # bool, targets that count in the loss; None: all
-    targets_BxT: np.ndarray | None = None  # int32; None: the next token
+    segment_ids_BxT: np.ndarray | None = None  # int32; None: documents attend to earlier documents in the row
+    loss_mask_BxT: np.ndarray | None = None  # bool, targets that are included in the loss; None: all
+    targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
 
 
 class Packing(Protocol):
     """The rows of one epoch of a split, in a fixed order."""
 
     num_rows: int
-    padding: float  # fraction of inputs
-    cut_documents: float  # fraction of documents that are not whole in one row
+    padding: float  # fraction of the input tokens that are padding
+    cut_documents: float  # fraction of the documents that are split over several rows
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         """Returns the rows with these numbers."""
@@ -34,9 +34,9 @@ class Packing(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Concat:
-    """Concatenates documents, each preceded by an end-of-text token, and cuts windows that overlap by one token.
+    """Concatenates documents, each preceded by an end-of-text token, and cuts rows that overlap by one token.
 
-    Every token but the first is a target once per epoch. The remainder after the last full window is dropped.
+    Every token except the first is a target once per epoch. The remainder after the last full row is dropped.
     """
 
     split: Split
@@ -69,11 +69,11 @@ class Concat:
 
 @dataclasses.dataclass(frozen=True)
 class BestFit:
-    """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830). Only documents longer
-    than a row are cut.
+    """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
-    Every token of the split is an input once per epoch. Its target is the next token of its document, or end-of-text
-    after the last one, regardless of what follows in the row. Memory: about 30 bytes per document, 130 while packing.
+    Only documents longer than a row are cut. Every token of the split is an input once per epoch. Its target is the
+    next token of its document, whatever follows in the row; the target of a document's last token is end-of-text.
+    Memory: about 30 bytes per document, and 130 bytes per document while packing.
     """
 
     split: Split
@@ -107,8 +107,8 @@ class BestFit:
             place = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # One more token, the target of the last one: the next token of a cut document, or the end-of-text
-                # that begins the next document of the split (none follows the last document).
+                # `text` includes the target of the last token: the next token of a cut document, or the end-of-text
+                # that begins the split's next document. The split's last document has no such token.
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
                 targets[place:place + len(text) - 1] = text[1:]
@@ -118,19 +118,19 @@ class BestFit:
 
 
 class BestFitPlan(NamedTuple):
-    """Pieces of documents, in the order of rows."""
+    """Documents, cut into pieces of at most context_length tokens, in the order of the rows."""
 
-    starts: np.ndarray  # (pieces,) int64, first token in the stream
-    lengths: np.ndarray  # (pieces,) int64, at most context_length
+    starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
+    lengths: np.ndarray  # (pieces,) int64, in tokens
     first_piece: np.ndarray  # (rows + 1,), index of each row's first piece
 
 
 def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
-    """Returns the best-fit decreasing plan for documents that start at `starts_D` in a stream of `tokens` tokens and
-    rows of `room` tokens: longest pieces first, each into the row where it leaves the least room.
+    """Returns the best-fit decreasing plan for rows of `room` tokens.
 
-    Places all pieces of one length at once, so that the loop in Python is over lengths, not pieces. Equally full rows
-    are filled in order.
+    The documents start at `starts_D` in a stream of `tokens` tokens. The longest pieces are placed first, each into the
+    row where it leaves the least room; equally full rows are filled in order. All pieces of the same length are placed
+    at once: the Python loop runs over lengths, not pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // room)
@@ -140,9 +140,9 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
     lengths = np.minimum(lengths_D[document] - part * room, room)
 
     by_length = np.argsort(-lengths, kind="stable")
-    negative = -lengths[by_length]  # ascending
+    negative = -lengths[by_length]  # ascending, for searchsorted
     row_of = np.empty(len(lengths), np.int64)  # in the order of by_length
-    with_room = {}  # room left in a row → rows
+    with_room = {}  # number of tokens that still fit → rows with this much room
     num_rows = first = 0
     while first < len(negative):
         length = -int(negative[first])

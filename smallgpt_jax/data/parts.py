@@ -1,6 +1,7 @@
-"""A source as parts (files or shards): which of their items are documents, and the documents in batches.
+"""Reading a source: its parts (files or shards), their items, and batches of documents.
 
-A place in a source is the number of a part and the number of its items read so far; reading can resume there.
+An item is one entry of a part, such as a JSON line or a Parquet row. Items with valid, non-empty text are documents.
+Reading can resume at any `Place`.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
-NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons to skip an item, but not if invalid_utf8="replace"
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons to skip items that invalid_utf8="replace" would repair
 
 
 class Skipped(NamedTuple):
@@ -25,7 +26,7 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """How far a source has been read: complete parts, and items of the next part."""
+    """How far a source has been read: the number of complete parts, and of items of the next part."""
 
     parts: int = 0
     items: int = 0
@@ -33,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which items are documents, and what happens to the others: fields of the config's `data` group."""
+    """How invalid items are handled. The fields are those of the config's `data` group."""
 
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
@@ -47,7 +48,7 @@ class Rules:
                                 f"{' or '.join(map(repr, allowed))}")
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
-        """Raises UserError for an invalid item, or returns it as skipped, as the rules say."""
+        """Returns an invalid item as skipped, or raises UserError if `invalid_items` is "refuse"."""
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
         raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
@@ -57,18 +58,22 @@ class Rules:
 class Part:
     """One file or shard of a source.
 
-    `read(rules)` returns its items, always in the same order, and a function that returns the fraction of the part
-    read so far, 0 to 1.
+    `read(rules)` returns an iterator over the part's items, always in the same order, and a function that returns the
+    fraction of the part that has been read, 0 to 1.
     """
 
     name: str
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
-    version: tuple = ()  # changes when the items do, where that can be known
+    version: tuple = ()  # changes when the items change, if changes can be detected; else ()
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
-    """Returns the value of an item's text field as text if it is valid text; `fields` are the item's fields."""
+    """Returns `text`, the value of an item's text field, as valid text, or a Skipped item if it is invalid.
+
+    `where` and `fields`, the names of the item's fields, are for error messages. Raises UserError if the text is
+    invalid and the rules refuse invalid items.
+    """
     if isinstance(text, bytes):
         try:
             text = text.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
@@ -82,7 +87,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
     try:
         text.encode()
         return text
-    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, \ud800
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
         if rules.invalid_utf8 == "replace":
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return rules.refuse_or_skip(where, f"half a surrogate pair: character {error.start}",
@@ -93,15 +98,14 @@ class DocumentBatch(NamedTuple):
     """Consecutive documents, the items skipped between them, and the place after them."""
 
     texts: list[str]
-    skipped: Counter  # reason → items
+    skipped: Counter  # reason → number of skipped items
     place: Place
-    done: float  # fraction of the source read so far, 0 to 1
+    done: float  # fraction of the source that has been read, 0 to 1
     digest: str  # of the source up to `place`
 
 
 class Digest:
-    """A digest of a source as far as it has been read: name, size and version of each complete part, the items read of
-    the next."""
+    """A digest of the source read so far: name, size and version of each complete part, and items of the next part."""
 
     def __init__(self, parts: Iterable[Part] = ()):
         self._parts, self._items = hashlib.sha256(), hashlib.sha256()
@@ -135,7 +139,7 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
     """Yields the documents from `start` on, in batches of about `size` (default BATCH_CHARACTERS) characters."""
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
-    total, before = sum(weights), sum(weights[:start.parts])  # `before`: of complete parts
+    total, before = sum(weights), sum(weights[:start.parts])  # `before`: the weight of the complete parts
     digest = Digest(parts[:start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):

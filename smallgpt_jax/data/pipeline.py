@@ -1,4 +1,4 @@
-"""The data of a run: a corpus, packed and shuffled, as batches on the devices of a mesh."""
+"""The data of a run: a corpus, packed into rows, shuffled, and put as batches on the devices of a mesh."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ from smallgpt_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DataPipeline:
-    """The data of a run. Batches depend on the step only."""
+    """The data of a run. A training batch depends only on the seed and the step."""
 
     corpus: corpora.Corpus
     train: batches.Mixture
     tokens_per_step: float  # without padding
-    train_batches: Any  # item `step` − 1: this process's rows of that step's batch
+    train_batches: Any  # item i: this process's rows of the batch of step i + 1
     validation_batches: Any
-    row_numbers: Any  # item `step` − 1: the numbers in `train` of that step's rows
+    row_numbers: Any  # item i: the row numbers in `train` of the batch of step i + 1
     to_devices: Callable  # this process's rows → the global batch
 
     def row_numbers_at(self, step: int) -> list[int]:
-        """Returns the numbers of the training rows of a step's batch."""
+        """Returns the row numbers of the training batch of `step`."""
         return list(self.row_numbers[step - 1])
 
 
@@ -35,8 +35,9 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
                   eval_steps: int, seed: int) -> DataPipeline:
     """Returns the pipeline of a config's `data` group, for this process's devices of the mesh.
 
-    Process 0 prepares a missing store. The others then open it, or prepare their own copy if they do not share its file
-    system. Raises UserError if text is missing, too short, or not the same in all processes.
+    Process 0 prepares a missing store. The other processes then open the store, or prepare their own copy if they do
+    not share the file system of process 0. Raises UserError if the text is missing, too short, or not the same in all
+    processes.
     """
     if data.workers < 0:
         raise UserError(f"config.data.workers={data.workers}: must not be negative")
@@ -44,7 +45,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
     corpus = corpora.load_or_prepare(data)
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
-                        "size of the tokenizer")
+                        "vocabulary size of the tokenizer")
     distributed.require_equal("a text", json.dumps(corpus.description))
     rows = sharding.local_rows(mesh, batch_size)
     train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
@@ -60,7 +61,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
 
 
 def pack(corpus: corpora.Corpus, split: str, data, context_length: int) -> batches.Mixture:
-    """Returns the rows of a split as a config's `data` group packs them."""
+    """Returns the rows of a split, packed with the settings of a config's `data` group."""
     return batches.Mixture(
         corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
 

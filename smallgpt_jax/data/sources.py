@@ -1,6 +1,8 @@
-"""Sources of text: a source name → its documents, in order.
+"""Text sources: the documents of a source, in a fixed order.
 
-- `python_stdlib`: the source code of the Python standard library, available wherever Python is.
+A source is one of:
+
+- `python_stdlib`: the source code of the Python standard library, which needs no download.
 - A path, folder or glob: local files of JSON lines, Parquet or plain text, optionally compressed.
 - `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
 - `tfds:NAME`: the training split of a TensorFlow dataset.
@@ -31,7 +33,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 
 PASSAGE_CHARACTERS = (1024, 16_384)  # minimum and maximum size of the passages that text files are split into
-# Tests, which many Python distributions omit; generated tables; other packages.
+# Folders of tests (which many Python distributions omit), of generated tables, and of other packages.
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                    "dist-packages", "__pycache__"}
 
@@ -101,16 +103,16 @@ def local_files(name: str) -> list[Path]:
 
 
 def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields each folder below `root` with the names of its files. Follows links to folders.
+    """Yields `root` and each folder below it, with the names of its files. Follows symbolic links to folders.
 
-    A folder reached through several links is yielded once, so cycles of links end.
+    A folder reached through several links is yielded once, so the function returns even if links form a cycle.
     """
     seen, waiting = set(), [str(root)]
-    for start in waiting:  # links found below are appended
+    for start in waiting:  # the loop appends the links that it finds
         for folder, names, files in os.walk(start):
             real = os.path.realpath(folder)
             if real in seen:
-                names.clear()  # its subfolders have been seen too
+                names.clear()  # the subfolders have been seen too
                 continue
             seen.add(real)
             names.sort()
@@ -119,7 +121,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """Returns the paths without those whose folder is also reached, through links, by a shorter path."""
+    """Returns the paths without duplicates: of several paths to a folder, through links, keeps only the shortest."""
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}
@@ -127,7 +129,7 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 
 
 def suggest_glob(folder: Path, paths: list[Path]) -> str:
-    """Returns a suggestion to read the files of a folder by a glob on their most common suffix, or ""."""
+    """Returns a hint to read a folder's files with a glob on their most common suffix, or "" if none has a suffix."""
     shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     suffixes = Counter(path.suffix for path in shown if path.suffix and path.suffix.lower() not in ARCHIVE_SUFFIXES)
     if not suffixes:
@@ -138,7 +140,7 @@ def suggest_glob(folder: Path, paths: list[Path]) -> str:
 
 
 def find_enclosing_folder(source: str, path: Path) -> Path | None:
-    """Returns the folder of a source that contains `path`, if any: files written there would be read as text."""
+    """Returns the folder of a source that contains `path`, or None. Files in such a folder would be read as text."""
     around = set(path.resolve().parents)
     return next((folder for name in split_names(source) if is_local(name)
                  for found, _ in walk_folders(Path(name).expanduser())
@@ -152,7 +154,11 @@ def local_bytes(source: str) -> int:
 
 
 def fingerprint(source: str) -> str:
-    """Returns a hash of a source: of files by path, size and time; of the standard library by version."""
+    """Returns a hash of a source.
+
+    It depends on the path, size and modification time of each local file, on the Python version for `python_stdlib`,
+    and only on the name for remote datasets.
+    """
     described = []
     for name in split_names(source):
         if name == "python_stdlib":

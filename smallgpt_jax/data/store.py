@@ -1,9 +1,13 @@
 """The token store: a corpus on disk as two streams of token ids, training and validation.
 
-A store is a folder of `metadata.json`, `tokenizer/`, and two binary files per split: `SPLIT.bin`, the ids of all
-documents (uint16 if the vocabulary allows, else uint32; little-endian), and `SPLIT.documents.bin`, the offset of
-each document in it (int64, in tokens). A document is an end-of-text id followed by its tokens. Flat files need no
-library for random access, and can be truncated at any token, so that an interrupted preparation resumes from there.
+A store is a folder with:
+
+- `metadata.json` and `tokenizer/`
+- `SPLIT.bin`, per split: the token ids of all documents (uint16 if the vocabulary allows, else uint32; little-endian)
+- `SPLIT.documents.bin`, per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
+
+A document is an end-of-text id followed by the ids of its text. Flat files need no library for random access. They can
+be truncated at any token, so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -46,7 +50,7 @@ class Split:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Returns the first token of each document, (documents,) int64, memory-mapped."""
+        """Returns the offset of each document in `stream`, (documents,) int64, memory-mapped."""
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
 
@@ -71,7 +75,7 @@ class TokenStore:
         return tokenizers.load(self.folder / "tokenizer")
 
     def fingerprint(self, split: str) -> str:
-        """Returns the `fingerprint` of a split, computed from its files if the store is older than fingerprints."""
+        """Returns the `fingerprint` of a split: from the metadata, or else computed from the split's files."""
         if known := self.metadata.get("fingerprints"):
             return known[split]
         return fingerprint(self.folder, split, getattr(self, split).text_bytes)
@@ -87,8 +91,10 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Opens the store in `folder`. Raises UserError if it is not a store, has another format, or a file is missing or
-    of the wrong size."""
+    """Opens the store in `folder`.
+
+    Raises UserError if it is not a store, has another format, or a file is missing or has the wrong size.
+    """
     fix = "remove the folder and rerun smallgpt_jax.prepare"
     try:
         metadata = json.loads((folder / METADATA_FILE).read_text())
@@ -115,14 +121,16 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def open_matching_store(folder: Path, expected: dict) -> TokenStore:
-    """Opens the store in `folder`. Raises UserError as `open_store` does, and if the store was made from another source
-    or with other settings than `expected`."""
+    """Opens the store in `folder`, as `open_store` does.
+
+    Also raises UserError if the store was made from another source or with other settings than `expected`.
+    """
     store = open_store(folder)
     made_from = store.metadata["made_from"]
     if different := [field for field in expected if expected[field] != made_from[field]]:
         raise UserError(
             f"config.data.store={str(folder)!r}: was made with "
             + ", ".join(f"{field}={made_from[field]!r}" for field in different)
-            + ", this config has " + ", ".join(f"{field}={expected[field]!r}" for field in different)
+            + ", but this config has " + ", ".join(f"{field}={expected[field]!r}" for field in different)
             + "; choose another folder, or use the same settings")
     return store

@@ -1,4 +1,4 @@
-"""Local files of text as parts: plain text, JSON lines, Parquet, also compressed."""
+"""Local text files as `Part`s: plain text, JSON lines and Parquet, optionally compressed."""
 
 import bz2
 import codecs
@@ -17,7 +17,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")  # files read from a folder, also compressed ones
+TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")  # of the files that are read from a folder, also if compressed
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 BLOCK_BYTES = 1_000_000  # per read of a text file
@@ -25,7 +25,7 @@ PARQUET_ROWS = 128  # per read
 
 
 def content_suffix(path: Path) -> str:
-    """Returns the suffix of a file without that of its compression."""
+    """Returns the suffix of a file, ignoring a compression suffix: 'a.jsonl.gz' → '.jsonl'."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
 
@@ -57,7 +57,7 @@ def open_binary(path: Path):
 
 
 def decompress(path: Path, raw) -> io.BufferedIOBase:
-    """Wraps an open file so that reading it decompresses it, if its suffix says that it is compressed."""
+    """Returns the open file `raw`, wrapped to decompress its content if `path` has a compression suffix."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(raw)
@@ -70,13 +70,13 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """Raises the errors of libraries that read a damaged file as a UserError that names it."""
+    """Converts the errors that libraries raise for a damaged file to a UserError that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the operating system, not of the file
+        if isinstance(error, OSError) and error.errno:  # an error of the operating system; the file is not damaged
             raise UserError(f"{path}: {error.strerror}") from None
-        raise UserError(f"{path}: damaged, or not of the type of its suffix ({short_reason(error).rstrip('.')}); "
+        raise UserError(f"{path}: damaged, or of another type than its suffix ({short_reason(error).rstrip('.')}); "
                         "download it again, or remove it") from None
 
 
@@ -119,11 +119,11 @@ def not_utf8(path: Path, byte: int, line: int) -> UserError:
 
 
 def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
-    """Splits a text, given in pieces, into documents of at most `most` characters, preferably at blank lines.
+    """Splits a text, the concatenation of `pieces`, into documents of at most `most` characters.
 
-    Otherwise a long book would be one document, entirely in the training or in the validation split. The cost is an
-    end-of-text every 16 thousand characters (more often in a source below 1.6 MB, so that it has about a hundred
-    documents).
+    Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
+    in the validation split. The cost is an end-of-text token about every 16 thousand characters, or more often in
+    sources below 1.6 MB, which become about a hundred documents.
     """
     text = ""
     for piece in pieces:
@@ -139,7 +139,7 @@ def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
 
 
 def parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
-    """Yields the text field of each line's JSON object. Ignores blank lines."""
+    """Yields the text field of the JSON object in each line. Ignores blank lines."""
     offset = 0
     for number, line in enumerate(lines, start=1):
         start, offset = offset, offset + len(line)
@@ -161,7 +161,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
         item = json.loads(decoded_line)
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
-    except ValueError as error:  # includes numbers of thousands of digits
+    except ValueError as error:  # also for integers of thousands of digits
         return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
     if not isinstance(item, dict):
         return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")
@@ -184,7 +184,8 @@ def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[],
         with name_file_in_errors(path):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
                 column = batch.column(0)
-                if types.is_string(column.type) or types.is_large_string(column.type):  # not checked to be UTF-8
+                # pyarrow does not check that strings are valid UTF-8.
+                if types.is_string(column.type) or types.is_large_string(column.type):
                     column = column.cast("binary" if types.is_string(column.type) else "large_binary")
                 for number, text in enumerate(column.to_pylist(), done + 1):
                     yield extract_text(text, f"{path}, row {number}", columns, rules)
@@ -201,4 +202,4 @@ def import_pyarrow(path: Path, module: str = ""):
 
 
 def missing_libraries(what: str) -> UserError:
-    return UserError(f"{what}: needs more libraries; run pip install -e '.[data]'")
+    return UserError(f"{what}: requires extra libraries; run pip install -e '.[data]'")

@@ -1,7 +1,7 @@
 """TFRecord files, read sequentially and without TensorFlow.
 
-A record is its length in bytes (uint64), a checksum of the length, the data, and a checksum of the data (uint32 each,
-all little-endian). Checksums are masked CRC-32C, see `masked_crc32c`.
+A record consists of the length of its data in bytes (uint64), a checksum of the length (uint32), the data, and a
+checksum of the data (uint32), all little-endian. The checksums are masked CRC-32C, see `masked_crc32c`.
 """
 
 import struct
@@ -16,7 +16,7 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
     """Yields the records of a file of `size` bytes.
 
     Raises ValueError if a record is truncated or its length does not match the checksum. The checksum of the data is
-    not verified: in Python that takes longer than tokenizing.
+    not verified, because computing it in Python takes longer than tokenizing.
     """
     end = 0
     while end < size:

@@ -1,8 +1,8 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, and bytes.
 
-A tokenizer is stored in a folder, in its token store and again in each workdir, under the file names that other tools
-read: `tokenizer.model` (SentencePiece) or `vocab.json` and `merges.txt` (GPT-2); `tokenizer_kind.json` names its kind.
-No text encodes to the end-of-text id: it only marks the beginning of a document.
+A tokenizer is stored as a folder in its token store and in each workdir. Its files have the names that other tools
+expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2. `tokenizer_kind.json` has the kind
+of the tokenizer. The end-of-text id marks the beginning of a document; no text encodes to it.
 """
 
 import functools
@@ -22,12 +22,12 @@ from smallgpt_jax.files import local_path, write_atomically
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
-# SentencePiece is trained on at most this much text; more hardly changes the pieces.
+# SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
 MAX_TRAINING_CHARACTERS = 50_000_000
-MAX_LINE_CHARACTERS = 4096  # SentencePiece ignores longer lines, so they are split
+MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # our name: OpenAI's
+GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder: OpenAI's name
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -38,24 +38,24 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
-    unknown: int | None  # id of characters without a piece; None if there are none
+    unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, without end-of-text. Thread-safe."""
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """Returns the ids of a text that continues another one."""
+        """Returns the ids of a text that continues an earlier text."""
         return self.encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns file name → content, all that `load` needs besides the kind."""
+        """Returns the files that `load` needs besides KIND_FILE: file name → content."""
 
 
 class Bytes(Tokenizer):
-    """One id per byte of UTF-8, and 256 for end-of-text."""
+    """One id per byte of UTF-8, and id 256 for end-of-text."""
 
     kind = "bytes"
     vocab_size = 257
@@ -73,8 +73,10 @@ class Bytes(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model. Decoding restores the text, except that U+2581, which SentencePiece uses for spaces,
-    becomes a space."""
+    """A SentencePiece model.
+
+    Decoding restores the text, except that U+2581 becomes a space, because SentencePiece uses it for spaces.
+    """
 
     kind = "sentencepiece"
 
@@ -84,7 +86,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
         marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # Control pieces only: text never encodes to them.
+        # Only control pieces are suitable: text never encodes to them.
         self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
         if self.end_of_text is None:
             raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
@@ -94,8 +96,8 @@ class SentencePiece(Tokenizer):
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
     def encode_continuation(self, text):
-        # Most models prepend a space to a text (add_dummy_prefix) and drop leading ones (remove_extra_whitespaces).
-        # Within a text neither may happen.
+        # Most models prepend a space to each text (add_dummy_prefix) and drop leading spaces
+        # (remove_extra_whitespaces). Neither may happen in the middle of a text.
         without_space, with_space = self._for_continuations
         ids = without_space.encode(text)
         if text[:1].isspace() and ids == without_space.encode(text.lstrip()):
@@ -104,7 +106,7 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """Returns the same model without and with a space prepended to texts."""
+        """Returns two processors of the model: one prepends no space to texts, the other prepends one."""
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
         model, processors = ModelProto.FromString(self._model), []
@@ -132,7 +134,7 @@ class GPT2(Tokenizer):
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = json.loads(vocab_json)
         self.end_of_text = ids.pop(END_OF_TEXT)
-        # tiktoken merges in the order of the ids, which must be that of the merges.
+        # tiktoken merges pairs in the order of their ids, which must therefore be the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
@@ -155,7 +157,7 @@ class GPT2(Tokenizer):
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """Returns the characters of GPT-2's files → the bytes that they represent.
+    """Returns a mapping from the characters in GPT-2's files to the bytes that they represent.
 
     Printable Latin-1 characters represent themselves; the characters from U+0100 on represent the other 68 bytes in
     order.
@@ -166,10 +168,14 @@ def gpt2_bytes() -> dict[str, int]:
 
 
 def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer of a config; SentencePiece is trained on `texts`.
+    """Returns the tokenizer that `spec` (`config.data.tokenizer`) describes. Raises UserError if it is invalid.
 
-    spec: "sentencepiece:SIZE", "gpt2" (downloaded by tiktoken), "bytes", or a path to a SentencePiece model file, to a
-    folder with GPT-2's two files, or to the tokenizer folder of a run or store. Raises UserError.
+    `spec` is one of:
+
+    - "sentencepiece:SIZE": a SentencePiece model, trained on `texts`
+    - "gpt2": downloaded by tiktoken
+    - "bytes"
+    - a path: a SentencePiece model file, a folder with GPT-2's two files, or the tokenizer folder of a run or store
     """
     kind, _, size = spec.partition(":")
     if kind == "bytes":
@@ -198,12 +204,12 @@ def load(folder: Path) -> Tokenizer:
     try:
         kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{files[KIND_FILE]}: damaged, names no kind of tokenizer") from None
+        raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
     if kind == "bytes":
         return Bytes()
     if "tokenizer.model" in files:
         return read_sentencepiece(files["tokenizer.model"])
-    # GPT-2's two files, by Hugging Face's names or OpenAI's.
+    # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
     pair = [files.get(ours) or files.get(theirs) for ours, theirs in GPT2_FILES.items()]
     if not all(pair):
         raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), or vocab.json and "
@@ -215,7 +221,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 def spec_fingerprint(spec: str) -> str:
-    """Returns a hash of the files at the path `spec`; "" if it is not an existing path."""
+    """Returns a hash of the files at the path `spec`, or "" if `spec` is not an existing path."""
     path = Path(spec).expanduser()
     if not path.exists():
         return ""
@@ -226,7 +232,7 @@ def spec_fingerprint(spec: str) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the files that `load` reads, durably."""
+    """Writes the files that `load` reads to a folder, durably."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
         write_atomically(folder / name, content)
@@ -234,7 +240,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a hash that is equal for tokenizers that give the same ids."""
+    """Returns a hash of a tokenizer's kind and files. Tokenizers with equal hashes give the same ids."""
     content = b"".join(tokenizer.files()[name] for name in sorted(tokenizer.files()))
     return hashlib.sha256(tokenizer.kind.encode() + content).hexdigest()[:16]
 
@@ -247,9 +253,10 @@ def read_sentencepiece(path: Path) -> SentencePiece:
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model that preserves all whitespace and encodes unseen characters as bytes.
+    """Returns a byte-pair model, trained on `texts`, that preserves all whitespace and encodes unseen characters as
+    bytes.
 
-    A text too small for `size` pieces gives fewer. Raises UserError if there is no text.
+    If the text is too short for `size` pieces, the model has fewer. Raises UserError if there is no text.
     """
     def lines():
         read = 0
@@ -275,12 +282,12 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
 
 def download(name: str) -> bytes:
-    """Returns one of GPT-2's two files, through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
+    """Returns one of GPT-2's two files, downloaded through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
     import tiktoken.load
 
     try:
         return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
-    except (OSError, ValueError) as error:  # no network, or another file
+    except (OSError, ValueError) as error:  # no network, or a file with another checksum
         raise UserError(
             f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}); "
             "put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "

@@ -25,7 +25,7 @@ from smallgpt_jax.train import train
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))
 SKIP = "or skip such items with --config.data.invalid_items=skip"
-DAMAGED = "damaged, or not of the type of its suffix"
+DAMAGED = "damaged, or of another type than its suffix"
 AGAIN = "download it again, or remove it"
 RERUN = "remove the folder and rerun smallgpt_jax.prepare"
 GOOD = dict(data__source="HERE/good.jsonl", data__store="HERE/store")
@@ -165,15 +165,15 @@ CASES = {
         "(config.data.validation_fraction=0.1); use more text, or another fraction"),
     "Too little text for one batch": (
         files(a__jsonl=LINES), dict(data__source="HERE/a.jsonl", train__batch_size=8000),
-        "config.train.batch_size: one batch takes 8000 rows of 64 + 1 tokens, the training split has 798 (NUMBER "
-        "tokens); use more text, or a smaller config.train.batch_size or config.model.context_length"),
+        "config.train.batch_size: one batch takes 8000 rows of 64 + 1 tokens, but the training split has 798 rows "
+        "(NUMBER tokens); use more text, or a smaller config.train.batch_size or config.model.context_length"),
     "Invalid tokenizer file": (
         files(a__jsonl=LINES, my__model=b"nonsense"),
         dict(data__source="HERE/a.jsonl", data__tokenizer="HERE/my.model"),
         "HERE/my.model: not a SentencePiece model"),
     "Tokenizer too large for the model": (
         files(a__jsonl=LINES), dict(data__source="HERE/a.jsonl", model__vocab_size=200),
-        "config.model.vocab_size=200: must be at least 257, the size of the tokenizer"),
+        "config.model.vocab_size=200: must be at least 257, the vocabulary size of the tokenizer"),
     "Invalid tokenizer size": (
         files(a__jsonl=LINES), dict(data__source="HERE/a.jsonl", data__tokenizer="sentencepiece:10"),
         "config.data.tokenizer='sentencepiece:10': expected sentencepiece:SIZE, where SIZE is the number of "
@@ -194,7 +194,7 @@ CASES = {
         "line 3 column 3 (char 19))"),
     "Store made with other settings": (
         damaged_store(lambda f: None), dict(GOOD, data__tokenizer="sentencepiece:300"),
-        "config.data.store='HERE/store': was made with tokenizer='bytes', this config has "
+        "config.data.store='HERE/store': was made with tokenizer='bytes', but this config has "
         "tokenizer='sentencepiece:300'; choose another folder, or use the same settings"),
     "Store inside its source": (
         lambda folder: ((folder / "texts").mkdir(), (folder / "texts" / "a.jsonl").write_bytes(LINES)),

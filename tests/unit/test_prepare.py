@@ -271,7 +271,7 @@ def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
         return locked(*args, **kwargs)
 
     monkeypatch.setattr(prepare, "file_lock", locked_after_another)
-    with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300', this config has"):
+    with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300', but this config has"):
         prepare_store(tmp_path / "store", corpus[0])
 
 

@@ -1,7 +1,8 @@
-"""Preparing a token store: sources → token files, in parallel, resumable.
+"""Preparation of a token store from a source: parallel and resumable.
 
-Threads tokenize documents in order, and the main thread appends them to the files of their split; a journal records the
-progress. The unfinished store is STORE.partial, renamed to STORE when it is complete.
+Threads tokenize the documents, the main thread appends the tokens to the files of each split, in the order of the
+source, and a journal records the progress. An unfinished store is in STORE.partial, which is renamed to STORE on
+completion.
 """
 
 import functools
@@ -36,24 +37,27 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, rename, write_atomically
 from smallgpt_jax.formatting import duration, millions
 
-JOURNAL_SECONDS = 5  # between writes of the journal
-PROGRESS_SECONDS = 10  # between progress lines
-LONG_TEXT = 1_000_000  # characters; longer documents are tokenized in pieces
+JOURNAL_SECONDS = 5  # minimum time between writes of the journal
+PROGRESS_SECONDS = 10  # minimum time between progress lines
+LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
 
 
 def prepare_store(
     folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
     invalid_utf8: str, invalid_items: str, workers: int | None = None, log=print, unfinished: str = "",
 ) -> TokenStore:
-    """Tokenizes a source into a store at `folder`, atomically, unless it exists; returns the store.
+    """Returns the token store at `folder`. Prepares it from `source` first, atomically, if it does not exist.
 
-    Arguments are those of the config's `data` group. `workers` threads (default: one per core) tokenize; the result
-    does not depend on their number. The unfinished store is `folder`.partial, or `unfinished`.partial beside it; after
-    an interruption the same call resumes (see journal.py). If `folder` is a symbolic link, both are written where it
-    points. Memory: about 10 MB per worker, plus a few times the longest document.
+    After an interruption, the same call resumes (see journal.py). Memory: about 10 MB per worker, plus a few times the
+    longest document.
 
-    Raises UserError for an invalid source or setting, and if the existing store was made from another source or with
-    other settings.
+    Args:
+        folder: the store. If it is a symbolic link, the store is its target, and the unfinished store is next to it.
+        workers: the number of tokenizer threads; None: one per core. It does not affect the store.
+        unfinished: the name of the unfinished store, without ".partial"; "": the name of `folder`.
+
+    The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
+    or if the existing store was made from another source or with other settings.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"config.data.validation_fraction={validation_fraction}: must be above 0 and "
@@ -74,33 +78,33 @@ def prepare_store(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(folder.with_name(f".{unfinished or folder.name}.lock"), wait=True):
-            if not (folder / METADATA_FILE).is_file():  # else another process has finished it meanwhile
+            if not (folder / METADATA_FILE).is_file():  # another process may have finished the store meanwhile
                 write_store(partial, parts, rules, made_from, workers or os.cpu_count(), log)
                 require_free_path(folder)
                 rename(partial, folder)
                 (folder / JOURNAL_FILE).unlink()
     except OSError as error:
         if error.filename and folder.parent not in Path(error.filename).parents:
-            raise  # a source or tokenizer that cannot be read
+            raise  # an error from reading a source or tokenizer
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
     return open_matching_store(given_folder, made_from)
 
 
 def require_free_path(folder: Path) -> None:
-    """Raises UserError if `folder` is neither a store nor a path that a finished store can be renamed to."""
+    """Raises UserError unless `folder` is a store, or a path to which a finished store can be renamed."""
     if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
         return
     if os.path.ismount(folder):
         raise UserError(f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot replace; "
-                        f"choose a folder in it: --config.data.store={folder / 'store'}")
+                        f"choose a subfolder: --config.data.store={folder / 'store'}")
     if not folder.is_dir() or any(folder.iterdir()):
         raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
 
 
 def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict, workers: int, log,
                 ) -> None:
-    """Writes a store to `partial`, resuming one that was started there if possible."""
+    """Writes a store to `partial`. Resumes an unfinished store there if possible."""
     tokenizer, journal = resume_or_start(partial, parts, rules, made_from, log)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
@@ -111,7 +115,7 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
         for batch, encoded in map_in_order(encode, batches, workers):
             writer.add(batch, encoded)
             progress.update(batch.done, sum(len(split.tokens) for split in encoded.values()))
-    except UserError:  # an invalid item or a network error: keeps the progress, if there is any
+    except UserError:  # an invalid item or a network error: keep the progress, if any
         writer.flush()
         if journal.latest.place == (0, 0):
             shutil.rmtree(partial)
@@ -134,7 +138,7 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
 
 
 def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: dict, log) -> tuple[Tokenizer, Journal]:
-    """Returns the tokenizer and the journal of the unfinished store at `partial`, a new one if it cannot be resumed."""
+    """Returns the tokenizer and journal of the unfinished store at `partial`. Starts a new one if it cannot resume."""
     identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
                 "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
     if journal := resume_journal(partial, identity, parts, rules, log):
@@ -176,16 +180,16 @@ def remove_partial(partial: Path, log) -> None:
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
             *(file(partial, name).name for file in (tokens_file, documents_file) for name in SPLITS)}
     if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
-        raise UserError(f"{partial}: is needed for the unfinished store, but contains other files; move it, or choose "
-                        "another config.data.store")
+        raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
+                        "choose another config.data.store")
     if (partial / JOURNAL_FILE).exists():
-        log(f"{partial}: was started from another text or with other settings; starting over")
+        log(f"{partial}: unfinished store of another text or with other settings; starting over")
     shutil.rmtree(partial)
 
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the end of the text that it was trained on; None: the whole source."""
+    """Returns the tokenizer and the `Place` where its training text ends; None: the end of the source."""
     learned = Place()
 
     def texts() -> Iterator[str]:
@@ -200,25 +204,26 @@ def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fracti
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Returns whether a document belongs to the validation split, by a hash of its text.
+    """Returns whether a document belongs to the validation split.
 
-    So the split does not depend on the order of documents, and copies of a document are in the same split.
+    Depends on a hash of the text: the order of the documents has no effect, and copies of a document are in the same
+    split.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 class EncodedBatch(NamedTuple):
-    """Consecutive documents of one split."""
+    """The tokens of consecutive documents of one split."""
 
-    tokens: np.ndarray  # (N,), each document after its end-of-text
-    lengths: np.ndarray  # (documents,)
+    tokens: np.ndarray  # (tokens,), an end-of-text before each document
+    lengths: np.ndarray  # (documents,), in tokens, with the end-of-text
     text_bytes: int
 
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
-    """Returns the documents of a batch as tokens, by split."""
+    """Returns the tokens of a batch's documents: split → EncodedBatch."""
     ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
     mark = np.array([tokenizer.end_of_text], dtype)
     for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
@@ -233,17 +238,17 @@ def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validatio
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the ids of each text. Tokenizes long texts in pieces, to bound the memory."""
+    """Returns the ids of each text. Splits long texts first, to limit the memory."""
     if all(len(text) <= LONG_TEXT for text in texts):
         return tokenizer.encode(texts)
     return [np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)]) for text in texts]
 
 
 def split_long_text(text: str) -> Iterator[str]:
-    """Yields pieces of a long text, cut before spaces between words where possible.
+    """Splits a text into pieces of at most LONG_TEXT characters, before spaces between words if possible.
 
-    Byte-pair tokens begin there anyway, so the ids are those of the whole text, unless a SentencePiece model prepends a
-    space to each text.
+    Byte-pair tokens do not cross these boundaries. The ids are therefore those of the whole text, unless a
+    SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:
@@ -258,10 +263,10 @@ def split_long_text(text: str) -> Iterator[str]:
 
 
 def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """Yields each item and function(item) in order, computed by `workers` threads.
+    """Yields each item with function(item), in order, computed by `workers` threads.
 
-    An error of the iterator is raised after the results of the items before it. Threads suffice because the tokenizers
-    release the GIL.
+    If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
+    tokenizers release the GIL.
     """
     items, end = iter(items), None
     with ThreadPoolExecutor(workers) as pool:
@@ -272,7 +277,7 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
                     try:
                         item = next(items)
                         waiting.append((item, pool.submit(function, item)))
-                    except Exception as error:  # StopIteration too
+                    except Exception as error:  # also StopIteration, at the end of `items`
                         end = error
                 if waiting:
                     item, result = waiting.popleft()
@@ -284,7 +289,10 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
 
 
 class StoreWriter:
-    """The files of an unfinished store. Its journal is written after them, so it never records more than they hold."""
+    """Writes the files of an unfinished store.
+
+    The journal is written after the other files, so it never records more tokens than they contain.
+    """
 
     def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
         self._folder, self._journal = folder, journal
@@ -292,7 +300,7 @@ class StoreWriter:
         self.flush()  # marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
-        """Appends a batch; writes the journal every JOURNAL_SECONDS."""
+        """Appends a batch to the files. Writes the journal every JOURNAL_SECONDS."""
         for name, split in self._splits.items():
             split.add(encoded[name])
         skipped = Counter(self._journal.latest.skipped)
@@ -314,7 +322,7 @@ class StoreWriter:
 
 
 class SplitWriter:
-    """Appends to the files of one split, after truncating them to the sizes recorded in the journal."""
+    """Appends documents to the files of one split. First truncates the files to the sizes recorded in the journal."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
                  text_bytes: int):
@@ -376,7 +384,7 @@ class ProgressLine:
 
 
 def summary(source: str, folder: Path, metadata: dict, seconds: float) -> str:
-    """Returns the size of a new store and the lengths of its documents, in a few lines."""
+    """Returns a message of a few lines with the size of a new store and the lengths of its documents."""
     splits = metadata["splits"]
     starts = [np.append(np.fromfile(documents_file(folder, name), np.int64), splits[name]["tokens"])
               for name in SPLITS]

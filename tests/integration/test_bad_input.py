@@ -104,7 +104,7 @@ CASES = {
         ".md files as text, set --config.data.source='HERE/**/*.md'"),
     "Store at a mount point": (
         files(good__jsonl=LINES), dict(data__source="HERE/good.jsonl", data__store="/proc"),
-        "config.data.store='/proc': is a mount point, which a finished store cannot replace; choose a folder in it: "
+        "config.data.store='/proc': is a mount point, which a finished store cannot replace; choose a subfolder: "
         "--config.data.store=/proc/store"),
     "Empty documents only": (
         files(a__jsonl=b'{"text": ""}\n' * 3), dict(data__source="HERE/a.jsonl"),

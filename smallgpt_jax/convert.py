@@ -5,9 +5,13 @@
     python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
     python -m smallgpt_jax.convert --from=run --input=runs/pgpt --workdir=runs/pgpt-tuned
 
-`hf` is a Hugging Face folder, or for --from=hf also a model name on the hub: a GPT-2 or a model exported here.
-`gpt_variations` is a .pt file of the paper's released code. `run` is another workdir, to train its model further on
-other text. --from writes a workdir, for generate, evaluate, convert and, with --config=configs/run.py:WORKDIR, main.
+Formats:
+
+    hf              a Hugging Face folder of a GPT-2 or of a model exported here; --from=hf also takes a name on the hub
+    gpt_variations  a .pt file of the paper's released code
+    run             another workdir, to train its model further on other text
+
+--from writes a workdir for generate, evaluate and convert, and for main with --config=configs/run.py:WORKDIR.
 """
 
 import datetime
@@ -25,17 +29,18 @@ from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export --workdir to --output in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Import --input in this format to --workdir.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: an existing one with --to, a new one with --from.")
-_OUTPUT = flags.DEFINE_string("output", None, "With --to: the new folder.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Run directory: with --to an existing one, with --from a new one.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or model name on the hub.")
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer; if unset, the "
-    "folder's, or GPT-2's. With --to: 'skip' exports without a tokenizer.")
-_STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: the checkpoint's step; the newest if unset.")
-_PATHS = flags.DEFINE_string("paths", "all", "With --to, for pgpt: all, best (the largest weight), or numbers: 0,1.")
+    "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer. Default: the "
+    "tokenizer in the input folder, else GPT-2's. With --to: 'skip' exports without a tokenizer.")
+_STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the checkpoint. Default: the newest.")
+_PATHS = flags.DEFINE_string("paths", "all", "With --to, for pgpt: paths to export: all, best (largest weight), or "
+                             "indices such as 0,1.")
 flags.mark_flag_as_required("workdir")
 
-FLAGS_BY_DIRECTION = {  # besides --workdir
+FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
     "--to=hf": ("output", "tokenizer", "step", "paths"),
     "--from=hf": ("input", "tokenizer"),
     "--from=gpt_variations": ("input", "tokenizer"),
@@ -51,19 +56,19 @@ def main() -> None:
         if flag.present and flag.name not in FLAGS_BY_DIRECTION[direction]:
             raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
     if _TO.value and _TOKENIZER.value not in (None, "skip"):
-        raise UserError(f"--tokenizer={_TOKENIZER.value}: an export has the run's tokenizer; use --tokenizer=skip to "
-                        "export without it")
+        raise UserError(f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use --tokenizer=skip "
+                        "to export without it")
     if _TO.value:
         export_model(local_path("--workdir", _WORKDIR.value), new_folder("--output", _OUTPUT.value))
     else:
         if not _INPUT.value:
             raise UserError("--input: must be given; name the folder, file or model to import")
-        local_path("--input", _INPUT.value)  # or a name on the hub
+        local_path("--input", _INPUT.value)  # refuses URLs; accepts names on the hub
         import_model(_INPUT.value, new_folder("--workdir", _WORKDIR.value))
 
 
 def new_folder(flag: str, name: str | None) -> Path:
-    """Returns the path of a new or empty folder. Raises UserError for any other."""
+    """Returns the absolute path `name` of a new or empty folder. Raises UserError for other paths."""
     if not name:
         raise UserError(f"{flag}: must be given; name a new folder")
     folder = local_path(flag, name).resolve()
@@ -90,14 +95,14 @@ def export_model(source: Path, output: Path) -> None:
 
 
 def import_model(source: str, folder: Path) -> None:
-    """Writes the model in `source` as a workdir, at step 0 and with its origin."""
+    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0 with origin.json."""
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read_folder(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
-        # The training of these weights, and where they started from.
+        # Adds how the source run was trained, and its own origin.
         origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
     else:
         model, params, facts = gpt_variations.read_checkpoint(Path(source).expanduser())
@@ -106,7 +111,7 @@ def import_model(source: str, folder: Path) -> None:
         tokenizer = tokenizers.from_spec(_TOKENIZER.value or "gpt2", [])
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, the model only "
-                        f"{model.config.vocab_size:,}; name the model's own with --tokenizer")
+                        f"{model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
     with atomic_folder(folder) as partial:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "

@@ -3,9 +3,9 @@
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=paper
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=hellaswag,piqa --data_dir=eval_data --limit=500
 
-`paper` is the paper's seven: HellaSwag, WinoGrande, CommonsenseQA, ANLI r1, PIQA, COPA, ARC-Easy. Any other task is
-named as in the harness; lambada_openai and wikitext are perplexities. Prints a table, and writes it and the harness's
-result as JSON to WORKDIR/evaluations.
+`paper` stands for the paper's seven tasks: HellaSwag, WinoGrande, CommonsenseQA, ANLI r1, PIQA, COPA, ARC-Easy. Other
+tasks have the harness's names; lambada_openai and wikitext report perplexity. Prints a table of results, and writes the
+table (Markdown) and the harness's results (JSON) to WORKDIR/evaluations.
 """
 
 import dataclasses
@@ -32,20 +32,21 @@ from smallgpt_jax.models.pgpt import with_paths
 SCORING_VERSION = 1  # part of the cache key; increase it when scores change
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
-_TASKS = flags.DEFINE_list("tasks", None, "Tasks, separated by commas; paper: the paper's seven.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, in place of the "
+_TASKS = flags.DEFINE_list("tasks", None, "Comma-separated task names; paper: the paper's seven tasks.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, instead of the "
                                 "hub; see docs/evaluation.md.")
-_PATHS = flags.DEFINE_string("paths", "all", "Paths of a pgpt: all, best (largest weight), or indices: 0,1.")
+_PATHS = flags.DEFINE_string("paths", "all", "For pgpt, paths to evaluate: all, best (largest weight), or "
+                             "indices such as 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
-_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Examples before each question. Default: the task's, "
-                                    "usually 0.", lower_bound=0)
-_LIMIT = flags.DEFINE_float("limit", None, "Number of questions per task; below 1: fraction of them.",
+_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Few-shot examples before each question. Default: the "
+                                    "task's number, usually 0.", lower_bound=0)
+_LIMIT = flags.DEFINE_float("limit", None, "Questions per task; a number below 1 is a fraction of the task.",
                             lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 1234, "Seed of few-shot examples and sampled texts.")
-_GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings of tasks that generate text: "
-                                  "temperature=0.8,do_sample=True,…")
+_GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings of tasks that generate text, such as "
+                                  "temperature=0.8,do_sample=True.")
 _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "Include each question and its scores in the JSON file.")
-_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Positions per device and batch.",
+_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Maximum positions per device in a batch.",
                                      lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype. Default: as in training.")
 FLAGS = flags.FLAGS
@@ -56,7 +57,7 @@ def main() -> None:
     try:
         from smallgpt_jax.evaluation.harness import SmallGPT
     except ImportError:
-        raise UserError("evaluation needs lm-evaluation-harness; pip install -e '.[eval]'") from None
+        raise UserError("lm-evaluation-harness is not installed; run pip install -e '.[eval]'") from None
     data_dir = local_path("--data_dir", _DATA_DIR.value) if _DATA_DIR.value else None
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or leave the flag out to use the hub")
@@ -97,19 +98,19 @@ def main() -> None:
 
 
 def model_fingerprint(params, model_state, tokenizer) -> str:
-    """Returns a hash of everything that scores depend on besides the requests; part of the cache's name."""
+    """Returns a hash of weights, tokenizer, SCORING_VERSION and the harness's version, for the score cache's name."""
     variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
     content = [SCORING_VERSION, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
 def join_name_parts(*parts: str | bool | None) -> str:
-    """Returns the parts that are not empty, joined by hyphens, as a file name."""
+    """Returns a file name: the non-empty parts, joined by hyphens."""
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
 
 
 class ProgressLine:
-    """Shows progress on standard error: in place on a terminal, else one line every ten seconds."""
+    """Progress on standard error: updated in place on a terminal, else one line every ten seconds."""
 
     def __init__(self):
         self._in_place, self._shown_at, self._started = sys.stderr.isatty(), 0.0, 0.0

@@ -1,7 +1,8 @@
-"""GPT-2's names and layouts: Hugging Face's GPT2LMHeadModel; its block names also serve its descendants.
+"""Names and layouts of tensors in Hugging Face's GPT2LMHeadModel.
 
-GPT-2 has biases everywhere, an output head tied to the embedding, and the tanh approximation of GELU. Its linear
-weights are (inputs, outputs); those of its descendants (nanoGPT, the paper's code) are PyTorch's (outputs, inputs).
+GPT-2 has biases everywhere, an output head tied to the embedding, and the tanh approximation of GELU. nanoGPT and the
+paper's code use the same block names, but their linear weights are (outputs, inputs), as usual in PyTorch; GPT-2's are
+(inputs, outputs).
 """
 
 import re
@@ -20,26 +21,29 @@ OTHER_NAMES = {
     "final_norm.weight": "transformer.ln_f.weight", "final_norm.bias": "transformer.ln_f.bias",
     "head.weight": "lm_head.weight"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-               "gelu_fast": "gelu_tanh"}  # theirs: ours
-# Further fields of their config, and the only value that our model supports.
+               "gelu_fast": "gelu_tanh"}  # GPT-2's name: our name
+# Further fields of GPT-2's config. Our model supports only these values.
 FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
          "add_cross_attention": False}
 
 
 def hugging_face_name(name: str) -> str:
-    """Returns the name of one of our tensors in a GPT2LMHeadModel."""
+    """Returns GPT2LMHeadModel's name for one of our tensors."""
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.(weight|bias)", name):
         return f"transformer.h.{block[1]}.{BLOCK_NAMES[block[2]]}.{block[3]}"
     return OTHER_NAMES.get(name, name)
 
 
 def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the outputs of a QKV projection from (3, H, K) to (H, 3, K), flattened in the first axis of `x`."""
+    """Reorders the outputs of a QKV projection, the first axis of `x`, from (3, H, K) to (H, 3, K), flattened.
+
+    H is the number of heads, K the head width.
+    """
     return x.reshape(3, num_heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Inverts `heads_first`."""
+    """Inverts `heads_first`: reorders from (H, 3, K) to (3, H, K)."""
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -50,7 +54,7 @@ def is_gpt2(config: ModelConfig) -> bool:
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns our tensors under the names and in the layouts of a GPT2LMHeadModel."""
+    """Returns our tensors with the names and layouts of a GPT2LMHeadModel."""
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -61,9 +65,9 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a GPT2LMHeadModel or GPT2Model under our names and in our layouts.
+    """Returns the tensors of a GPT2LMHeadModel or GPT2Model with our names and layouts.
 
-    `names` are our model's. Unknown tensors keep their names.
+    `names` are the tensor names of our model. Unknown tensors keep their names.
     """
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}
@@ -72,7 +76,7 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
             continue  # the causal mask, stored in old files
         full = name if name in ours else f"transformer.{name}"
         if name == "lm_head.weight" and "head.weight" not in names:
-            continue  # the tied head
+            continue  # a copy of the tied embedding
         if (known := ours.get(full)) is None:
             renamed[name] = x
             continue
@@ -84,7 +88,7 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 
 def to_config(config: ModelConfig) -> dict:
-    """Returns the config.json of the GPT2LMHeadModel that computes the same function."""
+    """Returns the config.json of a GPT2LMHeadModel that computes the same function as our model."""
     return {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
         "n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers,
@@ -94,9 +98,10 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: Mapping, where: str) -> dict:
-    """Returns our `model` group for the config.json of a GPT-2.
+    """Returns the fields of our `model` config group for a GPT-2's config.json.
 
-    Raises UserError for values that our model does not support, for values of the wrong type, and for missing sizes.
+    `theirs` is the content of config.json, `where` its path for messages. Raises UserError for missing sizes, values of
+    the wrong type, and values that our model does not support.
     """
     def size(*names: str, default: int | None = None) -> int:
         found = next((theirs[name] for name in names if theirs.get(name) is not None), default)

@@ -1,8 +1,8 @@
-"""The `.pt` files of the paper's released code (SkAndMl/gpt-variations), all four architectures.
+"""Import of `.pt` files of the paper's released code (SkAndMl/gpt-variations), all four architectures.
 
-A file holds {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are inferred from the tensors,
-since lgpt and cgpt modify their config while the model is built, so that it has the last width. Only the number of
-heads, which no tensor shows, comes from the config.
+A file contains {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are inferred from the
+tensors, because the saved config of an lgpt or cgpt has the width of the last stage: the released code overwrites it
+while it builds the model. Only the number of heads comes from the config, because no tensor's shape depends on it.
 """
 
 import re
@@ -25,7 +25,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Returns a model of the released code. Raises UserError for other files."""
+    """Returns the model in a `.pt` file of the released code. Raises UserError for other files."""
     saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code: no 'model' entry")
@@ -44,7 +44,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
-    """Returns the `model` group of a config, inferred from the tensors."""
+    """Returns the fields of our `model` config group, inferred from the names and shapes of the tensors."""
     def count(pattern: str) -> int:
         return len({match[0] for name in theirs if (match := re.match(pattern, name))})
 
@@ -75,19 +75,19 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 
 
 def own_fields(architecture: str, fields: dict, **own) -> dict:
-    """Returns all fields of the `model` group: inferred ones, and those that are equal in all released models."""
+    """Returns all fields of the `model` config group: the given ones, and constants of all released models."""
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 
 
 def stage_fields(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
-    """Returns the fields of the `model` group that lgpt and cgpt have besides."""
+    """Returns the fields of the `model` config group that describe the stages of lgpt and cgpt."""
     return dict(blocks_per_stage=blocks_per_stage, stage_heads="fixed",
                 compress_last_stage=num_compressions * blocks_per_stage == num_layers)
 
 
 def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
-    """Returns the name of one of our tensors in the released code."""
+    """Returns the released code's name for one of our tensors."""
     if name in gpt2.OTHER_NAMES:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
@@ -109,7 +109,7 @@ def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
 
 
 def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Returns one of their tensors in our layout."""
+    """Returns a tensor of the released code in our layout. `name` is its name in our model."""
     if name == "trunk.path_logits":
         return x.reshape(-1)
     if ".qkv." in name and len(x) % (3 * num_heads) == 0:

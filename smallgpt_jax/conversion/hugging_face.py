@@ -1,7 +1,8 @@
 """Hugging Face folders: export and import.
 
-A gpt of GPT-2's shape is exported as a GPT2LMHeadModel, all others with their own PyTorch code (`exported/`), which
-`trust_remote_code=True` runs. Weights are float32, in safetensors.
+A gpt with GPT-2's features (`gpt2.is_gpt2`) is exported as a GPT2LMHeadModel. All other models are exported with this
+project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are float32, in
+safetensors.
 """
 
 import dataclasses
@@ -21,24 +22,24 @@ from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
 
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
-ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # that this code supports
-# The only values of these fields that it supports.
+ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
+# The exported PyTorch code supports only these values.
 FIXED = {"norm": "layer", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0, "qk_norm": False,
          "attention_windows": (), "rope_base": 10_000.0}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
     "activation", "position", "use_bias")
-ARCHITECTURE_FIELDS = (  # of some architectures; null for the others
+ARCHITECTURE_FIELDS = (  # fields of some architectures; null in the config.json of the others
     "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
-                  "dropout": "training_dropout"}  # ours: theirs
+                  "dropout": "training_dropout"}  # our field: field of config.json
 
 
 class Imported(NamedTuple):
     model: models.LanguageModel
     params: dict
-    tokenizer: Tokenizer | None  # None: the folder has none
+    tokenizer: Tokenizer | None  # None if the folder has no tokenizer
 
 
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
@@ -61,12 +62,12 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # the library ignores it
+    (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
     end_of_text = tokenizer.end_of_text if tokenizer else None
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     described = gpt2.to_config(config) if is_gpt2 else own_config(config)
     write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
-    # The embedding may have more rows than the tokenizer has ids.
+    # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
     write_json(folder / "generation_config.json", {
         **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
@@ -77,7 +78,7 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
-        tokenizers.save(tokenizer, folder)  # its own files too: `read_folder` and other programs read those
+        tokenizers.save(tokenizer, folder)  # original files, for `read_folder` and other programs
     (folder / "README.md").write_text(card)
 
 
@@ -97,8 +98,9 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
-    """Returns the model in a folder or of a name on the hub: a GPT-2, or one that `export_folder` wrote.
+    """Returns a model from a local folder or the hub: a GPT-2, or a model that `export_folder` wrote.
 
+    `source` is the folder or the model's name on the hub. With `finds_tokenizer=False`, tokenizer files are ignored.
     Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported tokenizers.
     """
     folder = Path(source).expanduser()
@@ -136,18 +138,18 @@ def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a folder, None if it has no tokenizer files. Raises UserError for an unsupported one."""
+    """Returns the folder's tokenizer, or None without tokenizer files. Raises UserError for unsupported tokenizers."""
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
         return tokenizers.load(folder)
     except UserError as error:
-        raise UserError(f"{folder}: unsupported tokenizer ({error}); name an equivalent one with --tokenizer"
+        raise UserError(f"{folder}: unsupported tokenizer ({error}); name an equivalent tokenizer with --tokenizer"
                         ) from None
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors of a folder, from one file or several, and the path for messages about them."""
+    """Returns all tensors in a folder's weight files, and the path to name in error messages."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
@@ -173,7 +175,7 @@ def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def download_folder(name: str) -> Path:
-    """Returns the local folder of a model on the hub, downloaded unless it is in the cache."""
+    """Returns the local folder of a model on the hub. Downloads the model unless it is in the hub's cache."""
     hub = import_library("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[
@@ -182,13 +184,13 @@ def download_folder(name: str) -> Path:
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder
-    except Exception as error:  # of the hub, of the network
-        raise UserError(f"--input={name}: not a local folder, and not downloaded from the Hugging Face hub "
+    except Exception as error:  # errors of the hub or the network
+        raise UserError(f"--input={name}: not a local folder, and cannot be downloaded from the Hugging Face hub "
                         f"({short_reason(error)})") from None
 
 
 def import_library(name: str):
-    """Returns a library of the extra `hf`. Raises UserError with the install command."""
+    """Imports a library of the extra `hf`. Raises UserError with the install command if it is missing."""
     try:
         return import_module(name)
     except ImportError:

@@ -18,8 +18,16 @@ DESCRIPTIONS = {
 
 
 def write_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool, paths: str) -> str:
-    """Returns the card of a workdir's model after `step` steps, or of some of its `paths`; `name` is the exported
-    folder's."""
+    """Returns the model card of an exported checkpoint.
+
+    Args:
+      folder: workdir of the run.
+      name: name of the exported folder.
+      model: the exported model.
+      step: step of the checkpoint.
+      is_gpt2: whether the model was exported as a GPT2LMHeadModel.
+      paths: value of the flag --paths.
+    """
     config = model.config
     described = DESCRIPTIONS.get(config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}")
     facts = training_facts(folder, step)
@@ -41,8 +49,8 @@ def write_model_card(folder: Path, name: str, model: models.LanguageModel, step:
         "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50, do_sample=True)[0]))", "```", "",
         *(["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
           if facts else []),
-        "Training put an end-of-text token before every document. The tokenizer adds none, and treats "
-        "`<|endoftext|>` in a text as text.", ""])
+        "In training, an end-of-text token precedes every document. The tokenizer does not add this token, and "
+        "encodes `<|endoftext|>` in a text as ordinary text.", ""])
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
@@ -54,7 +62,7 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     try:
         config = workdir.read_config(folder)
         data, train, optimizer = config.data, config.train, config.optimizer
-    except (UserError, AttributeError):  # an imported model without further training
+    except (UserError, AttributeError):  # an imported model that has not been trained
         return facts
     tokens = step * train.batch_size * config.model.context_length
     facts += [

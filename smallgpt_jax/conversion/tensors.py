@@ -1,8 +1,8 @@
-"""Parameters as a flat dictionary of tensors, with the names and layouts of PyTorch's modules.
+"""Parameters as a flat dictionary of tensors, with the names and layouts of PyTorch modules.
 
 Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights are
 (outputs, inputs), convolution weights (outputs, inputs, taps). The outputs of `attention.qkv` are ordered by head, then
-queries, keys, values, then width: (H, 3, K).
+by query, key and value, then by head width.
 """
 
 import math
@@ -18,30 +18,30 @@ from flax import linen as nn
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 
-MAX_LISTED = 3  # names in a message
+MAX_LISTED = 3  # tensor names in an error message
 STACKED = ("layers", "path")
-TABLES = ("token_embedding", "position_embedding", "head")  # weights without a module of their own
+TABLES = ("token_embedding", "position_embedding", "head")  # parameters without a module of their own
 
 
 class TensorSlot(NamedTuple):
-    """The position of a tensor in the parameters."""
+    """A tensor, and where the parameter tree stores it."""
 
     name: str  # of the tensor
-    path: tuple[str, ...]  # of the parameter array that contains it
-    index: tuple[int, ...]  # in that array: its layer, or its path and its layer
-    axes: tuple[str, ...]  # the model's names of the tensor's axes
-    shape: tuple[int, ...]  # of the tensor in the model
+    path: tuple[str, ...]  # of the parameter array that contains the tensor
+    index: tuple[int, ...]  # in this array: (), (layer,) or (path, layer)
+    axes: tuple[str, ...]  # logical axis names of the tensor
+    shape: tuple[int, ...]  # in this project's layout
 
 
 def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
-    """Returns all parameters of a model as named tensors, in float32."""
+    """Returns all parameters of a model as {name: float32 tensor}, in PyTorch's layouts."""
     arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
     return {slot.name: to_torch(np.asarray(arrays[slot.path][slot.index], np.float32), slot)
             for slot in tensor_slots(model)}
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of a model's tensors."""
+    """Returns {name: shape} of a model's tensors, in PyTorch's layouts."""
     return {slot.name: jax.eval_shape(lambda x, slot=slot: to_torch(x, slot),
                                       jax.ShapeDtypeStruct(slot.shape, "float32")).shape
             for slot in tensor_slots(model)}
@@ -49,10 +49,10 @@ def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
 
 def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
-    """Returns the parameters that consist of these tensors: the inverse of `from_params`.
+    """Returns the parameters of a model, given as named tensors. Inverts `from_params`.
 
-    Raises UserError for missing and unexpected tensors and for wrong shapes. In its message `where` is the file and
-    `their_name` maps our names to those in the file.
+    Raises UserError for missing and unexpected tensors and for wrong shapes. Its message starts with the path `where`,
+    and `their_name` maps our tensor names to the names in that file.
     """
     wanted = shapes(model)
 
@@ -75,7 +75,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
 
 
 def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
-    """Yields every tensor of a model, in the order of its parameters."""
+    """Yields a slot for every tensor of a model, in the order of its parameters."""
     for name, part in models.abstract_params(model).items():
         children = part.items() if name == "trunk" else [("", part)]
         for child, tree in children:
@@ -83,8 +83,11 @@ def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
 
 
 def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
-    """Yields the tensors of a subtree. `index` is the subtree's position in the stacks that contain it, `prefix` the
-    name of the innermost stack."""
+    """Yields the slots of a subtree at `path` in the parameter tree.
+
+    `index` is the subtree's index in the stacks (of layers or paths) that contain it, `prefix` the dotted name of the
+    innermost stack.
+    """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
     name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
@@ -110,7 +113,7 @@ def dotted(path: tuple[str, ...]) -> str:
 
 
 def tensor_name(leaf: str, name: str) -> str:
-    """Returns PyTorch's name of a parameter; kernels, scales and tables are weights there."""
+    """Returns PyTorch's name of the parameter `name`, which ends in `leaf`. Kernels, scales, tables become weights."""
     if leaf in TABLES:
         return f"{name}.weight"
     return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name

@@ -5,7 +5,7 @@ import json
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
 # Texts on which a tokenizer.json is compared with the original.
 PROBES = [
     "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n", "  leading and trailing  ",
@@ -15,10 +15,10 @@ PROBES = [
 
 
 def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Returns {file name: content}.
+    """Returns {file name: content} of tokenizer.json and tokenizer_config.json.
 
-    Raises UserError if the `tokenizers` library cannot reproduce the tokenizer. `<|endoftext|>` in a text is encoded as
-    ordinary text, not as the special token.
+    The exported tokenizer encodes `<|endoftext|>` in a text as ordinary text, not as the special token. Raises
+    UserError if the `tokenizers` library cannot reproduce the tokenizer.
     """
     try:
         import tokenizers as library
@@ -43,13 +43,14 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
 
 
 def bytes_tokenizer(library, tokenizer: Tokenizer):
-    """Returns the converted tokenizer and its end-of-text token; so do the next two."""
+    """Returns the byte tokenizer, built with the `tokenizers` library, and its end-of-text token."""
     vocabulary = {character: byte for character, byte in gpt2_bytes().items()} | {
         END_OF_TEXT: tokenizer.end_of_text}
     return byte_level(library, vocabulary, [], use_regex=False), END_OF_TEXT
 
 
 def gpt2_tokenizer(library, tokenizer: Tokenizer):
+    """Returns GPT-2's tokenizer, built with the `tokenizers` library, and its end-of-text token."""
     files = tokenizer.files()
     merges = [tuple(line.split(" ")) for line in files["merges.txt"].decode().splitlines()
               if not line.startswith("#version") and line]
@@ -64,6 +65,7 @@ def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):
 
 
 def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
+    """Returns the SentencePiece tokenizer, built with the `tokenizers` library, and its end-of-text token."""
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
@@ -95,7 +97,7 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns the merges of a byte-pair model, which SentencePiece stores as scores of their results."""
+    """Returns a byte-pair model's merges, highest score first. SentencePiece stores only scores of merged pieces."""
     found = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

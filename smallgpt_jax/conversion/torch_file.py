@@ -1,12 +1,12 @@
-"""Reads files of `torch.save`, without PyTorch and without running any code in them.
+"""Reader of files written by `torch.save`, which needs no PyTorch and runs no code in them.
 
 A `.pt` file is a zip archive: a pickle with the structure, and one member per tensor storage. A pickle can call any
 function by name. This reader supports the few names that tensors need, turns instances of classes that the caller
 expects into inert `Record`s, and refuses all other names.
 
-Sizes are not trusted either: a member is read only if it is stored uncompressed and fits into the file, and tensors are
-views of what was read. So the memory that a file can allocate is a few times its own size, plus at most some hundred
-bytes per byte of its pickle, whose length is limited.
+Sizes in the file are not trusted either. A member is read only if it is uncompressed and not larger than the file, and
+tensors are views of the bytes read. So a file can allocate at most a few times its own size, plus a few hundred bytes
+per byte of its pickle, whose length is limited.
 """
 
 import io
@@ -27,12 +27,12 @@ DTYPES = {
     "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
-MAX_PICKLE_BYTES = 2**22  # about 150 per tensor
-MAX_SHARING = 8  # bytes of all tensors per byte of the file; 2 with tied weights
+MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150
+MAX_SHARING = 8  # maximum bytes of all tensors per byte of the file; tied weights need up to 2
 
 
 class Record:
-    """The attributes of an instance whose class is not imported."""
+    """An instance of a class that is not imported; has only its attributes."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -42,7 +42,7 @@ class Record:
 
 
 class StorageType(NamedTuple):
-    """Stands for a torch storage class, such as FloatStorage."""
+    """Stand-in for a torch storage class, such as FloatStorage."""
 
     dtype: np.dtype
 
@@ -58,10 +58,10 @@ class Storage(NamedTuple):
 
 
 class Members:
-    """Reads members of a zip archive that are stored uncompressed, as torch.save writes them.
+    """Reader of a zip archive's members, which must be uncompressed, as torch.save writes them.
 
-    Raises ValueError if the members read are larger together than the archive. This bounds memory if the archive
-    declares false sizes or overlapping members.
+    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds memory for
+    archives that declare false sizes or overlapping members.
     """
 
     def __init__(self, archive: zipfile.ZipFile, archive_bytes: int):
@@ -73,7 +73,7 @@ class Members:
     def read(self, name: str) -> bytes:
         info = self._archive.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{name} is compressed, unlike torch.save's")
+            raise ValueError(f"{name} is compressed; torch.save does not compress")
         self._bytes_left -= info.file_size
         if self._bytes_left < 0:
             raise ValueError(f"{name} is larger than the file")
@@ -81,10 +81,10 @@ class Members:
 
 
 def read_torch_file(path: Path, records: Collection[str] = ()):
-    """Returns the object saved in `path`: tensors as NumPy arrays, instances of the classes named in `records` as
-    `Record`s.
+    """Returns the object saved in `path`, with tensors as NumPy arrays.
 
-    Raises UserError for other files, for damaged ones, and for pickles with other names.
+    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, files that are not
+    of `torch.save`, and pickles that name any other class or function.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -114,13 +114,14 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 
 
 def check_pickle(program: bytes) -> None:
-    """Raises ValueError for memo indices beyond the number of values, and for a truncated pickle.
+    """Raises ValueError for a truncated pickle, and for memo indices above the number of preceding opcodes.
 
-    An unpickler allocates a table up to the largest index, and a string before reading it.
+    Such a pickle would allocate too much memory: unpickling allocates the memo up to its largest index, and a string's
+    declared length before reading the string.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:
-            raise ValueError(f"its pickle stores value {argument:,} of {count:,}")
+            raise ValueError(f"its pickle has memo index {argument:,} after {count:,} opcodes")
 
 
 def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
@@ -132,7 +133,7 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """The allowed globals are created for each file, so that loading one file cannot change what the next one sees."""
+    """Unpickler that allows few globals. They are created per file, so that no file can change them for the next."""
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
                  tensor_bytes: int):
@@ -140,7 +141,7 @@ class _Unpickler(pickle.Unpickler):
         self._path, self._members, self._root, self._storages = path, members, root, {}
         self._tensor_bytes_left = tensor_bytes
         self._known = {
-            # A dictionary with attributes, which torch sets on state dicts.
+            # A subclass of dict, because torch sets attributes on state dicts.
             "collections.OrderedDict": type("Dictionary", (dict,), {}),
             "torch._utils._rebuild_tensor_v2": lambda *arguments: self._tensor(*arguments[:4]),
             "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -154,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, identifier):
-        """Returns the storage of an identifier ("storage", type, key, device, size)."""
+        """Returns the storage with the identifier ("storage", type, key, device, size)."""
         _, storage_type, key, _, size = identifier
         if not isinstance(storage_type, StorageType) or not isinstance(key, str) or not isinstance(size, int):
             raise ValueError("unknown storage type")
@@ -174,9 +175,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tensor(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Returns a read-only view of a storage.
+    """Returns a read-only view of a storage. Offset and strides are in elements.
 
-    Raises ValueError if it reaches beyond the storage or has more elements; the arguments come from the file unchecked.
+    The arguments come from the file unchecked. Raises ValueError if they are invalid, or if the view reaches beyond the
+    storage or has more elements than it.
     """
     is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
                 and len(shape) == len(strides)

@@ -1,7 +1,8 @@
-"""Benchmarks: the tasks and metrics of lm-evaluation-harness, the forward pass of this project."""
+"""Benchmarks: tasks and metrics of lm-evaluation-harness, run on models of this project."""
 
 import os
 
-# Read by the libraries on import: hide their progress bars, and raise a single error for an unreachable hub.
+# Set before tqdm and huggingface_hub are imported: no progress bars, and no warnings before the error if the hub is
+# unreachable.
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""A model of this project behind lm-evaluation-harness's interface."""
+"""Adapter between lm-evaluation-harness and models of this project."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,18 +16,23 @@ from smallgpt_jax.inference import TextModel, build_text_model
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 
-MAX_NEW_TOKENS = 256  # for tasks that set no limit
-BATCH_ROWS = 32  # texts generated at one time
+MAX_NEW_TOKENS = 256  # limit of generated tokens for tasks that set none
+BATCH_ROWS = 32  # texts generated per batch
 SAMPLING_SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}
 OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
-    """Does in JAX what the harness's `hf` backend does with a causal language model.
+    """A model for lm-evaluation-harness, equivalent to its `hf` backend with a causal language model.
 
-    Contexts get no end-of-text token in front; an empty context is that token. Contexts longer than the model's are
-    truncated on the left; text to score never is. `params` and `model_state` are those of the scorer's model.
-    `progress` is called with a label, the number done and the total. `seed` is for sampled texts.
+    An empty context becomes the end-of-text token; other contexts do not start with that token. Contexts are truncated
+    on the left if they exceed the model's context length. Text to score is never truncated.
+
+    Args:
+      scorer: computes log-likelihoods.
+      params, model_state: variables of the scorer's model.
+      progress: called with a label, the number of finished texts and the total.
+      seed: of sampled texts.
     """
 
     def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
@@ -40,7 +45,7 @@ class SmallGPT(TemplateLM):
 
     @cached_property
     def _text_model(self) -> TextModel:
-        """Built only for tasks that generate text, because it copies the weights."""
+        """The model in the layout for decoding. It copies the weights, so it is built only for tasks that need it."""
         return build_text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
 
     @property
@@ -58,12 +63,15 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Scores requests of the form ((context, continuation), context tokens, continuation tokens)."""
+        """Returns (log-likelihood, is greedy) per request.
+
+        A request is ((context, continuation), context tokens, continuation tokens).
+        """
         jobs = []
         for text, context, continuation in requests:
             if not continuation:
                 raise UserError(f"nothing to score in {text!r}: the continuation has no tokens; check the task's data")
-            context = context or [self.prefix_token_id]  # the context was only spaces
+            context = context or [self.prefix_token_id]  # a context of only spaces has no tokens
             jobs.append(windows([*context, *continuation], len(context), self.max_length))
         keys = [text for text, _, _ in requests]
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
@@ -75,7 +83,7 @@ class SmallGPT(TemplateLM):
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """Returns the score of each job, a text split into sequences, and adds each to the harness's cache."""
+        """Returns one score per job and adds it to the harness's cache. A job is a text, split into sequences."""
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
         done = sum(not parts for parts in jobs)
@@ -92,12 +100,12 @@ class SmallGPT(TemplateLM):
         return total
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns the continuations; requests with equal settings are batched, longest contexts first."""
+        """Returns one continuation per request. Requests with equal settings are batched, longest contexts first."""
         texts: list[str] = [""] * len(requests)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
         seen, samples = Counter(), []
-        for request in requests:  # equal requests get different samples
+        for request in requests:  # identical requests get different samples
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0
@@ -114,15 +122,15 @@ class SmallGPT(TemplateLM):
         return texts
 
     def _generate(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
-        """Returns the continuations of `prompts`, whose tokens are `contexts`."""
+        """Returns one continuation per prompt; `contexts` are the tokens of `prompts`."""
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
             raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
                             f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}")
         new_tokens = settings["max_gen_toks"]
-        chosen = {name: settings[name] for name in SAMPLING_SETTINGS if settings.get(name)}  # top_k=0: all tokens
+        chosen = {name: settings[name] for name in SAMPLING_SETTINGS if settings.get(name)}  # 0 is unset
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
-        room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # for the context
+        room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
         session = DecodeSession(self._text_model.model, self._text_model.weights, self._tokenizer.vocab_size,
                                 [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
         return self._text_model.complete(session, prompts, new_tokens, settings["until"], sampling)

@@ -1,7 +1,7 @@
-"""The benchmarks' original files, for machines without a network.
+"""Benchmark data from the benchmarks' original files, for machines without a network.
 
-Each reader returns the rows that the harness's task expects from the hub. Every task has a single split, from which
-few-shot examples are taken too.
+Each reader returns rows in the format of the Hugging Face dataset that the harness's task uses. Each task has a single
+split; few-shot examples are taken from it too.
 """
 
 import json
@@ -14,12 +14,12 @@ from smallgpt_jax.errors import UserError
 
 
 class LocalTask(NamedTuple):
-    """How to read the data of one of the harness's tasks from files."""
+    """Files and reader of one of the harness's tasks."""
 
-    files: tuple[str, ...]  # in --data_dir
-    rows: Callable[..., list[dict]]  # the files' contents → rows
+    files: tuple[str, ...]  # paths in --data_dir
+    rows: Callable[..., list[dict]]  # reader: maps the contents of the files to rows
     source: str  # URL of the files
-    changes: tuple[tuple[str, object], ...] = ()  # of fields of the harness's task config
+    changes: tuple[tuple[str, object], ...] = ()  # (field, value) overrides in the harness's task config
 
 
 def json_rows(text: str) -> list[dict]:
@@ -27,8 +27,10 @@ def json_rows(text: str) -> list[dict]:
 
 
 def hellaswag(text: str) -> list[dict]:
-    """Returns the rows after the harness's preprocessing: the query is the activity, a colon, and the context without
-    WikiHow's brackets."""
+    """Returns HellaSwag's rows, preprocessed by the harness's code, which removes WikiHow's brackets.
+
+    A query is the activity label, a colon and the context.
+    """
     from lm_eval.tasks.hellaswag.utils import preprocess
 
     def query(row: dict) -> str:
@@ -44,7 +46,7 @@ def piqa(items: str, labels: str) -> list[dict]:
 
 
 def multiple_choice(text: str) -> list[dict]:
-    """Returns the rows of ARC or CommonsenseQA in AI2's format: a question has a stem and labelled choices."""
+    """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format: questions with a stem and choices."""
     return [{"question": row["question"]["stem"], "answerKey": row["answerKey"],
              "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("label", "text")}}
             for row in json_rows(text)]
@@ -84,19 +86,19 @@ TASKS = {
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    """Raises UserError for tasks without a reader here, and for missing files; the message lists all of them."""
+    """Raises UserError if tasks are not in TASKS, or if files are missing. The message lists all of them."""
     if unknown := [name for name in names if name not in TASKS]:
-        raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave it out to "
-                        "fetch the data from the hub")
+        raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
+                        "out to download the data from the hub")
     if missing := [f"{file} ({name}, {TASKS[name].source})" for name in names for file in TASKS[name].files
                    if not (folder / file).is_file()]:
         raise UserError(f"--data_dir={folder}: missing {', '.join(missing)}; add them under these names")
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns the harness's config of a task, with its rows from the files in `folder`.
+    """Returns the harness's `config` of a task, changed to use rows from the files in `folder`.
 
-    Raises UserError if these are damaged.
+    Raises UserError if a file is damaged.
     """
     task = TASKS[name]
     try:

@@ -1,11 +1,11 @@
-"""The table of results: scores with standard errors, chance, and the paper's numbers."""
+"""Markdown table of evaluation results: scores with standard errors, chance levels, and the paper's scores."""
 
 import math
 
 # Accuracy of a uniform choice among a question's options.
 CHANCE = {"hellaswag": 1 / 4, "winogrande": 1 / 2, "commonsense_qa": 1 / 5, "anli_r1": 1 / 3, "piqa": 1 / 2,
           "copa": 1 / 2, "arc_easy": 1 / 4}
-# Logged by the authors of arXiv 2404.14462.
+# Accuracies logged by the authors of arXiv 2404.14462.
 LOGGED = {
     "gpt": dict(hellaswag=.3043, winogrande=.4933, commonsense_qa=.1179, anli_r1=.335, piqa=.5000, copa=.51,
                 arc_easy=.2228),
@@ -17,17 +17,17 @@ LOGGED = {
                  arc_easy=.2456),
     "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
                  arc_easy=.2561)}
-LOGGED_METRIC = {"hellaswag": "acc_norm"}  # acc for the others
+LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric in LOGGED; acc for tasks that are not listed
 FOOTNOTE = (
-    "¹ As logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable: "
-    "for the other six, their code adds up the log-probabilities of the whole vocabulary at every position and never "
-    "looks up the option's own tokens, so those numbers are near or below chance and rank nothing. Here, as in "
-    "lm-evaluation-harness, an option's score is the log-likelihood of its tokens given the question (`acc`), or that "
-    "divided by its length in characters (`acc_norm`).")
+    "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "
+    "For the other six tasks, their code sums the log-probabilities of the whole vocabulary at every position and "
+    "never looks up the option's own tokens, so those numbers are near or below chance and do not rank models. Here, "
+    "as in lm-evaluation-harness, `acc` scores an option by the log-likelihood of its tokens given the question; "
+    "`acc_norm` divides this log-likelihood by the option's length in characters.")
 
 
 def results_table(results: dict, model_name: str) -> str:
-    """Returns the harness's results as Markdown, beside those of `model_name` in LOGGED, if it has that model."""
+    """Returns the harness's results as a Markdown table, with a column of the scores in LOGGED[model_name], if any."""
     logged = LOGGED.get(model_name, {})
     lines = [f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
              "|---|---|---|---|---|---|---|"]

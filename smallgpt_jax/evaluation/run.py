@@ -14,10 +14,11 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.formatting import short_reason
 
-# arXiv 2404.14462, table 2, in its order, and the split whose number of examples it gives.
+# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, the table gives the size of the validation split, which
+# the harness evaluates if there is no test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
-PAPER_SPLITS = {"arc_easy": {"test_split": None}}  # the harness then uses the validation split
-# Folders of some tasks in the harness, which takes six seconds to read the descriptions of all tasks.
+PAPER_SPLITS = {"arc_easy": {"test_split": None}}
+# Folders in the harness, for faster loading: reading the descriptions of all tasks takes six seconds.
 FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa": "commonsense_qa",
            "anli_r1": "anli", "piqa": "piqa", "copa": "super_glue/copa", "arc_easy": "arc",
            "lambada_openai": "lambada", "wikitext": "wikitext"}
@@ -25,12 +26,16 @@ FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa
 
 def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | None = None,
              cache: Path | None = None, **settings) -> dict:
-    """Returns lm-evaluation-harness's results for the lm_eval LM that `model` returns.
+    """Evaluates a model and returns lm-evaluation-harness's results.
 
-    `tasks` are the harness's task names; `paper` stands for the paper's seven. Data comes from the benchmarks' original
-    files in `data_dir` (see `local_data`), or from the hub. Scores are stored in `cache`, from which an interrupted
-    evaluation resumes. `settings` are those of lm_eval.simple_evaluate. Raises UserError for unknown tasks and missing
-    data, before `model` is called, and for more few-shot examples than a task has.
+    Args:
+      model: returns the `lm_eval` model; called after tasks and data are loaded.
+      tasks: the harness's task names; `paper` stands for the paper's seven tasks.
+      data_dir: folder with the benchmarks' original files (see `local_data`). None: data comes from the hub.
+      cache: path of stored scores, with which an interrupted evaluation resumes.
+      settings: arguments of `lm_eval.simple_evaluate`.
+
+    Raises UserError for unknown tasks, missing data, and more few-shot examples than a task has.
     """
     with quiet_logging():
         import lm_eval
@@ -43,19 +48,19 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
         specs = [task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
         loaded = load_tasks(specs, manager, data_dir)
         lm = model()
-        with contextlib.redirect_stdout(io.StringIO()):  # the harness prints there
+        with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
                 return lm_eval.simple_evaluate(
                     lm, tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
             except ValueError as error:
                 if "larger than population" not in str(error):  # random.sample's message
                     raise
-                raise UserError(f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer other examples; "
-                                "use a smaller number") from None
+                raise UserError(f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
+                                "choose from; use a smaller number") from None
 
 
 def quiet_logging():
-    """Returns a context without warnings; also silences the harness, datasets and the hub below errors."""
+    """Returns a context manager that hides Python warnings. Also sets the log level of three libraries to ERROR."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -66,15 +71,15 @@ def quiet_logging():
 
 
 def expand_tasks(tasks: Sequence[str]) -> list[str]:
-    """Returns the names of the tasks, without duplicates; raises UserError if there are none."""
+    """Returns the task names without duplicates, `paper` replaced by its tasks. Raises UserError if there are none."""
     names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
     if not names:
-        raise UserError("--tasks: is empty; name tasks, or paper")
+        raise UserError("--tasks: is empty; name at least one task, or paper")
     return names
 
 
 def task_manager(names: Sequence[str]):
-    """Returns a TaskManager of these tasks; of all the harness's tasks if one of them is not in FOLDERS."""
+    """Returns a TaskManager that knows `names`, or all tasks of the harness if FOLDERS lacks one of them."""
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -84,7 +89,7 @@ def task_manager(names: Sequence[str]):
 
 
 def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises UserError for a name that the harness does not have."""
+    """Raises UserError for a task that the harness does not have."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
@@ -93,7 +98,7 @@ def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """Returns the harness's argument for a task: its name, or a modified config."""
+    """Returns a task as `TaskManager.load` accepts it: its name, or a modified config."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
@@ -107,7 +112,7 @@ def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str 
 
 
 def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:
-    """Returns the tasks with their data; raises UserError if it cannot be loaded."""
+    """Returns the tasks with their data loaded. Raises UserError if data cannot be loaded."""
     tasks = []
     for spec in specs:
         name = spec if isinstance(spec, str) else spec["task"]
@@ -116,7 +121,7 @@ def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> l
         except Exception as error:  # from the hub, the network or a task's own code
             raise UserError(
                 f"--tasks: cannot load the data of {name!r} ({short_reason(error)})"
-                + ("" if data_dir else "; without a network, set --data_dir to a folder with its original files")
+                + ("" if data_dir else "; without a network, set --data_dir to a folder with the benchmark's files")
             ) from None
         tasks += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
     return tasks

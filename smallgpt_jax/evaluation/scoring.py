@@ -1,6 +1,6 @@
 """Log-likelihoods of token sequences, on all devices.
 
-Sequences are sorted by length and padded to a few static lengths, one compiled program each.
+Sequences are sorted by length and padded to one of a few static lengths. Each static length compiles one program.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from smallgpt_jax import models, sharding
 
-STATIC_LENGTHS = 6  # maximum number of them
+STATIC_LENGTHS = 6  # maximum number of static lengths
 LENGTH_STEP = 16  # static lengths are multiples of this
-CHUNK = 256  # positions whose logits exist at one time, per device
+CHUNK = 256  # positions per chunk of logits, per device
 
 
 class TokenSequence(NamedTuple):
-    """Tokens, of which the last `scored` are scored given those before them."""
+    """Tokens of a sequence. The last `scored` tokens are scored, each given all tokens before it."""
 
     tokens: Sequence[int]
     scored: int
@@ -33,17 +33,17 @@ class Score(NamedTuple):
 
 
 class ScoringBatch(NamedTuple):
-    """Padded sequences of one static length, and which of their positions are scored."""
+    """B sequences, padded to T + 1 tokens, where T is a static length."""
 
-    indices: list[int]  # of each row's sequence
+    indices: list[int]  # index of each row's sequence in the argument of `Scorer.score`
     tokens_BxT1: np.ndarray
-    scored_BxT: np.ndarray  # bool
+    scored_BxT: np.ndarray  # bool: whether the token after this position is scored
 
 
 class Scorer:
     """Scores sequences of up to context_length + 1 tokens, data-parallel over all devices.
 
-    `batch_tokens`: positions per device and batch.
+    `batch_tokens` limits the positions per device in a batch, padding included.
     """
 
     def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
@@ -53,8 +53,8 @@ class Scorer:
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
-        """Yields each sequence's index and score as they are computed, longest first."""
-        pending = None  # its results are read once the next batch is dispatched
+        """Yields (index, score) of each sequence as it is computed, longest sequences first."""
+        pending = None  # the previous batch: its results are read after the next batch is dispatched
         for batch in self.batches(sequences):
             results = self.run(batch)
             if pending:
@@ -64,7 +64,7 @@ class Scorer:
             yield from _scores(*pending)
 
     def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[ScoringBatch]:
-        """Yields batches, longest sequences first, each padded to the static length of its longest sequence."""
+        """Yields batches, longest sequences first. Each is padded to the static length that fits its first sequence."""
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
@@ -84,8 +84,7 @@ class Scorer:
             first += len(indices)
 
     def run(self, batch: ScoringBatch):
-        """Returns the log-probability of the next token, and whether it is the most likely one, at scored positions:
-        (B, T) float32 and bool, not yet computed."""
+        """Dispatches a batch and returns the outputs of `log_probabilities` without waiting for them."""
         put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
         return _run(self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh)
 
@@ -99,8 +98,10 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 
 
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
-    """Returns the log-probabilities that `Scorer.run` returns. Logits are computed at scored positions only, CHUNK at a
-    time."""
+    """Returns (B, T) arrays: log-probabilities of the next tokens, and whether each is the most likely token.
+
+    Logits are computed at scored positions only, CHUNK positions at a time. Other positions are 0 and True.
+    """
     batch, time = scored_BxT.shape
     x_BxTxW, head_VxW = model.apply(
         variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
@@ -135,14 +136,16 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns at most STATIC_LENGTHS padded lengths, ascending, for sequences of the lengths `needed`: those with the
-    least padding in total."""
+    """Returns the static lengths that minimize the total padding of sequences with lengths `needed`.
+
+    The result has at most STATIC_LENGTHS lengths, in ascending order and none above `longest`.
+    """
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i]: (positions computed, lengths used) for the sequences of the first i candidates.
+    # best[i]: (positions with padding, static lengths) for the sequences of the first i candidate lengths.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
@@ -153,8 +156,10 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
 
 def windows(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """Splits a text into the fewest sequences that score each of tokens[first:] once, given as many of the tokens
-    before it as the context holds."""
+    """Splits a text into the fewest sequences that score each of tokens[first:] once.
+
+    A sequence has at most context_length + 1 tokens, and starts with as many preceding tokens as fit.
+    """
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)
             for end in [min(start + context_length, len(tokens))]]

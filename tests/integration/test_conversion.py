@@ -249,7 +249,7 @@ def test_folders_without_a_position_field_have_learned_positions(exported_gpt, t
      "pytorch_model.bin: not a checkpoint"),
     (lambda f: (f / "tokenizer.json").write_text("{}"), "unsupported tokenizer .* --tokenizer"),
     (lambda f: set_config(f, architecture="xgpt"), r"config\.model\.architecture='xgpt'"),
-    (lambda f: shutil.rmtree(f), "not a local folder, and not downloaded"),
+    (lambda f: shutil.rmtree(f), "not a local folder, and cannot be downloaded"),
 ])
 def test_refuses_bad_folders(damage, message, exported_gpt, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -414,7 +414,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths: cannot be combined with --from=hf"]),
     (["--from=run", "--input=HERE/none"], ["HERE/none", "no such folder"]),
     (["--from=run", "--input=HERE/none", "--tokenizer=gpt2"], ["--tokenizer: cannot be combined with --from=run"]),
-    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"], ["--tokenizer=gpt2: an export has the run's tokenizer"]),
+    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"], ["--tokenizer=gpt2: an export contains the run's tokenizer"]),
     (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
      ["the tokenizer has 50,257 entries, the model only 512"]),
 ])

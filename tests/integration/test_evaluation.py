@@ -279,7 +279,7 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     (["--data_dir=/none"], "--data_dir=/none: no such folder"),
     (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
     (["--limit=0", "--data_dir=DATA"], "--limit=0: leaves no questions"),
-    (["--num_fewshot=8", "--data_dir=DATA"], "--num_fewshot=8: a task has fewer other examples"),
+    (["--num_fewshot=8", "--data_dir=DATA"], "--num_fewshot=8: a task has fewer examples to choose"),
 ])
 def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
     shutil.copytree(trained_run("gpt"), tmp_path / "run")

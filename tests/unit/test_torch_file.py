@@ -94,7 +94,7 @@ def write_false_size(path: Path) -> Path:
 @pytest.mark.parametrize("make, message", [
     (lambda p: write_shared_storage(p, numbers=2**24, compression=zipfile.ZIP_DEFLATED), "is compressed"),
     (lambda p: write_shared_storage(p, count=1000, numbers=2**14), "more than 8 times as large as the file"),
-    (lambda p: write_pickle(p, b"Nr\xff\xff\xff\x00."), "stores value 16,777,215 of 1"),
+    (lambda p: write_pickle(p, b"Nr\xff\xff\xff\x00."), "memo index 16,777,215 after 1 opcodes"),
     (lambda p: write_pickle(p, b"\x8e" + (2**28).to_bytes(8, "little") + b"."), "expected 268435456 bytes"),
     (lambda p: write_pickle(p, b"]" * 2**22 + b"."), "larger than 4,194,304 bytes"),
     (write_false_size, "data/0 is larger than the file"),

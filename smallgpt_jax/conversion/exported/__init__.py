@@ -1,1 +1,1 @@
-"""PyTorch code that is copied to exported folders, for Hugging Face's libraries; imports nothing of this project."""
+"""PyTorch code for Hugging Face's libraries, copied to exported folders. It imports nothing from this project."""

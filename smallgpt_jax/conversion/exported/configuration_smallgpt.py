@@ -4,10 +4,10 @@ from transformers import PretrainedConfig
 
 
 class SmallGPTConfig(PretrainedConfig):
-    """GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462), as smallgpt_jax trains them.
+    """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by smallgpt_jax.
 
-    The fields are those of smallgpt_jax's `model` group. `num_hidden_layers` counts the layers with a cache: the blocks, and
-    convolutions over more than one position.
+    Fields have the names of smallgpt_jax's `model` config group. `num_hidden_layers` is the number of layers with a
+    cache: blocks, and convolutions over more than one position.
     """
 
     model_type = "smallgpt"
@@ -57,6 +57,6 @@ class SmallGPTConfig(PretrainedConfig):
         return self.num_stages if self.compress_last_stage else self.num_stages - 1
 
     def stage(self, number: int) -> tuple[int, int]:
-        """Returns width and number of heads of the blocks of a stage."""
+        """Returns (width, number of heads) of the blocks of stage `number`."""
         heads = self.num_heads // 2**number if self.stage_heads == "scaled" else self.num_heads
         return self.d_model // 2**number, heads

@@ -1,6 +1,6 @@
 """The models of smallgpt_jax in PyTorch, for Hugging Face's transformers.
 
-Shapes in comments: B batch, T time, S cached positions and T, D width, H heads, K head width.
+Shapes in comments: B batch size, T new positions, S cached and new positions, D width, H heads, K head width.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,15 @@ class Places(NamedTuple):
     """The attention mask and positions of a forward pass."""
 
     mask: torch.Tensor  # (B or 1, 1, T, S): visible keys per query
-    positions: torch.Tensor  # (B or 1, T): of the queries in their texts
-    slots: torch.Tensor  # (B or 1, S): of the keys in their texts, cached ones included
+    positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
+    slots: torch.Tensor  # (B or 1, S): positions of all keys, cached and new, in their texts
 
 
 def apply_rope(x, positions):
-    """Returns queries or keys (B, H, T, K) with rotary positions (arXiv 2104.09864): the pair of entries i and i + K/2 is
-    rotated by position · 10000^(−2i/K)."""
+    """Returns queries or keys (B, H, T, K) with rotary positions (arXiv 2104.09864).
+
+    Entries i and i + K/2 form a pair, rotated by the angle position · 10000^(−2i/K).
+    """
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angles = positions[:, None, :, None].float() * frequencies
@@ -35,7 +37,7 @@ def apply_rope(x, positions):
 
 
 def alibi_bias(places, heads):
-    """Returns the bias of each head's scores, (B or 1, H, T, S) (arXiv 2108.12409); −∞ for masked keys."""
+    """Returns ALiBi's bias of the attention scores (arXiv 2108.12409), (B or 1, H, T, S); −∞ for masked keys."""
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=places.mask.device) / heads)
     distances = places.slots[:, None, -places.mask.shape[2]:, None] - places.slots[:, None, None]
     return (-slopes[:, None, None] * distances).masked_fill(~places.mask, -torch.inf)
@@ -100,7 +102,7 @@ class CausalConv(nn.Conv1d):
     def forward(self, x, is_text, cache):  # (B, T, D), (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
-            x = x * is_text  # padding before a text is zeros
+            x = x * is_text  # padding is zero, like the positions before a text
         if cache is not None and past:
             x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
         x = F.pad(x[:, -(time + past):], (0, 0, max(0, time + past - x.shape[1]), 0))
@@ -175,7 +177,7 @@ class Trunk(nn.Module):
 
 
 class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token and position embeddings, a trunk, the final LayerNorm, an output head."""
+    """Token and position embeddings, a trunk, the final LayerNorm, and an output head."""
 
     config_class = SmallGPTConfig
     base_model_prefix = ""
@@ -209,8 +211,11 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
-        """Returns the logits of each position's next token, and the loss if `labels` are given (the tokens themselves;
-        −100: ignored). Short texts may be padded on either side; `attention_mask` marks their tokens."""
+        """Returns the logits of each position's next token, and the loss if `labels` are given.
+
+        `labels` are the input tokens, not shifted; −100 is ignored. Texts may be padded on either side;
+        `attention_mask` is 1 at tokens and 0 at padding.
+        """
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -226,7 +231,8 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
         mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
         is_text = None
         if attention_mask is not None:
-            here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]  # padding sees itself: a row without keys is NaN
+            # Padding attends to itself, because attention without keys gives NaN.
+            here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
         x = self.final_norm(self.trunk(x, Places(mask, position_ids, slots), is_text, past_key_values))

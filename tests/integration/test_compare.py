@@ -236,7 +236,7 @@ def test_bad_flags(arguments, message, status, text_file, tmp_path):
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     """Losses match a float64 formula on the same tokens at each context length, measured once per checkpoint."""
     folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
-                       model__num_layers=1, model__d_model=16, data__packing="best_fit")
+                           model__num_layers=1, model__d_model=16, data__packing="best_fit")
     config, other = workdir.read_config(folder), tmp_path / "other.txt"
     other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(900)))
     model = models.build(**config.model)

@@ -1,4 +1,4 @@
-"""Conversion in processes of its own, where PyTorch cannot be imported."""
+"""Conversion in subprocesses in which PyTorch cannot be imported."""
 
 import pytest
 from conftest import init, load_config, run, save_run

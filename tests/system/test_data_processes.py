@@ -1,4 +1,4 @@
-"""Data in separate processes: a killed preparation, batches on several processes."""
+"""Data in subprocesses: a killed preparation, and batches on several processes."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from smallgpt_jax.program import build_program
 
 pytestmark = pytest.mark.slow
 
-# The command, writing its journal after every batch and hanging in the eleventh.
+# Runs smallgpt_jax.prepare, which writes its journal after every batch and hangs in the eleventh batch.
 HANGING_PREPARE = """
 import runpy, threading
 from smallgpt_jax.data import parts, prepare
@@ -71,7 +71,7 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 
 
 def test_global_batches_do_not_depend_on_processes(text_file):
-    """Two processes of two devices that read ahead from a later step, and this one of eight devices."""
+    """Two processes with two devices each, starting at a later step, get the batches of this process of eight devices."""
     first, last = 23, 31
     config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)
     pipeline = build_program(config).open_pipeline()

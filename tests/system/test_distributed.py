@@ -1,4 +1,4 @@
-"""Multi-process runs on this machine, started as a user starts them."""
+"""Multi-process runs on one machine, started as users start them."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, 
 CONFIG = ("--config=configs/gpt.py:tiny",
           *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()))
 
-# Process 1 runs this in place of smallgpt_jax.main: the same, with the faults in FAULT.
+# Process 1 runs this program, which is smallgpt_jax.main with the faults in the environment variable FAULT.
 FAULTY = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
@@ -36,7 +36,7 @@ def log(self, metrics, _log=Logger.log):
 
 def read(self, *arguments, _read=Checkpoints._read):
     Checkpoints._read = _read
-    _read(self, *arguments)  # orbax's processes read together
+    _read(self, *arguments)  # orbax reads with all processes
     raise ValueError("a bad sector")
 
 Logger.log = log
@@ -49,7 +49,7 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, text_file):
-    """A function (workdir, fault) → a completed local_cluster.sh: two processes, each with half of the weights."""
+    """Returns a function (workdir, fault) that runs local_cluster.sh: two processes, each with half of the weights."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "faulty.py").write_text(FAULTY)
     python = folder / "python"
@@ -69,7 +69,7 @@ def cluster(tmp_path_factory, text_file):
 
 
 def losses(workdir) -> np.ndarray:
-    """Returns the losses of the training steps; each step is logged once."""
+    """Returns the losses of the training steps. Asserts that each step is logged once."""
     lines = [line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return np.array([line["loss"] for line in lines])
@@ -80,7 +80,10 @@ def saved_steps(workdir) -> list[int]:
 
 
 def test_two_processes_train_as_one(tmp_path, text_file, cluster):
-    """Also after one is killed, cannot read the newest checkpoint, and is stopped; one process alone can resume."""
+    """Losses match those of one process, also after process 1 is killed, cannot read a checkpoint, or is stopped.
+
+    A single process can resume the run.
+    """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)
     assert (result.returncode, result.stderr) == (0, "")
@@ -93,7 +96,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert "Traceback" not in result.stderr, result.stderr
     assert "process 0: exit status 1" in result.stderr and "process 1: exit status 137" in result.stderr
 
-    # Process 1 cannot read the newest checkpoint: both use the one before.
+    # Process 1 cannot read the newest checkpoint, so both processes resume from the one before it.
     before, newest = saved_steps(run)[-2:]
     result = cluster(run, fault="UNREADABLE,SIGTERM:16")
     assert result.returncode == 143
@@ -113,7 +116,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
 
 
 def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
-    """On a workdir that is not a run, which only process 0 checks: no process hangs."""
+    """Process 0, which alone checks the workdir, refuses a folder that is not a run. No process hangs."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").write_text("")
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The evaluate command as a user starts it."""
+"""The evaluate command, started as users start it."""
 
 import json
 import shutil
@@ -10,7 +10,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_evaluate(trained_run, tmp_path):
-    """Few-shot, limits; a table and the harness's JSON, and nothing but progress on standard error."""
+    """With few-shot examples and a limit: prints a table, writes it and the JSON of lm-evaluation-harness.
+
+    Standard error contains only progress.
+    """
     workdir = tmp_path / "run"
     shutil.copytree(trained_run("gpt"), workdir)
     copa = {"choice1": "It broke.", "choice2": "It flew away.", "question": "effect"}

@@ -1,7 +1,7 @@
-"""The launch scripts: their dry runs, and real runs with fakes of gcloud, srun and python.
+"""The launch scripts: dry runs, and real runs with fakes of gcloud, srun and python.
 
-A fake records its arguments and then runs a program of the test. That of gcloud runs the commands for a worker in a
-local shell, with another home folder.
+A fake program records its arguments and then runs Python code of the test. The fake gcloud runs the commands for a
+worker in a local shell, with another home folder.
 """
 
 import json
@@ -55,7 +55,7 @@ if args[0] == "venv":
 
 
 class Machine:
-    """A PATH that starts with fakes, and a record of their calls."""
+    """A PATH that begins with fake programs, and a record of their calls."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -77,7 +77,7 @@ class Machine:
         return subprocess.Popen(
             ["bash", script, *args], cwd=cwd, env=self.environment(**more), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # Tests that a shell runs in the background ignore SIGINT, and bash cannot trap what it inherits as ignored.
+            # A pytest in the background ignores SIGINT, and bash cannot trap a signal that it inherits as ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:
@@ -106,7 +106,7 @@ def wait_until(condition, seconds: float = 10) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the words of printed commands, one per line."""
+    """Returns the arguments of printed commands; the text has one command per line."""
     return [shlex.split(line, comments=True) for line in text.splitlines()]
 
 
@@ -127,7 +127,7 @@ def test_shellcheck_finds_nothing(script):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("script, args, words", [
+@pytest.mark.parametrize("script, args, message", [
     ("local_cluster.sh", [], "missing --"),
     ("local_cluster.sh", ["--config=configs/gpt.py"], "--config=configs/gpt.py: unknown flag"),
     ("local_cluster.sh", ["--processes=none", "--"], "--processes=none"),
@@ -144,11 +144,11 @@ def test_shellcheck_finds_nothing(script):
     ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--", "--workdir=~/bucket/x"], "--bucket=NAME"),
     ("slurm.sbatch", ["--config=c.py"], "start it with sbatch"),
 ])
-def test_wrong_usage_is_one_line(machine, script, args, words):
+def test_wrong_usage_is_one_line(machine, script, args, message):
     result = machine.run(LAUNCH / script, *args)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and words in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
 
 
 @pytest.mark.parametrize("script", ["local_cluster.sh", "tpu_vm.sh"])
@@ -205,7 +205,7 @@ def test_cluster_needs_a_python(machine):
 
 def test_cluster_stops_all_when_one_fails(machine):
     machine.fake("python", """
-print("words of", args[4], flush=True)
+print("output of", args[4], flush=True)
 if args[4] == "--process_id=1":
     while len((folder / "calls").read_text().splitlines()) < 4:
         time.sleep(0.02)
@@ -217,9 +217,9 @@ time.sleep(60)
 """)
     result = machine.run(CLUSTER, "--processes=4", "--", "--x", GRACE_SECONDS="0")
     assert result.returncode == 3
-    assert result.stdout == "words of --process_id=0\n"
+    assert result.stdout == "output of --process_id=0\n"
     assert result.stderr.splitlines() == [
-        "process 1: words of --process_id=1", "process 1: it broke", "process 1: exit status 3"]
+        "process 1: output of --process_id=1", "process 1: it broke", "process 1: exit status 3"]
     assert not any(is_running(call["pid"]) for call in machine.calls("python"))
 
 
@@ -241,59 +241,59 @@ sys.exit(5)
 def test_cluster_forwards_signals(machine, number):
     machine.fake("python", """
 def end(number, _):
-    (folder / f"heard {args[4]}").write_text(str(number))
+    (folder / f"received {args[4]}").write_text(str(number))
     sys.exit(6)
 signal.signal(signal.SIGINT, end)
 signal.signal(signal.SIGTERM, end)
 (folder / f"ready {args[4]}").touch()
 while True:
-    time.sleep(0.05)  # Python handles a signal that arrives just before a sleep only after it
+    time.sleep(0.05)  # short, since a signal that arrives just before the sleep is handled only after it
 """)
     process = machine.start(CLUSTER, "--", "--x")
     wait_until(lambda: len(list(machine.folder.glob("ready *"))) == 2)
     process.send_signal(number)
     assert process.wait(10) == 6
-    assert [path.read_text() for path in machine.folder.glob("heard *")] == [str(int(number))] * 2
+    assert [path.read_text() for path in machine.folder.glob("received *")] == [str(int(number))] * 2
 
 
 # tpu_vm.sh
 
 SLICE = ["--name=gpt", "--zone=z"]
-KIND = ["--accelerator_type=v5litepod-16", "--runtime_version=v2-alpha-tpuv5-lite"]
+ACCELERATOR = ["--accelerator_type=v5litepod-16", "--runtime_version=v2-alpha-tpuv5-lite"]
 RUN = ["--config=configs/gpt.py", "--workdir=~/bucket/runs/a b",
        "--note=it's \"so\": $HOME `id` \\ * ; =~/x", "--nothing="]
 
-WHERE = ["--zone=z"]
+ZONE = ["--zone=z"]
 RESOURCE = ["gcloud", "compute", "tpus", "queued-resources"]
-CREATE = [*RESOURCE, "create", "gpt", "--node-id=gpt", *WHERE, "--accelerator-type=v5litepod-16",
+CREATE = [*RESOURCE, "create", "gpt", "--node-id=gpt", *ZONE, "--accelerator-type=v5litepod-16",
           "--runtime-version=v2-alpha-tpuv5-lite"]
-DESCRIBE = [*RESOURCE, "describe", "gpt", *WHERE, "--format=value(state.state)"]
-DELETE = [*RESOURCE, "delete", "gpt", *WHERE, "--force", "--quiet"]
-THERE = "bash smallgpt_jax/launch/tpu_vm.sh worker"
+DESCRIBE = [*RESOURCE, "describe", "gpt", *ZONE, "--format=value(state.state)"]
+DELETE = [*RESOURCE, "delete", "gpt", *ZONE, "--force", "--quiet"]
+WORKER_SCRIPT = "bash smallgpt_jax/launch/tpu_vm.sh worker"
 
 
 def ssh(command: str, worker: str = "all") -> list[str]:
-    return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "gpt", *WHERE, f"--worker={worker}",
+    return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "gpt", *ZONE, f"--worker={worker}",
             f"--command={command}"]
 
 
 def install(get: str, bucket: str = "''") -> list[str]:
-    return ssh(f"set -e; if test -f smallgpt_jax/launch/tpu_vm.sh; then {THERE} idle; fi; {get}; "
-               f"{THERE} install {bucket}")
+    return ssh(f"set -e; if test -f smallgpt_jax/launch/tpu_vm.sh; then {WORKER_SCRIPT} idle; fi; {get}; "
+               f"{WORKER_SCRIPT} install {bucket}")
 
 
 UNPACK = "mkdir -p smallgpt_jax; tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
 COPY = [["mkdir", "-p", "build"],
         ["git", "archive", "--format=tar.gz", "--output=build/smallgpt_jax.tar.gz", "HEAD"],
-        ["gcloud", "compute", "tpus", "tpu-vm", "scp", "build/smallgpt_jax.tar.gz", "gpt:", *WHERE,
+        ["gcloud", "compute", "tpus", "tpu-vm", "scp", "build/smallgpt_jax.tar.gz", "gpt:", *ZONE,
          "--worker=all"]]
 CLONE = ("if test -d smallgpt_jax; then git -C smallgpt_jax pull --quiet --ff-only; "
          "else git clone --quiet https://x.org/y smallgpt_jax; fi")
-START = [ssh(f"{THERE} ready mine"), ssh(f"{THERE} start --config=c.py '--workdir=~/bucket/x'")]
+START = [ssh(f"{WORKER_SCRIPT} ready mine"), ssh(f"{WORKER_SCRIPT} start --config=c.py '--workdir=~/bucket/x'")]
 
 
 class Cloud(Machine):
-    """A machine with a fake gcloud, a repository of the launch scripts, and one worker."""
+    """A machine with a fake gcloud, a repository that contains the launch scripts, and one worker."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -312,7 +312,7 @@ class Cloud(Machine):
             self.fake(name, "sys.exit('not in a test')")
 
     def states(self, *states: str) -> None:
-        """Sets the answers of gcloud, in order; the last one is repeated."""
+        """Sets the states that the fake gcloud reports, in order. The last state is repeated."""
         (self.folder / "states").write_text(" ".join(states))
 
     def tpu(self, command: str, *args, **more) -> subprocess.CompletedProcess:
@@ -329,18 +329,18 @@ def cloud(tmp_path):
 
 
 @pytest.mark.parametrize("command, expected", [
-    (["create", *KIND], [CREATE, DESCRIBE]),
-    (["create", *KIND, "--spot", "--no_wait"], [[*CREATE, "--spot"]]),
+    (["create", *ACCELERATOR], [CREATE, DESCRIBE]),
+    (["create", *ACCELERATOR, "--spot", "--no_wait"], [[*CREATE, "--spot"]]),
     (["install"], [*COPY, install(UNPACK)]),
     (["install", "--bucket=gs://mine"], [*COPY, install(UNPACK, "mine")]),
     (["install", "--repo=https://x.org/y"], [install(CLONE)]),
     (["start", "--bucket=mine", "--", "--config=c.py", "--workdir=~/bucket/x"], START),
-    (["resume", *KIND, "--bucket=mine", "--", "--config=c.py", "--workdir=~/bucket/x"],
+    (["resume", *ACCELERATOR, "--bucket=mine", "--", "--config=c.py", "--workdir=~/bucket/x"],
      [DESCRIBE, DELETE, CREATE, DESCRIBE, *COPY, install(UNPACK, "mine"), *START]),
     (["logs"], [ssh("tail -n 100 -F smallgpt_jax.log", "0")]),
     (["logs", "--worker=3"], [ssh("tail -n 100 -F smallgpt_jax.log", "3")]),
-    (["status"], [DESCRIBE, ssh(f"{THERE} status")]),
-    (["stop"], [ssh(f"{THERE} stop 30")]),
+    (["status"], [DESCRIBE, ssh(f"{WORKER_SCRIPT} status")]),
+    (["stop"], [ssh(f"{WORKER_SCRIPT} stop 30")]),
     (["delete"], [DELETE]),
 ], ids=lambda value: " ".join(value[:2]) if isinstance(value[0], str) else "")
 def test_tpu_dry_run(cloud, command, expected):
@@ -358,7 +358,7 @@ def test_tpu_dry_run(cloud, command, expected):
 def test_tpu_create_waits_until_active(cloud):
     cloud.states("ACCEPTED", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "BROKEN", "PROVISIONING",
                  "ACTIVE")
-    result = cloud.tpu("create", *KIND)
+    result = cloud.tpu("create", *ACCELERATOR)
     assert result.returncode == 0
     assert cloud.args("gcloud") == [CREATE[1:], *[DESCRIBE[1:]] * 6]
     assert [line.split(" is ")[1] for line in result.stdout.splitlines()] == [
@@ -369,7 +369,7 @@ def test_tpu_create_waits_until_active(cloud):
 
 def test_tpu_create_reports_failure(cloud):
     cloud.states("ACCEPTED", "FAILED")
-    result = cloud.tpu("create", *KIND)
+    result = cloud.tpu("create", *ACCELERATOR)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         "error: gpt is FAILED; for the reason, run gcloud compute tpus queued-resources describe gpt --zone=z")
@@ -425,7 +425,7 @@ time.sleep(60)
 
 def test_tpu_resume_recreates_the_slice(cloud):
     cloud.states("SUSPENDING", "SUSPENDING", "SUSPENDED", "WAITING_FOR_RESOURCES", "ACTIVE")
-    result = cloud.tpu("resume", *KIND, "--spot", "--bucket=mine", "--", *RUN)
+    result = cloud.tpu("resume", *ACCELERATOR, "--spot", "--bucket=mine", "--", *RUN)
     assert result.returncode == 0, result.stderr
     assert [args[3] for args in cloud.args("gcloud")] == [
         "describe", "describe", "describe", "delete", "create", "describe", "describe", "scp", "ssh", "ssh",
@@ -436,21 +436,21 @@ def test_tpu_resume_recreates_the_slice(cloud):
 
 
 def test_tpu_resume_creates_a_missing_slice(cloud):
-    """As after a resume that was interrupted between deleting and creating."""
+    """A slice is missing if an earlier resume was interrupted after deleting it."""
     cloud.states("BROKEN", "ACTIVE")
-    assert cloud.tpu("resume", *KIND, "--", "--x").returncode == 0
+    assert cloud.tpu("resume", *ACCELERATOR, "--", "--x").returncode == 0
     assert [args[3] for args in cloud.args("gcloud")][:3] == ["describe", "create", "describe"]
     wait_until(lambda: cloud.calls("python"))
 
 
 def test_tpu_resume_keeps_an_existing_slice(cloud):
     cloud.states("WAITING_FOR_RESOURCES", "ACTIVE")
-    assert cloud.tpu("resume", *KIND, "--", "--x").returncode == 0
+    assert cloud.tpu("resume", *ACCELERATOR, "--", "--x").returncode == 0
     assert not any("delete" in args or "create" in args for args in cloud.args("gcloud"))
     wait_until(lambda: cloud.calls("python"))
 
 
-def test_tpu_delete_asks(cloud):
+def test_tpu_delete_asks_for_confirmation(cloud):
     result = cloud.tpu("delete")  # standard input is closed
     assert (result.returncode, result.stderr) == (1, "error: nothing was deleted\n")
     assert cloud.calls("gcloud") == []

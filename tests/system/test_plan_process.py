@@ -1,4 +1,4 @@
-"""`plan` as users start it: the CPU's compiler and the TPU's, each for one tiny recipe."""
+"""The plan command, started as users start it, with the CPU compiler and the TPU compiler."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def test_memory_matches_the_compiled_steps():
                     reason="needs the TPU compiler: pip install '.[plan]'")
 def test_a_tpu_program():
     result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
-                 "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu does not know the CPU's flags
+                 "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu rejects flags of the CPU compiler
     assert result.returncode == 0 and not result.stderr, result.stderr
     planned = json.loads(result.stdout)
     assert planned["fits"] and planned["hbm_bytes"] == 16 * 2**30 and planned["devices"] == 4

@@ -1,4 +1,4 @@
-"""Every attention backend against one plain formula in float64, alone and on a mesh."""
+"""Every attention backend against a plain formula in float64, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ TIME = 256
 
 
 def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
-    """softmax over the positions that may be seen, in float64, one rule after another."""
+    """Returns attention outputs in float64: scores, then each rule of the mask, then softmax."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
@@ -33,13 +33,13 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
 
 
 def inputs(batch=2, heads=2, head_width=16, groups=None):
-    """Queries, keys, values and weights of a sum of the outputs."""
+    """Returns queries, keys, values, and weights for summing the outputs."""
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, TIME, head_width))
     return q, k[:, :groups], v[:, :groups], weights
 
 
 def documents(batch: int) -> np.ndarray:
-    """Rows of several documents, cut at different places, one of a single token."""
+    """Returns segment ids of rows with several documents of different lengths, one of them a single token."""
     cuts = [[100], [1, 2, 255], [128]]
     return np.array([np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)])
 
@@ -60,13 +60,13 @@ def value_and_gradients(q, k, v, weights, mask, **options):
     pytest.param("splash", 128, 2, 0, False, marks=pytest.mark.slow),
     ("splash", 16, 1, 0, True), ("splash", 16, 2, 37, False)])
 def test_backends_match_the_formula(backend, head_width, groups, window, has_segments):
-    """Keys shared by two heads or not, windows below and above a chunk of queries."""
+    """Covers keys shared by two heads, and windows shorter and longer than a chunk of queries."""
     q, k, v, weights = inputs(head_width=head_width, groups=groups)
     segments = documents(2) if has_segments else None
     mask = AttentionMask(window, segments)
     y, *gradients = value_and_gradients(q, k, v, weights, mask, backend=backend)
     np.testing.assert_allclose(y, oracle(q, k, v, segments, window=window), rtol=1e-4, atol=1e-5)
-    # The gradients against those of the plain formula in JAX, whose slope is compared below.
+    # Gradients are compared with the reference backend, whose gradients are tested against finite differences.
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
@@ -120,7 +120,7 @@ def test_cached_attention_matches_the_last_rows_of_the_formula(groups, window, h
         np.testing.assert_allclose(found.reshape(2, 2, time, -1), expected[:, :, rows], rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_plain_attention_match_the_slope_of_the_formula():
+def test_reference_gradients_match_finite_differences_of_the_formula():
     q, k, v, weights = inputs()
     segments = documents(2)
     gradients = value_and_gradients(q, k, v, weights, AttentionMask(segment_ids_BxT=segments), backend="reference")[1:]
@@ -137,8 +137,7 @@ def test_gradients_of_plain_attention_match_the_slope_of_the_formula():
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_kernel_on_a_mesh(groups):
-    """Rows over two axes, heads over another, which divides the heads of keys or does not: each device runs the kernel
-    on its own part."""
+    """Rows are sharded over two axes, heads over a third one, which does not always divide the number of key heads."""
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
     mask = AttentionMask(segment_ids_BxT=documents(4))
@@ -149,7 +148,7 @@ def test_kernel_on_a_mesh(groups):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("asked, platform, change, name, why", [
+@pytest.mark.parametrize("requested, platform, change, name, reason", [
     ("auto", "cpu", {}, "xla", ""),
     ("auto", "tpu", {}, "splash", ""),
     ("auto", "gpu", {}, "cudnn", ""),
@@ -170,11 +169,11 @@ def test_kernel_on_a_mesh(groups):
     ("cudnn", "gpu", {"has_alibi": True}, "xla", "cuDNN's attention does not support ALiBi"),
     ("auto", "cpu", {"has_alibi": True}, "xla", ""),
 ])
-def test_selected_backend(asked, platform, change, name, why):
+def test_selected_backend(requested, platform, change, name, reason):
     shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", "mask": AttentionMask(), **change}
-    assert select_backend(asked, platform, **shape)[0] == name
-    assert why in select_backend(asked, platform, **shape)[1]
-    assert bool(why) == bool(select_backend(asked, platform, **shape)[1])
+    assert select_backend(requested, platform, **shape)[0] == name
+    assert reason in select_backend(requested, platform, **shape)[1]
+    assert bool(reason) == bool(select_backend(requested, platform, **shape)[1])
 
 
 @pytest.mark.parametrize("platform, called", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "chunked")])

@@ -11,7 +11,7 @@ from smallgpt_jax import data
 from smallgpt_jax.data import batches, packing
 from smallgpt_jax.errors import UserError
 
-END_OF_TEXT = 256  # of the tokenizer "bytes"
+END_OF_TEXT = 256  # token id of the tokenizer "bytes"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def sorted_rows(rows):
 # ---------------------------------------------------------------------- both packings
 
 def numbered(lengths):
-    """Returns a split whose tokens are their own positions in the stream, except for the end-of-text, 0."""
+    """Returns a split in which each token is its position in the stream; end-of-text tokens are 0."""
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
@@ -46,8 +46,10 @@ def numbered(lengths):
 @pytest.mark.parametrize("context", [5, 16, 64])
 @pytest.mark.parametrize("kind", packing.PACKINGS)
 def test_targets_of_an_epoch(kind, context, separate):
-    """Each token of the stream is an input once, and its target counts, also the end-of-text after a document;
-    `concat` drops the remainder after its last window."""
+    """Each token of the stream is an input once, and its target is in the loss mask, even an end-of-text target.
+
+    `concat` drops the remainder after its last window.
+    """
     lengths = np.random.default_rng(0).integers(2, 50, 300)
     split = numbered(lengths)
     packed = packing.PACKINGS[kind](split, context, separate)
@@ -55,16 +57,16 @@ def test_targets_of_an_epoch(kind, context, separate):
     inputs, targets = rows.tokens_BxT1[:, :-1], rows.targets_BxT
     if targets is None:
         targets = rows.tokens_BxT1[:, 1:]
-    counted = np.ones(inputs.shape, bool) if rows.loss_mask_BxT is None else rows.loss_mask_BxT
+    in_mask = np.ones(inputs.shape, bool) if rows.loss_mask_BxT is None else rows.loss_mask_BxT
     ends = set(split.starts + lengths - 1)
-    places = []
-    for token, target in zip(inputs[counted], targets[counted]):
-        place = token or target - 1  # behind a document's own end-of-text comes its first token
-        assert target == (0 if place in ends else place + 1)
-        places.append(place)
+    positions = []
+    for token, target in zip(inputs[in_mask], targets[in_mask]):
+        position = token or target - 1  # token 0 starts a document; its target follows it
+        assert target == (0 if position in ends else position + 1)
+        positions.append(position)
     used = packed.num_rows * context if kind == "concat" else split.tokens
-    assert sorted(places) == list(range(used)) and used > split.tokens - context - 1
-    assert counted.mean() == pytest.approx(1 - packed.padding)
+    assert sorted(positions) == list(range(used)) and used > split.tokens - context - 1
+    assert in_mask.mean() == pytest.approx(1 - packed.padding)
 
 
 # ---------------------------------------------------------------------- concat
@@ -106,7 +108,7 @@ def test_share_of_cut_documents(tmp_path):
 
 @pytest.mark.parametrize("room", [7, 40, 100])
 def test_best_fit_decreasing(room):
-    """Equals the plain algorithm, one piece at a time."""
+    """Free space per row matches a plain implementation that positions one piece at a time."""
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 60, seed * 3 + 1)
         pieces = sorted([room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True)
@@ -126,20 +128,20 @@ def test_best_fit_decreasing(room):
 def test_best_fit_contains_every_token_and_every_target(documents, context):
     split = documents.train
     packed = packing.BestFit(split, context, True)
-    tokens, segments, counts, targets = packed.read_rows(np.arange(packed.num_rows))
+    tokens, segments, loss_mask, targets = packed.read_rows(np.arange(packed.num_rows))
     stream, starts = np.asarray(split.stream), [*split.starts, split.tokens]
     texts = [stream[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
     found, pairs = [], []
-    for row, row_segments, row_counts, row_targets in zip(tokens, segments, counts, targets):
-        assert not row_counts[row_segments == 0].any()
+    for row, row_segments, row_mask, row_targets in zip(tokens, segments, loss_mask, targets):
+        assert not row_mask[row_segments == 0].any()
         assert (np.diff((row_segments == 0).astype(int)) >= 0).all()  # padding comes last
         assert (np.diff(row_segments[row_segments > 0]) >= 0).all()
         found += [row[:-1][row_segments == n].tolist() for n in range(1, row_segments.max() + 1)]
-        pairs += [(int(row[i]), int(row_targets[i])) for i in np.flatnonzero(row_counts)]
+        pairs += [(int(row[i]), int(row_targets[i])) for i in np.flatnonzero(row_mask)]
     pieces = [text[i:i + context] for text in texts for i in range(0, len(text), context)]
-    assert sorted(found) == sorted(pieces)  # only what is longer than a row is cut
-    # Targets: the next token of the document, or an end-of-text behind its last one.
+    assert sorted(found) == sorted(pieces)  # only documents longer than a row are cut
+    # The target is the next token of the document, or an end-of-text after its last token.
     assert sorted(pairs) == sorted(pair for text in texts for pair in zip(text, [*text[1:], END_OF_TEXT]))
     assert packed.padding == pytest.approx(1 - split.tokens / segments.size)
     assert packed.padding < 0.02
@@ -174,7 +176,7 @@ def test_batch_depends_on_seed_and_step_only(documents):
 
 
 def test_order_is_stable_across_versions(documents):
-    """The order of a seed never changes."""
+    """Each seed gives the same order in all versions."""
     numbers = batches.row_numbers(concat(documents.train, 32), 8, seed=3)
     assert " ".join(map(str, numbers[0])) == "104 380 217 363 318 66 174 251"
 
@@ -231,8 +233,8 @@ def test_rows_of_a_mixture_follow_its_weights(two_stores):
     texts = batches.Mixture(corpus.pack("train", "concat", True, 32), corpus.weights)
     order = batches.train_batches(texts, 16, seed=5)
     is_small = np.array([(order[i].tokens_BxT1 < ord("m")).any(axis=1) for i in range(60)])
-    assert abs(is_small.cumsum() - np.arange(1, 16 * 60 + 1) / 4).max() <= 1  # at any moment
-    np.testing.assert_allclose(is_small.sum(axis=1), 4, atol=1)  # of 16
+    assert abs(is_small.cumsum() - np.arange(1, 16 * 60 + 1) / 4).max() <= 1  # after every row
+    np.testing.assert_allclose(is_small.sum(axis=1), 4, atol=1)  # of 16 rows per batch
     assert is_small.mean() == pytest.approx(0.25, abs=0.005)
     assert all(np.array_equal(order[7][i], batches.train_batches(texts, 16, seed=5)[7][i]) for i in (0, 1))
     # Each store goes through its own epochs.

@@ -54,7 +54,7 @@ def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
 
 
 def flops(config) -> float:
-    """By the counts that `plan` uses."""
+    """Returns the FLOPs of a run, as `plan` counts them."""
     model = models.build(**config.model)
     return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
 
@@ -65,20 +65,20 @@ def test_flops_are_equal_within_one_percent(tmp_path):
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
         assert abs(flops(run.config) / target - 1) < 0.01, run.name
-    # By hand, in products per token: 4 blocks of 12·D², 2·D·T for attention's two, the head; pgpt's dense layers and
-    # the weighted sum of its paths.
+    # Multiplications per token, counted by hand: 4 blocks with 12·D² for weights and 2·D·T for attention, and the head.
+    # pgpt has 2·D² more for the dense layers and 2·D more for the weighted sum of its two paths.
     D, T, V = 64, 64, 512
     gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
 
 
-# The widths that lgpt can have lie 5% apart at the paper's size, so there gpt follows lgpt.
+# At the paper's size, lgpt can be matched only within 5%, so gpt's width is changed to match lgpt.
 @pytest.mark.parametrize("size, names, target", [
     ("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)])
 @pytest.mark.slow
 def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
-    config.runs.cgpt.model.conv_kernel = 1  # as configs/compare/paper.py has it
+    config.runs.cgpt.model.conv_kernel = 1  # as in configs/compare/paper.py
     planned = budget.plan_runs(config, tmp_path)
     assert [run.name for run in planned] == names.split(",")
     tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
@@ -94,13 +94,13 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
 
 @pytest.mark.parametrize("target, d_model, num_heads", [
     (10_240, 32, 4),  # the recipe itself
-    (2_560, 16, 4),  # another width, the same number of heads
+    (2_560, 16, 4),  # another width, same number of heads
     (6_250, 25, 5),  # no multiple of 4 within 2%
     (12_250, 35, 5),
-    (5_000, 22, 2),  # none within 2%: the nearest
+    (5_000, 22, 2),  # no width within 2%: the nearest one
 ])
 def test_width_search(target, d_model, num_heads, monkeypatch):
-    """In few counts, which take seconds each for deep models."""
+    """The search needs at most six parameter counts, which take seconds each for deep models."""
     counted = []
 
     def count(config) -> int:
@@ -147,7 +147,7 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
 
 
 def test_names_with_dots_and_spaces(tmp_path):
-    """As the examples in configs/compare/base.py."""
+    """Tests the examples in configs/compare/base.py."""
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
     planned = budget.plan_runs(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path)
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
@@ -166,7 +166,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     assert cli.unquote_run_names(quoted) == given
 
 
-@pytest.mark.parametrize("fields, words", [
+@pytest.mark.parametrize("fields, message", [
     (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
     (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, is .*% off \(limit: 1%\)"),
     (dict(compare__budget="seconds"), "config.compare.seconds=0: must be above 0"),
@@ -179,12 +179,12 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
     (dict(compare__contexts=(0,)), "must be integers, at least 1"),
     (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
-def test_refuses_invalid_comparisons(fields, words, tmp_path):
-    with pytest.raises(UserError, match=words):
+def test_refuses_invalid_comparisons(fields, message, tmp_path):
+    with pytest.raises(UserError, match=message):
         budget.plan_runs(comparison(**fields), tmp_path)
 
 
-@pytest.mark.parametrize("runs, words", [
+@pytest.mark.parametrize("runs, message", [
     ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
     ({"a": {"model": {"num_haeds": 2}}}, "config.runs.a.model.num_haeds: no such field; did you mean 'num_he"),
     ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the type of 64"),
@@ -198,8 +198,8 @@ def test_refuses_invalid_comparisons(fields, words, tmp_path):
     ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
     ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' have the same workdir"),
     ({}, "the comparison has no runs")])
-def test_refuses_invalid_runs(runs, words, tmp_path):
-    with pytest.raises(UserError, match=re.escape(words)):
+def test_refuses_invalid_runs(runs, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
         budget.plan_runs(base.comparison(load_config("gpt"), runs), tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_refuses_misspelt_comparison_fields():
 
 
 def validate(config: ConfigDict) -> None:
-    """`build_program` without tracing the model, which takes seconds at the paper's size."""
+    """Validates a config without tracing the model, in place of `build_program`, which takes seconds."""
     validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of small arrays: damage, failed writes, checksums; and the comparison in benchmarks/chaos.py."""
+"""Checkpoints of small arrays: damage, failed writes, checksums. Also benchmarks/chaos.py, without training."""
 
 import collections
 import json
@@ -35,7 +35,7 @@ ABSTRACT = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
 
 
-def assert_same(one, other):
+def assert_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert all(np.array_equal(a, b, equal_nan=True)
                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
@@ -64,7 +64,7 @@ def truncate(path, place):
 
 @pytest.mark.slow
 def test_no_damage_goes_unnoticed(saved, tmp_path):
-    """Damage to any file of the newest checkpoint is either harmless, or the older checkpoint is used."""
+    """After damage to any file of the newest checkpoint, the restored state is intact: the newest or the older one."""
     names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
              if path.is_file() and path.stat().st_size]
     assert len(names) > 15
@@ -77,12 +77,12 @@ def test_no_damage_goes_unnoticed(saved, tmp_path):
             checkpoints = Checkpoints(folder, keep=3, log=logged.append)
             state = checkpoints.restore_latest(ABSTRACT)
             step = int(state.step)
-            assert_same(state, state_of(step))
+            assert_equal(state, state_of(step))
             outcomes[step] += 1
-            is_aside = (folder.parent / "damaged_checkpoints" / "20").is_dir()
-            assert is_aside == (step == 10) and len(logged) == (step == 10), name
-            assert checkpoints.steps() == ([10] if is_aside else [10, 20])
-            if is_aside:
+            is_quarantined = (folder.parent / "damaged_checkpoints" / "20").is_dir()
+            assert is_quarantined == (step == 10) and len(logged) == (step == 10), name
+            assert checkpoints.steps() == ([10] if is_quarantined else [10, 20])
+            if is_quarantined:
                 assert logged[0].startswith("damaged checkpoint of step 20 (")
             checkpoints.close()
             shutil.rmtree(folder.parent)
@@ -94,20 +94,20 @@ def test_no_damage_goes_unnoticed(saved, tmp_path):
     lambda folder: shutil.rmtree(folder / "opt_state"),
     lambda folder: shutil.rmtree(folder / "check"),
     lambda folder: flip_a_bit(max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size), 0.5),
-], ids=["empty", "no opt_state", "no check", "a bit"])
+], ids=["empty", "no opt_state", "no check", "flipped bit"])
 def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
     shutil.copytree(saved, tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "20")
     logged = []
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
-    assert_same(checkpoints.restore_latest(ABSTRACT), state_of(10))
+    assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(10))
     assert len(logged) == 1 and str(tmp_path / "damaged_checkpoints" / "20") in logged[0]
-    checkpoints.save(20, state_of(20))  # the name can be used again
+    checkpoints.save(20, state_of(20))  # the step can be saved again
     checkpoints.close()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
 
 
-def test_nothing_is_moved_if_no_checkpoint_is_good(saved, tmp_path):
+def test_nothing_is_moved_if_all_checkpoints_are_damaged(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "checkpoints")
     for step in ("10", "20"):
         shutil.rmtree(tmp_path / "checkpoints" / step / "check")
@@ -135,7 +135,7 @@ def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
 
 
 def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
-    """Files are limited to 200 bytes for a while, as on a full disk."""
+    """A temporary limit of 200 bytes per file stands in for a full disk."""
     logged = []
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
     checkpoints.save(1, state_of(1))
@@ -156,7 +156,7 @@ def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
     checkpoints.save(4, state_of(4))
     checkpoints.wait_until_finished()
     assert checkpoints.steps() == [1, 4]
-    assert_same(checkpoints.restore_latest(ABSTRACT), state_of(4))
+    assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(4))
     checkpoints.close()
 
 
@@ -172,7 +172,7 @@ def test_checksums_do_not_depend_on_the_mesh():
 
 
 def test_chaos_finds_every_difference(tmp_path):
-    """Of a copied run: none; of runs with another weight, another loss, and a duplicate line: each."""
+    """A copy of a run has no differences. Another weight, another loss and a duplicate line are each found."""
     runs = {name: chaos.Run(tmp_path / name, "gpt", 10) for name in ("one", "copy", "weights", "loss", "line")}
     for name, run in runs.items():
         checkpoints = Checkpoints(run.workdir / "checkpoints", keep=1)
@@ -190,7 +190,7 @@ def test_chaos_finds_every_difference(tmp_path):
 
 
 def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
-    """With fake processes: the third start of each run ends before its kill."""
+    """Processes are fakes. After its third start, a run finishes before it can be killed."""
     events = []
 
     class Run:

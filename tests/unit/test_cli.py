@@ -1,4 +1,4 @@
-"""Exit status and streams of commands, in process."""
+"""Exit status and standard streams of commands, which run in the test process."""
 
 import contextlib
 import io
@@ -34,11 +34,11 @@ def full_disk() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize("is_buffered", [True, False])  # True: text is written at the end only
+@pytest.mark.parametrize("is_buffered", [True, False])  # True: text is written only when flushed
 @pytest.mark.parametrize("output, status, message", [
     (closed_pipe, 141, ""), (full_disk, 1, "error: input or output: No space left on device\n")])
 def test_unwritable_output(monkeypatch, capsys, is_buffered, output, status, message):
-    """A closed pipe is no error to report; a full disk is."""
+    """A closed pipe ends the command with status 141 and no message. A full disk is an error."""
     raw = io.FileIO(output(), "wb")
     unwritable = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
     monkeypatch.setattr(sys, "stdout", unwritable)

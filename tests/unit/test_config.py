@@ -20,7 +20,7 @@ def test_every_architecture_has_a_recipe():
     assert set(ARCHITECTURES) <= set(RECIPES)
 
 
-# The other sizes are trained by other tests.
+# Other tests train the remaining sizes.
 @pytest.mark.parametrize("recipe, size", [(recipe, "paper") for recipe in RECIPES] + [("lgpt", "quickstart")])
 def test_every_recipe_builds(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
@@ -40,12 +40,12 @@ def test_every_recipe_builds(recipe, size):
 def test_every_recipe_is_a_valid_config(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
     assert config.is_locked
-    model = models.build(**config.model)  # which validates the fields
+    model = models.build(**config.model)  # validates the fields
     validate_train(config.train, model.config, sharding.make_mesh(**config.mesh))
 
 
 def test_cgpt_kernel():
-    """The small recipes convolve; docs/results.md compares models with the paper's kernel of 1."""
+    """The small recipes have a kernel of 3; the paper's recipe and configs/compare/paper.py a kernel of 1."""
     assert {size: load_config("cgpt", size).model.conv_kernel for size in base.SIZES} == {
         "paper": 1, "quickstart": 3, "tiny": 3}
     comparison = importlib.import_module("configs.compare.paper")
@@ -59,12 +59,12 @@ def test_paper_recipes_differ_only_in_the_model():
         for config in others:
             for group in ("data", "mesh", "train"):
                 assert config[group] == others[0][group]
-            # In the quickstart, lgpt and cgpt share another learning rate.
+            # In the quickstart, lgpt and cgpt have a learning rate of their own.
             narrows = size == "quickstart" and config.model.architecture in ("lgpt", "cgpt")
             assert config.optimizer == others[2 if narrows else 0].optimizer
 
 
-@pytest.mark.parametrize("flags, status, words", [
+@pytest.mark.parametrize("flags, status, substrings", [
     ([], 2, ["--config and --workdir must be given"]),
     (["--config=configs/nothing.py"], 2, ["no file 'configs/nothing.py'"]),
     (["--config=configs/gpt.py:huge"], 2, ["'huge'", "quickstart"]),
@@ -78,11 +78,11 @@ def test_paper_recipes_differ_only_in_the_model():
     (["--config=configs/gpt.py", "more"], 2, ["'more'"]),
     (["--config=configs/gpt.py", "--train.steps=5"], 2, ["did you mean --config.train.steps?"]),
 ])
-def test_wrong_usage(tmp_path, flags, status, words):
+def test_wrong_usage(tmp_path, flags, status, substrings):
     flags = [*flags, f"--workdir={tmp_path / 'run'}"] if flags else []
     result = call("main", *flags)
     assert result.returncode == status
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(s in result.stderr for s in substrings), result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
     assert not (tmp_path / "run").exists()
 
@@ -103,19 +103,19 @@ def test_missing_config_files(flags, message, monkeypatch, capsys):
     assert (end.value.code, capsys.readouterr().err) == (2, f"error: --config: {message}\n")
 
 
-@pytest.mark.parametrize("body, words", [
+@pytest.mark.parametrize("body, substrings", [
     ("config.train.step = 3", ["line 4", "'step'", "'steps'"]),
     ("config.model.num_layers = 'three'", ["num_layers", "three"]),
     ("config.model.num_layers = three", ["line 4", "NameError", "three"]),
     ("config.model.num_layers = = 3", ["line 4", "SyntaxError"]),
 ])
-def test_wrong_config_files(tmp_path, body, words):
+def test_wrong_config_files(tmp_path, body, substrings):
     path = tmp_path / "mine.py"
     path.write_text("from configs import base\ndef get_config(size='tiny'):\n"
                     f"    config = base.get_config(size)\n    {body}\n    return config\n")
     result = call("main", f"--config={path}", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 2
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(s in result.stderr for s in substrings), result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") <= 2
 
 

@@ -17,12 +17,12 @@ from smallgpt_jax.errors import UserError
 
 @pytest.mark.slow
 def test_hugging_face_dataset(tmp_path, monkeypatch):
-    """A local folder, whose files are the shards."""
+    """In a local folder, each file is a shard."""
     monkeypatch.setenv("USE_TORCH", "0")  # saves two seconds if the library is imported here first
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
-    for module in (datasets.config, constants):  # which have read the environment already
+    for module in (datasets.config, constants):  # read from the environment at import
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     datasets.utils.logging.set_verbosity_error()
     for shard in range(3):
@@ -42,7 +42,7 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
 
 
 def write_tfds(folder, file_format: str, shards: list[list[dict]], monkeypatch) -> list[Path]:
-    """Writes `words`, a TensorFlow dataset of these shards, into `folder`, from now on tfds' own. Returns its files."""
+    """Writes a TensorFlow dataset `words` to `folder`, the data folder of tfds from now on. Returns the shard files."""
     pytest.importorskip("tensorflow_datasets")
     from tensorflow_datasets.core import constants
     from tensorflow_datasets.proto import tf_example_pb2
@@ -127,14 +127,14 @@ def test_names_damaged_tfrecord_files(tmp_path, monkeypatch):
     whole = one.read_bytes()
     record, flipped = len(whole) // 9, bytearray(whole)
     flipped[2 * record + 5] ^= 1
-    for damaged, words in (
+    for damaged, message in (
             (whole[:-3], f"the record at byte {8 * record} is truncated"),
             (whole[:4 * record + 7], f"the record at byte {4 * record} is truncated"),
             (bytes(flipped), f"no record starts at byte {2 * record}"),
             (whole + tfrecord_bytes(b"text"), "record 10 is not a tf.train.Example"),
             (whole[:8 * record], "has 8 records, but 9 according to dataset_info.json; download this shard")):
         one.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"{re.escape(str(one))}: .*{words}"):
+        with pytest.raises(UserError, match=f"{re.escape(str(one))}: .*{message}"):
             read("tfds:words", invalid_items="skip")
     one.write_bytes(whole)
     two.unlink()
@@ -153,14 +153,14 @@ def test_prepare_resumes_after_a_damaged_shard_is_replaced(tmp_path, monkeypatch
     files[1].write_bytes(whole)
     logged = []
     prepare_store(tmp_path / "one", "tfds:words", log=logged.append)
-    assert "61% done" in logged[0], logged  # the last whole batch of the second shard
+    assert "61% done" in logged[0], logged  # up to the last complete batch of the second shard
     prepare_store(tmp_path / "other", "tfds:words")
     assert all((tmp_path / "one" / f"{split}.bin").read_bytes() == (tmp_path / "other" / f"{split}.bin").read_bytes()
                for split in store.SPLITS)
 
 
 def test_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
-    """C4 as written by tfds, compared with grain's reader and tfds' decoder."""
+    """A C4 sample written by tfds gives the same store as its texts read by grain and decoded by tfds."""
     tfds = pytest.importorskip("tensorflow_datasets")
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(shared_data / "tfds"))
     name = "c4_minimal/en:3.0.1"

@@ -1,4 +1,4 @@
-"""Layers and configs on literal arrays: positions, activations, initial weights, refused configs."""
+"""Layers and model configs: positions, activations, initial weights, selected paths, refused configs."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ rotate = functools.partial(apply_rope, base=10_000.0)
 
 
 def complex_rope(x_BxHxTxK, positions_BxT, base=10_000.0):
-    """Su et al.'s R_t·x_t: entries i and i + K/2 are a complex number, multiplied by exp(i·t·θ)."""
+    """Returns Su et al.'s R_t·x_t: entries n and n + K/2 are a complex number, multiplied by exp(i·t·θ)."""
     half = x_BxHxTxK.shape[-1] // 2
     thetas = base ** (-2 * np.arange(half) / (2 * half))
     points = x_BxHxTxK[..., :half] + 1j * x_BxHxTxK[..., half:]
@@ -50,7 +50,7 @@ def test_rope_scores_depend_on_distance_alone():
 
 
 def test_alibi_slopes_match_the_paper():
-    """Section 3: for 8 heads 1/2, 1/4, … 1/256, for 16 heads 1/√2, 1/2, 1/(2√2), …"""
+    """Slopes in section 3 of the paper: 1/2, 1/4, … 1/256 for 8 heads; 1/√2, 1/2, 1/(2√2), … for 16 heads."""
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     np.testing.assert_allclose(alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
     np.testing.assert_allclose(alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
@@ -80,14 +80,14 @@ def test_gpt2_initialization():
         assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.03)
     assert not any(np.any(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
                    if path[-1].key == "bias")
-    # Every layer has weights of its own.
+    # Every layer has its own random weights.
     assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
 def test_initial_loss_is_uniform(architecture, d_model):
-    """The narrow and the wide form of the head's and the trunk's initial scales."""
+    """Covers narrow and wide models, whose head and trunk have different initial scales."""
     model = build(architecture, d_model=d_model, num_layers=2, mlp_ratio=1.0)
     tokens, targets = np.random.default_rng(0).integers(0, 512, (2, 4, 64))
 
@@ -114,7 +114,7 @@ def test_with_paths_cuts_params_and_state():
     assert cut_state == {} and set(cut_params["trunk"]) == {"paths"}
 
 
-@pytest.mark.parametrize("architecture, fields, words", [
+@pytest.mark.parametrize("architecture, fields, substrings", [
     ("gpt", {"num_heads": 3}, ["num_heads=3", "d_model=64"]),
     ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
     ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
@@ -154,7 +154,7 @@ def test_with_paths_cuts_params_and_state():
     ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
     ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
 ])
-def test_refuses_impossible_models(architecture, fields, words):
+def test_refuses_impossible_models(architecture, fields, substrings):
     with pytest.raises(UserError) as error:
         build(architecture, **fields)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)

@@ -1,4 +1,4 @@
-"""The order of events in the training loop, with fakes. Nothing is compiled."""
+"""The order of events in the training loop, with fakes and without compilation."""
 
 import contextlib
 import math
@@ -11,10 +11,10 @@ from smallgpt_jax.train import Schedule, train_loop
 
 
 class Run:
-    """Fakes of everything that the loop calls; they append to `events`.
+    """Fakes of everything that the training loop calls. They append to `events`.
 
-    The state is the number of updates. The run is asked to stop after step `stop_after`, or in the evaluation of step
-    `stop_in_evaluation`; `bad_steps` have non-finite losses.
+    The state is the number of updates. A stop is requested after step `stop_after`, or during the evaluation of step
+    `stop_in_evaluation`. The losses of `bad_steps` are non-finite.
     """
 
     def __init__(self, stop_after=None, stop_in_evaluation=None, bad_steps=(), on_nonfinite="stop", max_nonfinite=2):
@@ -24,7 +24,7 @@ class Run:
         self.guard = NonFiniteGuard(on_nonfinite, max_nonfinite, lambda step: [step], lambda: None,
                                     log=lambda line: self.events.append("skip"))
 
-    def go(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
+    def loop(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
         batches = iter(range(first_step + 1, 1000))
         schedule = Schedule(steps, eval_every, checkpoint_every)
         result = train_loop(first_step, first_step, batches, self.train_step, self.evaluate, self, self, self.guard,
@@ -33,7 +33,7 @@ class Run:
         return result
 
     def train_step(self, state, batch):
-        assert batch == state + 1, "the batch of another step"
+        assert batch == state + 1, "batch of another step"
         self.events.append(f"update {batch}")
         return state + 1, batch
 
@@ -79,14 +79,14 @@ class Run:
 
 def test_metrics_are_read_after_the_next_update_is_dispatched():
     run = Run()
-    run.go(steps=3, eval_every=10, checkpoint_every=10)
+    run.loop(steps=3, eval_every=10, checkpoint_every=10)
     assert run.events[:5] == ["update 1", "update 2", "read 1", "log 1", "update 3"]
 
 
 def test_saving_and_evaluating_at_one_step():
     """The step's metrics are checked before it is saved; it is saved before it is evaluated."""
     run = Run()
-    run.go(steps=4, eval_every=2, checkpoint_every=2)
+    run.loop(steps=4, eval_every=2, checkpoint_every=2)
     assert run.events == [
         "update 1",
         "update 2", "read 1", "log 1", "read 2", "log 2", "pause", "save 2", "unpause", "evaluate 2",
@@ -96,30 +96,30 @@ def test_saving_and_evaluating_at_one_step():
 
 def test_saving_and_evaluating_at_different_steps():
     run = Run()
-    assert run.go(steps=7, eval_every=3, checkpoint_every=2) == (7, 7, False)
+    assert run.loop(steps=7, eval_every=3, checkpoint_every=2) == (7, 7, False)
     assert [event for event in run.events if event.split()[0] in ("save", "evaluate")] == [
         "save 2", "evaluate 3", "save 4", "save 6", "evaluate 6", "save 7", "evaluate 7"]
-    assert run.unread_batch == 8  # no batch is read in excess
+    assert run.unread_batch == 8  # no further batch has been read
 
 
 def test_a_resumed_run_makes_the_remaining_steps():
     run = Run()
-    assert run.go(steps=7, eval_every=3, checkpoint_every=3, first_step=5) == (7, 7, False)
+    assert run.loop(steps=7, eval_every=3, checkpoint_every=3, first_step=5) == (7, 7, False)
     assert [event for event in run.events if "update" in event] == ["update 6", "update 7"]
     assert run.events.count("save 7") == run.events.count("evaluate 7") == 1
 
 
 def test_a_finished_run_does_nothing():
     run = Run()
-    assert run.go(steps=5, eval_every=3, checkpoint_every=3, first_step=5) == (5, 5, False)
+    assert run.loop(steps=5, eval_every=3, checkpoint_every=3, first_step=5) == (5, 5, False)
     assert run.events == [] and run.unread_batch == 6
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
 def test_a_stopped_run_saves_and_does_not_evaluate(stop_after):
-    """At a step without other events, one that is saved anyway, one that would be evaluated, and the last one."""
+    """Stops after a step without other events, a checkpoint step, an evaluation step, and the last step."""
     run = Run(stop_after=stop_after)
-    assert run.go(steps=6, eval_every=4, checkpoint_every=3) == (stop_after, stop_after, True)
+    assert run.loop(steps=6, eval_every=4, checkpoint_every=3) == (stop_after, stop_after, True)
     assert run.events[-5:] == [f"read {stop_after}", f"log {stop_after}", "pause", f"save {stop_after}", "unpause"]
     assert f"evaluate {stop_after}" not in run.events
 
@@ -127,17 +127,17 @@ def test_a_stopped_run_saves_and_does_not_evaluate(stop_after):
 @pytest.mark.parametrize("step, is_saved", [(2, False), (4, True)])
 def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
-    assert run.go(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
+    assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    assert (f"save {step}" in run.events) == is_saved  # otherwise `run` saves it at the end
+    assert (f"save {step}" in run.events) == is_saved  # otherwise `train` saves it after the loop
 
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
-    """Step 3 would be saved: its metrics are read before. Step 2's are read after step 3 is dispatched."""
+    """Metrics of step 3 are read before its checkpoint is saved, those of step 2 after step 3 is dispatched."""
     run = Run(bad_steps=(bad_step,))
     with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):
-        run.go(steps=9, eval_every=3, checkpoint_every=3)
+        run.loop(steps=9, eval_every=3, checkpoint_every=3)
     assert run.events[-1] == last_event
     assert not any("save" in event or "evaluate" in event for event in run.events)
 
@@ -145,6 +145,6 @@ def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
 def test_skipped_updates_are_logged_up_to_the_maximum():
     run = Run(bad_steps=(1, 3, 4), on_nonfinite="skip")
     with pytest.raises(DivergenceError, match="2 non-finite updates in a row"):
-        run.go(steps=9, eval_every=9, checkpoint_every=9)
+        run.loop(steps=9, eval_every=9, checkpoint_every=9)
     assert [event for event in run.events if event.split()[0] in ("skip", "log")] == [
         "skip", "log 1", "log 2", "skip", "log 3"]

@@ -1,4 +1,4 @@
-"""Loss, optimizer, axis rules and FLOP counts on literal arrays and shapes: nothing is trained."""
+"""Loss, optimizer, axis rules and FLOP counts on small arrays and shapes, without training."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_cross_entropy_and_its_gradients(chunks):
 
 
 def test_improbable_tokens():
-    """Evaluation has no bound; in training a loss above 70 nats is understated, never infinite."""
+    """Losses above 70 nats are exact in evaluation. In training they are understated, but finite."""
     x, head = jnp.ones((1, 1, 1)), jnp.array([[0.0], [200.0], [190.0]])
     arguments = head, jnp.array([[0]]), jnp.ones((1, 1)), 1
     assert float(cross_entropy(x, *arguments)) == pytest.approx(200, rel=1e-6)
@@ -75,7 +75,7 @@ def test_weight_decay_applies_to_matrices_only():
 
 
 def updates_of(model, params, gradients, **fields):
-    """One step of the optimizer at learning rate 0.01 and weight decay 0.1."""
+    """Returns the first update of an optimizer with learning rate 0.01 and weight decay 0.1."""
     settings = dict(name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10, final_learning_rate=0.01,
                     weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
     optimizer = make_optimizer(models.abstract_params(model), **{**settings, **fields})
@@ -85,7 +85,7 @@ def updates_of(model, params, gradients, **fields):
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_update_matches_the_paper(name):
-    """AdamW (arXiv 1711.05101, algorithm 2) and Lion (arXiv 2302.06675, algorithm 2), with clipping."""
+    """First update of AdamW (arXiv 1711.05101, algorithm 2) and Lion (arXiv 2302.06675, algorithm 2), with clipping."""
     model = build("pgpt", use_bias=True, num_layers=2)
     params = init(model)
     gradients = jax.tree.map(lambda x: 3 * np.sin(100 * np.asarray(x)), params)
@@ -95,12 +95,12 @@ def test_update_matches_the_paper(name):
     for (path, update), g, p in zip(jax.tree_util.tree_leaves_with_path(updates),
                                     jax.tree.leaves(gradients), jax.tree.leaves(params)):
         decay = 0.1 if path[-1].key not in ("bias", "scale", "path_logits") else 0
-        g = np.asarray(g, np.float64) / norm  # the norm is far above 1; bias correction cancels
+        g = np.asarray(g, np.float64) / norm  # clipped: the norm is above 1; bias correction cancels
         direction = g / (np.abs(g) + 1e-8) if name == "adamw" else np.sign(g)
         np.testing.assert_allclose(update, -0.01 * (direction + decay * np.asarray(p)), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize("change, substrings", [
     ({"name": "adamv"}, ["'adamv'", "did you mean 'adamw'"]),
     ({"beta2": 1.0}, ["beta2=1.0"]),
     ({"weight_decay": -1.0}, ["weight_decay=-1.0"]),
@@ -109,11 +109,11 @@ def test_update_matches_the_paper(name):
       for field in ("learning_rate", "final_learning_rate", "weight_decay", "clip_norm", "beta1", "beta2")),
     ({"decay_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
 ])
-def test_refuses_impossible_optimizers(change, words):
+def test_refuses_impossible_optimizers(change, substrings):
     settings = {**load_config("gpt").optimizer, **change}
     with pytest.raises(UserError) as error:
         make_optimizer(models.abstract_params(build("gpt")), **settings)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_axis_rules_place_weights():
@@ -124,7 +124,7 @@ def test_axis_rules_place_weights():
     assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
     assert blocks["attention"]["out"]["kernel"].spec == P("path", None, "tensor", None, "fsdp")
     assert params["token_embedding"].spec == P("tensor", "fsdp")
-    # What an axis does not divide is replicated: 3 heads over 2 devices.
+    # A dimension is replicated if the axis does not divide it: 3 heads over 2 devices.
     odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
         None, "fsdp", None, None, None)
@@ -136,16 +136,16 @@ def test_reports_undivided_dimensions_once():
     assert lines == ["heads = 3 is replicated: config.mesh.tensor=4 does not divide it"]
 
 
-@pytest.mark.parametrize("lengths, words", [
+@pytest.mark.parametrize("lengths, substrings", [
     ({"data": 3}, ["data=3", "which is 8"]),
     ({"data": -1, "fsdp": -1}, ["one of them may be -1"]),
     ({"data": 0}, ["data=0", "at least 1"]),
     ({"data": -1, "tensor": 3}, ["tensor=3", "which is 8"]),
 ])
-def test_refuses_impossible_meshes(lengths, words):
+def test_refuses_impossible_meshes(lengths, substrings):
     with pytest.raises(UserError) as error:
         sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_flops_of_a_matrix_product():
@@ -162,7 +162,7 @@ def test_flops_of_a_matrix_product():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_flops_of_gpt(scan_layers):
-    """6 per weight of a matrix product, and 12·L·D·T for attention (arXiv 2204.02311, appendix B)."""
+    """Per token: 6 per weight in matrix products, 12·layers·width·context in attention (arXiv 2204.02311, app. B)."""
     config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size
     expected = 6 * weights + 12 * 12 * 768 * 1024

@@ -1,4 +1,4 @@
-"""Logging of literal metrics: files, full disks, closed outputs, divergence, the final message."""
+"""Logging of given metrics: files, full disks, closed outputs, divergence, the final message."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def lines_of(workdir, split="train"):
 
 
 def test_logged_lines(tmp_path, clock, capsys):
-    """Losses, their means since the previous line, tokens so far, tokens per second without the save."""
+    """Lines contain the loss, its mean since the previous line, total tokens, and the speed without the save."""
     each, tenth = tmp_path / "each", tmp_path / "tenth"
     each.mkdir(), tenth.mkdir()
     log_run(each, 1, clock)
@@ -99,8 +99,8 @@ def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
     writer.close()
 
 
-def test_the_event_file_is_given_up_on_a_full_disk(tmp_path):
-    """tensorboardX's own writer would hang."""
+def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
+    """tensorboardX's own writer would hang on a full disk."""
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -126,27 +126,27 @@ def test_damaged_lines_are_skipped(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [0, 1, 3, 4]
 
 
-@pytest.mark.parametrize("trouble", ["removed", "a folder", "its folder is removed"])
-def test_removed_metrics_do_not_end_a_run(tmp_path, trouble):
+@pytest.mark.parametrize("failure", ["file removed", "replaced by a folder", "folder removed"])
+def test_removed_metrics_do_not_end_a_run(tmp_path, failure):
     folder, logged = tmp_path / "run", []
     folder.mkdir()
     writer = MetricsWriter(folder, 0, log=logged.append)
     path = folder / "metrics.jsonl"
     writer.write(1, "train", {"loss": 1.0})
-    if trouble == "its folder is removed":
+    if failure == "folder removed":
         shutil.rmtree(folder)
     else:
         path.unlink()
-    if trouble == "a folder":
+    if failure == "replaced by a folder":
         path.mkdir()
     writer.write(2, "train", {"loss": 2.0})
     writer.write(3, "eval", {"loss": 3.0})
-    assert len(logged) == (trouble != "removed")
-    if trouble == "a folder":
+    assert len(logged) == (failure != "file removed")
+    if failure == "replaced by a folder":
         path.rmdir()
     writer.close()
-    assert [line["step"] for line in read_lines(path)] == ([] if trouble == "its folder is removed" else [2, 3])
-    if trouble == "its folder is removed":
+    assert [line["step"] for line in read_lines(path)] == ([] if failure == "folder removed" else [2, 3])
+    if failure == "folder removed":
         assert "No such file or directory. The last 2 lines are lost" in logged[-1]
 
 
@@ -202,7 +202,7 @@ def test_divergence_message(on_nonfinite, values, message):
 
 
 def test_final_message(tmp_path, monkeypatch, capsys):
-    """With an evaluation; without metrics.jsonl, for a model that cannot be decoded."""
+    """Covers a run with an evaluation, and a run without metrics.jsonl whose model cannot be decoded."""
     workdir = tmp_path / "my run"
     workdir.mkdir()
     monkeypatch.setattr(summary.inference, "load", lambda folder: SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Estimates before a run: counts against formulas, memory, what compilers report, the search; one tiny program."""
+"""Estimates before a run: parameter and FLOP counts, memory, compiler reports, batch size search, chips."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import Program, build_program
 
-# Of the paper's sizes: parameters, and those that a token is multiplied with (all but embeddings, norms,
-# biases and path weights).
+# The paper's sizes: vocabulary, context length, width, layers; widths of the stages of lgpt and cgpt.
 V, S, D, L = 50_304, 1024, 768, 12
 WIDTHS = [D // 2**i for i in range(6)]
+# Parameters that each token is multiplied with: all except embeddings, norms, biases and path weights.
 MULTIPLIED = {
     "gpt": 12 * L * D**2 + V * D,
-    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # at last the sum of the paths
+    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # 2·D: weighted sum of the paths
     "lgpt": sum(2 * 12 * w**2 + w * w // 2 for w in WIDTHS) + V * 12,
 }
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # biases as many as the sum's
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # there are 2·D biases, so 2·D stays
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }
 PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
@@ -53,7 +53,7 @@ def test_components():
 
 
 def test_components_of_a_custom_architecture(monkeypatch):
-    """Modules that are not built in are listed by their names, built-in ones under their part."""
+    """Custom modules are listed by name, built-in modules by the part of the model."""
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -89,22 +89,22 @@ def test_positions_without_an_embedding(position, fallback):
 @pytest.mark.parametrize("fields, kept", [
     ({}, 4 + 12 / 2), ({"model__remat": "dots"}, 3 + 8 / 2), ({"model__remat": "full"}, 1)])
 def test_activation_memory_matches_the_formula(fields, kept):
-    """4 sequences per device at one time, two parts by tensor, bfloat16; splash attention keeps no weights."""
+    """Each device computes 4 sequences at a time in bfloat16, with tensor parallelism over 2 devices."""
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
     found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state(), 4, 8, False)
-    # On CPUs attention is XLA's: 128 queries at a time read the keys up to the last one's.
+    # CPUs use XLA's attention: each chunk of 128 queries stores weights for all keys up to its last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
-    whole = (S + 25) * D  # what tensor parts do not split
+    whole = (S + 25) * D  # parameters that tensor parallelism does not split
     assert found["weights"] == found["gradients"] == 4 * ((PARAMETERS["gpt"] - whole) / 2 + whole)
     assert found["gathered"] == 0
-    assert found["moments"] == 2 * found["weights"] + 2 * 4  # and the optimizer's two counters
+    assert found["moments"] == 2 * found["weights"] + 2 * 4  # plus the optimizer's two counters
 
 
-# ---------------------------------------------------------------------- one program, as compilers report it
+# ---------------------------------------------------------------------- compiled programs
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -142,14 +142,14 @@ SPLASH_PROGRAM = PROGRAM.replace('="tpu_custom_call"', '="tpu_custom_call", name
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A tiny program for one device, its compiled steps and its estimate."""
+    """Returns (program, training step, evaluation step, estimate) of a tiny model on one device."""
     program = build_program(load_config("gpt", model__num_layers=1, model__d_model=16), jax.devices()[:1])
     return program, program.compile_train_step(), program.compile_eval_step(), estimate.estimate(program)
 
 
 @pytest.fixture
 def compiled(tiny, monkeypatch):
-    """The tiny program, compiling which takes no time: (program, estimate)."""
+    """Returns (program, estimate) of `tiny`. Compiling the program returns the existing steps."""
     program, train_step, eval_step, known = tiny
     monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
     monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
@@ -159,7 +159,7 @@ def compiled(tiny, monkeypatch):
 @pytest.mark.parametrize("refusal", [
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
-    """Refused by the compiler, or within the memory alone, but not with the optimizer's state."""
+    """The compiler refuses the evaluation step, or the step does not fit beside the optimizer state."""
     program, known = compiled
 
     def refuse(program):
@@ -177,7 +177,7 @@ def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
 
 
 def test_plan_of_a_step_that_does_not_fit(monkeypatch):
-    """As the TPU compiler refuses it."""
+    """The training step fails with the TPU compiler's out-of-memory message."""
     def refuse(program, options=None):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
@@ -213,51 +213,51 @@ def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
         assert "M cycles" in message and "not available" not in message
 
 
-@pytest.mark.parametrize("flags, words", [
+@pytest.mark.parametrize("flags, substrings", [
     (["--topology=v9:4x4"], ["v9:4x4", "v5e:4x4", "v5p:2x2x1", "cpu:N"]),
     (["--topology=cpu:0"], ["cpu:0"]),
     (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice", "(no topology)"]),
 ])
-def test_refuses_unknown_topologies(monkeypatch, flags, words):
+def test_refuses_unknown_topologies(monkeypatch, flags, substrings):
     def refuse(**_):
         raise RuntimeError("no topology\nand more")
 
     monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
-    monkeypatch.setattr(chips, "importlib", finder("libtpu"))
+    monkeypatch.setattr(chips, "importlib", fake_importlib("libtpu"))
     monkeypatch.setattr(chips, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))
     monkeypatch.setattr(chips.os, "environ", dict(os.environ))
-    assert_refused(call("plan", "--config=configs/gpt.py:tiny", *flags), words)
+    assert_refused(call("plan", "--config=configs/gpt.py:tiny", *flags), substrings)
 
 
-@pytest.mark.parametrize("devices, flags, words", [
+@pytest.mark.parametrize("devices, flags, substrings", [
     (2, ["--search"], ["--search needs chips"]),
     (3, ["--config.mesh.data=2"], ["data=2", "which is 3"]),
     (2, ["--config.train.batch_size=7"], ["batch_size=7", "multiple of 2"]),
 ])
-def test_refuses_impossible_plans(monkeypatch, devices, flags, words):
+def test_refuses_impossible_plans(monkeypatch, devices, flags, substrings):
     monkeypatch.setattr(chips, "topology_devices", lambda topology: jax.devices()[:devices])
-    assert_refused(call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{devices}", *flags), words)
+    assert_refused(call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{devices}", *flags), substrings)
 
 
-def finder(spec):
-    """An importlib that finds this for any package."""
+def fake_importlib(spec):
+    """Returns a fake importlib that finds `spec` for any package."""
     return SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: spec))
 
 
-def assert_refused(result, words):
+def assert_refused(result, substrings):
     assert result.returncode == 1 and not result.stdout
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") <= 2, result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(s in result.stderr for s in substrings), result.stderr
 
 
 def test_names_a_missing_compiler(monkeypatch):
-    monkeypatch.setattr(chips, "importlib", finder(None))
+    monkeypatch.setattr(chips, "importlib", fake_importlib(None))
     with pytest.raises(UserError, match=r"pip install '\.\[plan\]'"):
         chips.tpu_devices("v5e:2x2")
 
 
 class UnreadableProgram:
-    """A compiled program as the TPU compiler gives it for v5p and v6e."""
+    """A compiled program without text, as for TPU v5p and v6e."""
 
     def as_text(self):
         raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction should have 1 operands")
@@ -274,7 +274,7 @@ def test_reads_the_dump_of_a_program_without_text(tmp_path):
 
 def test_reading_a_program():
     program = hlo.Program(PROGRAM)
-    assert program.cycles() == 7 + 6 * 50  # parts of a fusion count with the fusion
+    assert program.cycles() == 7 + 6 * 50  # a fusion's cycles include its instructions
     assert [times for times, _ in program.kernels()] == [6]
     assert program.collectives() == {
         "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
@@ -284,7 +284,7 @@ def test_reading_a_program():
 
 
 def test_roofline_of_a_kernel():
-    """Two products of (1024, 64) heads, filled up to 128, over 3 of the 4 blocks of the mask."""
+    """Per head: two matrix products over 1024 positions, width 64 padded to 128, for 3 of the 4 blocks of the mask."""
     line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
     products = 2 * 2 * 8 * 12 * 0.75 * 1024**2 * 128
@@ -308,7 +308,7 @@ def test_parses_the_compilers_memory_errors(message, needed):
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
 def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest):
-    """Memory that grows linearly but for a jump, and a chip that `largest` sequences per device fill."""
+    """Memory grows linearly except for one jump, and `largest` sequences per device fill the chip."""
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 

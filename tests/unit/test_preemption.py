@@ -1,4 +1,4 @@
-"""Stop requests, by signals that this process sends to itself."""
+"""Stop requests by signals, which the test process sends to itself."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from smallgpt_jax.errors import StoppedError
 
 @pytest.fixture
 def exits(monkeypatch):
-    """The statuses passed to os._exit, which does not end the process."""
+    """Replaces os._exit by a function that only records its status, and returns the list of statuses."""
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
     return exits
@@ -34,8 +34,8 @@ def test_the_second_request_exits(exits, capsys):
         with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
             stop.raise_stopped(7)
         assert stopped.value.status == 143
-        os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, to a process and its group: one request
-        os.kill(os.getpid(), signal.SIGINT)  # another request
+        os.kill(os.getpid(), signal.SIGTERM)  # same request: `timeout` signals a process and its group
+        os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)
     assert exits == [130]
     assert capsys.readouterr().err.startswith("second request: stopped without saving")

@@ -1,4 +1,4 @@
-"""Preparing a token store: its content, resuming, concurrent preparations, failures."""
+"""Preparation of token stores: content, resuming, concurrent preparations, failures."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def corpus(tmp_path):
 
 
 def documents_of(split):
-    """Returns the texts in a stream of bytes tokens."""
+    """Returns the texts in a stream of byte tokens."""
     pieces = "".join(chr(i) if i < 256 else "\0" for i in split.stream).split("\0")
     assert pieces[0] == ""  # the stream begins with an end-of-text
     return pieces[1:]
@@ -66,15 +66,15 @@ def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokeniz
 
 
 def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
-    """Interrupted at several places, with the journal written after every batch."""
+    """Preparation is interrupted three times; the journal is written after every batch."""
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(prepare, "JOURNAL_SECONDS", 0)
     encode, trained, logged = prepare.encode, [], []
     train = tokenizers.train_sentencepiece
     monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
-    for most in (3, 1, 8):
-        left = [most]
+    for batches in (3, 1, 8):
+        left = [batches]
 
         def encode_some(texts, tokenizer, left=left):
             left[0] -= 1
@@ -94,7 +94,7 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "parts", "whole"]
 
 
-def test_starts_over_when_the_text_is_another(corpus, tmp_path, monkeypatch):
+def test_starts_over_when_the_text_changed(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     path, texts = corpus
     with path.open("a") as file:
@@ -110,14 +110,14 @@ def test_starts_over_when_the_text_is_another(corpus, tmp_path, monkeypatch):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """A folder of three files of 100 documents, with line 50 of the second one broken, and small batches."""
+    """Returns a folder of three files of 100 documents each, with an invalid line 50 in b.jsonl. Batches are small."""
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 1000)
     folder = tmp_path / "shards"
     folder.mkdir()
     for name in "abc":
         lines = [json.dumps({"text": f"document {i} of {name} " + "text " * (i % 30)}) + "\n" for i in range(100)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    edit(folder / "b.jsonl", lambda lines: [*lines[:49], "{broken\n", *lines[49:]])
+    edit(folder / "b.jsonl", lambda lines: [*lines[:49], "{invalid\n", *lines[49:]])
     return folder
 
 
@@ -134,7 +134,7 @@ def tokenized(monkeypatch):
 
 @contextlib.contextmanager
 def interrupted(monkeypatch, after):
-    """Raises KeyboardInterrupt within, after that many texts were tokenized."""
+    """Raises KeyboardInterrupt in the body of the `with` statement after `after` texts are tokenized."""
     texts, encode = [], prepare.encode
 
     def encode_some(batch, tokenizer):
@@ -149,7 +149,7 @@ def interrupted(monkeypatch, after):
         yield
 
 
-def stopped_at_the_broken_line(shards, tmp_path, **settings):
+def prepare_until_the_invalid_line(shards, tmp_path, **settings):
     with pytest.raises(UserError, match=r"b\.jsonl, line 50: not JSON"):
         prepare_store(tmp_path / "store", shards, **settings)
 
@@ -157,15 +157,15 @@ def stopped_at_the_broken_line(shards, tmp_path, **settings):
 @pytest.mark.parametrize("fix, settings, max_tokenized", [
     (lambda folder: None, {"invalid_items": "skip"}, 160),
     (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]), {}, 160),
-    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], '{"text": "mended"}\n', *lines[50:]]),
+    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], '{"text": "repaired"}\n', *lines[50:]]),
      {"invalid_utf8": "replace"}, 165),
     (lambda folder: (edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
                      shutil.copy(folder / "a.jsonl", folder / "d.jsonl")), {}, 260),
-    (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the part in which it stopped
-], ids=["skipped", "taken out", "mended", "with a file added", "file left out"])
+    (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
+], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
 def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """Tokenizes only what followed the error, and writes the same store as without it."""
-    stopped_at_the_broken_line(shards, tmp_path)
+    """Only documents after the error are tokenized, and the store equals one that is prepared without interruption."""
+    prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)
     texts = tokenized(monkeypatch)
     made = files_of(prepare_store(tmp_path / "store", shards, **settings).folder)
@@ -191,21 +191,21 @@ def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
     ({}, lambda folder: None, {"invalid_items": "skip", "validation_fraction": 0.3}),
     ({"tokenizer": "TMP/my.model"}, lambda folder: shutil.copy(folder.parent / "two", folder.parent / "my.model"),
      {"tokenizer": "TMP/my.model", "invalid_items": "skip"}),
-], ids=["file before", "line before", "fraction", "tokenizer's file"])
+], ids=["earlier file", "earlier line", "validation fraction", "tokenizer file"])
 def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, monkeypatch, first, change, then):
     for name, size in (("my.model", 300), ("two", 310)):
         (tmp_path / name).write_bytes(tokenizers.from_spec(
             f"sentencepiece:{size}", ["some words to learn from, and others " * 9]).files()["tokenizer.model"])
     first, then = ({key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
                     for key, value in settings.items()} for settings in (first, then))
-    stopped_at_the_broken_line(shards, tmp_path, **first)
+    prepare_until_the_invalid_line(shards, tmp_path, **first)
     change(shards)
     made = files_of(prepare_store(tmp_path / "store", shards, **then).folder)
     assert made == files_of(prepare_store(tmp_path / "whole", shards, **then).folder)
 
 
 def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monkeypatch):
-    """An interrupted preparation that skipped invalid UTF-8 is not resumed with replacing it."""
+    """A preparation that skipped invalid UTF-8 is not resumed with a config that replaces it."""
     (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
     with interrupted(monkeypatch, after=60):
         prepare_store(tmp_path / "store", shards, invalid_items="skip", workers=1)
@@ -214,17 +214,17 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
     assert made == files_of(prepare_store(tmp_path / "whole", shards, **settings).folder)
 
 
-@pytest.mark.parametrize("enough", [3000, 10**9])
-def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, enough):
-    """But resumes if the tokenizer was trained on text before the change."""
+@pytest.mark.parametrize("max_characters", [3000, 10**9])
+def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
+    """Preparation resumes if the tokenizer was trained only on text before the change."""
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
-    monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", enough)
+    monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", max_characters)
     with interrupted(monkeypatch, after=100):
         prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400", workers=1)
     edit(shards / "c.jsonl", lambda lines: [line.replace("text ", "word ") for line in lines])
     texts = tokenized(monkeypatch)
     made = files_of(prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400").folder)
-    assert (len(texts) < 300) == (enough == 3000)
+    assert (len(texts) < 300) == (max_characters == 3000)
     assert made == files_of(prepare_store(tmp_path / "whole", shards, tokenizer="sentencepiece:400").folder)
 
 
@@ -244,7 +244,7 @@ def test_refuses_store_inside_source(corpus, tmp_path):
 
 
 def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
-    """Also the unfinished store; the link remains."""
+    """The finished and the unfinished store are written at the target of the link, which remains."""
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     path, _ = corpus
     good = path.read_text()
@@ -276,7 +276,7 @@ def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
 
 
 def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
-    """The second one waits for the lock and opens the store of the first one."""
+    """The second preparation waits for the lock and opens the store of the first."""
     encode, encoding, second_waits = prepare.encode, threading.Event(), threading.Event()
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10**6)
     logs = [], []
@@ -310,12 +310,12 @@ def test_summary(tmp_path):
     prepare_store(tmp_path / "store", path, invalid_items="skip", log=logged.append)
     text = "\n".join(logged)
     assert "100 documents" in text and "bytes per token" in text
-    # Lengths with end-of-text and digits.
+    # Lengths include the digits and the end-of-text token.
     assert "median 54, 95% at most 98, longest 5,005" in text
     assert "skipped: 1 no text in the field 'text'" in text
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize("changes, substrings", [
     ({"validation_fraction": 0.0}, ["validation_fraction=0.0"]),
     ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
     ({"invalid_items": "keep"}, ["invalid_items='keep'", "'skip'"]),
@@ -324,11 +324,11 @@ def test_summary(tmp_path):
     ({"tokenizer": "nothing"}, ["'nothing'"]),
     ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
 ])
-def test_failure_leaves_no_files(corpus, tmp_path, changes, words):
+def test_failure_leaves_no_files(corpus, tmp_path, changes, substrings):
     path, _ = corpus
     with pytest.raises(UserError) as error:
         prepare_store(tmp_path / "made" / "store", path, **changes)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
     assert not (tmp_path / "made").exists() or not list((tmp_path / "made").iterdir())
 
 
@@ -336,23 +336,23 @@ def test_refuses_to_replace_other_files(corpus, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("text")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    for taken in (tmp_path / "mine", corpus[0], tmp_path / "circle", Path("/dev/null")):
+    for existing in (tmp_path / "mine", corpus[0], tmp_path / "circle", Path("/dev/null")):
         with pytest.raises(UserError, match="exists and is not a token store"):
-            prepare_store(taken, corpus[0])
+            prepare_store(existing, corpus[0])
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
 
 
 def test_refuses_source_without_text(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
-    for name, words in (("empty.txt", "contains no text"), ("blank.jsonl", "skipped: 2 empty")):
-        with pytest.raises(UserError, match=words):
+    for name, message in (("empty.txt", "contains no text"), ("blank.jsonl", "skipped: 2 empty")):
+        with pytest.raises(UserError, match=message):
             prepare_store(tmp_path / "store", tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.jsonl", "empty.txt"]
 
 
 def test_full_disk(corpus, tmp_path):
-    """Files cannot exceed 20 kB: no store appears. With more space the same command finishes it."""
+    """With files limited to 20 kB no store is written. Without the limit, the same command finishes the store."""
     flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
              f"--config.data.store={tmp_path / 'store'}"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

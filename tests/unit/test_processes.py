@@ -1,4 +1,4 @@
-"""Multi-process runs, with fakes of the other processes: flags, agreement, rows per process."""
+"""Multi-process runs in one process, with fakes of the others: flags, agreement, failures, rows per process."""
 
 import numpy as np
 import pytest
@@ -10,16 +10,16 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.train import train
 
 
-@pytest.mark.parametrize("flags, words", [
+@pytest.mark.parametrize("flags, substrings", [
     (["--coordinator=127.0.0.1:9"], ["--num_processes", "--process_id", "needs all three flags"]),
     (["--num_processes=2", "--process_id=2", "--coordinator=127.0.0.1:9"], ["--process_id=2", "expected 0 to 1"]),
     (["--num_processes=2", "--process_id=1", "--coordinator=here"], ["--coordinator=here", "HOST:PORT"]),
 ])
-def test_refuses_invalid_flags(tmp_path, flags, words):
+def test_refuses_invalid_flags(tmp_path, flags, substrings):
     result = call("main", "--config=configs/gpt.py:tiny", f"--workdir={tmp_path / 'run'}", *flags)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(s in result.stderr for s in substrings), result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -42,7 +42,7 @@ def test_all_processes_raise_if_the_primary_one_fails(monkeypatch):
         distributed.run_on_primary(fail)
     assert sent == [(True,)]
     monkeypatch.setattr(distributed, "is_primary", lambda: False)
-    distributed.run_on_primary(fail)  # does not run it
+    distributed.run_on_primary(fail)  # only the primary process calls `fail`
     monkeypatch.setattr(distributed, "broadcast_from_primary", lambda numbers: (1,))
     with pytest.raises(UserError, match="process 0 has failed; see its message"):
         distributed.run_on_primary(fail)
@@ -60,7 +60,7 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
-    """A process with devices 0, 3 and 6 of a mesh, as on a TPU slice."""
+    """This process has devices 0, 3 and 6 of the mesh; on TPU slices, too, its devices can be scattered."""
     mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     mine = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}

@@ -1,4 +1,4 @@
-"""Reports of literal runs: numbers, warnings, conclusions, names, logged curves."""
+"""Reports of made-up runs: numbers, warnings, conclusions, names, logged curves."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from smallgpt_jax.comparison import figures, measure, report, results
 from smallgpt_jax.errors import UserError
 
 
-def a_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
+def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
     points = tuple(results.Point(step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0, 512)
                    for step in steps)
     return results.Run(
@@ -28,23 +28,24 @@ def test_seconds_are_interpolated_and_extrapolated():
 
 
 def test_conclusion_compares_runs_with_the_same_seed():
-    """Pairwise: the seeds differ by more than the models."""
-    groups = {"a": [a_run(seed) for seed in range(3)], "b": [a_run(seed, name="b", worse=0.5) for seed in range(3)]}
+    """Models are compared per seed, since losses differ more between seeds than between models."""
+    groups = {"a": [make_run(seed) for seed in range(3)],
+              "b": [make_run(seed, name="b", worse=0.5) for seed in range(3)]}
     assert report.conclusion(groups) == (
         "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
         "0.5000.")
     assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
-    # The seed that only a has is its worst: by a mean over all three it would be behind b.
-    fewer = [a_run(seed, name="b", worse=0.2) for seed in range(2)]
+    # Only a has the third seed, its worst: a mean over all of its seeds would rank a behind b.
+    fewer = [make_run(seed, name="b", worse=0.2) for seed in range(2)]
     assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
-    groups["c"] = [a_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
+    groups["c"] = [make_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
     assert report.conclusion({"a": groups["a"], "c": groups["c"]}).endswith(
         "Of the 3 common seeds, a is lower for 2; c minus a is -0.1000 to +0.2000.")
     assert "equal for each of the 3 common seeds" in report.conclusion({**groups, "b": groups["a"]})
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """Limited examples do not count; other shots or examples are other tasks."""
+    """Results on limited examples are ignored. Different numbers of shots or examples give separate entries."""
     def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
         scored = scored or examples
         (tmp_path / name).write_text(json.dumps({
@@ -65,7 +66,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
 
 
 def test_names_with_special_characters(tmp_path):
-    runs = [a_run(0, name=r"a$\frac$"), a_run(0, name="_b <i>|")]
+    runs = [make_run(0, name=r"a$\frac$"), make_run(0, name="_b <i>|")]
     runs = [dataclasses.replace(run_, texts=tuple(
         {"text": "my/te xt", "context_length": length, "bits_per_byte": 2.0, "source": "s"} for length in (64, 128)))
         for run_ in runs]
@@ -78,13 +79,13 @@ def test_names_with_special_characters(tmp_path):
 
 
 def test_report_of_a_single_run(tmp_path):
-    summary = report.write_report(tmp_path, [a_run(0)], {"title": "a", "budget": "One run.", "command": "c"})
+    summary = report.write_report(tmp_path, [make_run(0)], {"title": "a", "budget": "One run.", "command": "c"})
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "loss-flops.png", "loss-seconds.png", "loss-tokens.png"]
     markdown = (tmp_path / "report.md").read_text()
     assert "| a | 1 |" in markdown and "4.0000" in summary
-    for words in ("rank", "mean over the seeds", "means over seeds", "Config differences", "Shared config"):
-        assert words not in markdown
+    for phrase in ("rank", "mean over the seeds", "means over seeds", "Config differences", "Shared config"):
+        assert phrase not in markdown
 
 
 def test_logged_curves(tmp_path):
@@ -98,7 +99,7 @@ def test_logged_curves(tmp_path):
 
 
 def test_spread_and_curves():
-    runs = [a_run(0), a_run(2), a_run(1, steps=(1,))]
+    runs = [make_run(0), make_run(2), make_run(1, steps=(1,))]
     assert results.mean_curve(runs[:2], "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
                                                      (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
     assert results.mean_curve(runs, "tokens") == [(10.0, results.Spread(6.0, 5.0, 7.0, 3))]
@@ -115,20 +116,21 @@ def test_warns_of_different_validation_rows():
             "train.eval_steps": 4, "train.batch_size": 8, **config})
 
     def warnings_and_conclusion(*targets, **config):
-        runs = [with_targets(a_run(0), 512, 512), with_targets(a_run(0, name="b"), *targets, **config)]
+        runs = [with_targets(make_run(0), 512, 512), with_targets(make_run(0, name="b"), *targets, **config)]
         return report.warnings(runs), report.conclusion(results.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
-    # The same rows in other batches.
+    # The same rows in batches of another size.
     assert warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
     warnings, outcome = warnings_and_conclusion(512, 1536)
     assert "b, seed 0: 1 of 2 evaluations were on other rows than the last one" in warnings[0]
     assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
     assert "no ranking" in outcome
-    assert results.mean_curve([with_targets(a_run(0), 512, 1536)], "tokens") == [(20.0, results.Spread(4., 4., 4., 1))]
+    assert results.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [
+        (20.0, results.Spread(4., 4., 4., 1))]
     warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
     assert "differ in config.data.packing" in warning and "different rows" in warning
-    # Older versions did not record the number.
+    # Older versions did not record the number of targets.
     warning, = warnings_and_conclusion(None, None, **{"train.eval_steps": 8})[0]
     assert "differ in config.train.eval_steps" in warning and "different rows" in warning
 

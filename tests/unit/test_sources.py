@@ -1,4 +1,4 @@
-"""Sources: local files in every format, bad items, places to resume from."""
+"""Sources: local files in all formats, invalid items, resuming."""
 
 import bz2
 import collections
@@ -31,8 +31,8 @@ def test_text_files_are_split_without_loss(tmp_path):
     (tmp_path / "c.md").write_text("not read")
     texts = read(tmp_path)
     assert "".join(texts[:-1]) == long and texts[-1] == "short"
-    most = (tmp_path / "a.txt").stat().st_size // 100
-    assert max(map(len, texts)) <= most + 1
+    max_length = (tmp_path / "a.txt").stat().st_size // 100
+    assert max(map(len, texts)) <= max_length + 1
     assert all(text.startswith("Paragraph") for text in texts[-50:-1])
 
 
@@ -44,7 +44,7 @@ def test_json_lines(tmp_path):
 
 
 def test_line_endings_become_newlines(tmp_path):
-    """Any line endings, also when one is split between two blocks."""
+    """Covers all line endings, also one that is split between two blocks of a file."""
     (tmp_path / "dos.txt").write_bytes(b"x" * 999_999 + b"\r\nline\r\n\r\nold\rmac\r")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "kept\r\n"}))
     texts = read(tmp_path)
@@ -80,7 +80,7 @@ def test_web_text(shared_data):
     assert len(read(shared_data / "text/web/openwebtext_1k.jsonl")) == 1000
 
 
-@pytest.mark.parametrize("name, content, settings, words", [
+@pytest.mark.parametrize("name, content, settings, substrings", [
     ("a.txt", None, {}, ["no such file"]),
     ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "byte 9", "line 2", "replace"]),
     ("a.txt", b"x\xe2\x82", {}, ["byte 1 "]),
@@ -112,13 +112,13 @@ def test_web_text(shared_data):
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
     ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
 ])
-def test_refuses_bad_sources(tmp_path, name, content, settings, words):
+def test_refuses_bad_sources(tmp_path, name, content, settings, substrings):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as error:
         read(path, **settings)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_invalid_utf8_in_parquet(tmp_path):

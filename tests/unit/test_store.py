@@ -14,7 +14,7 @@ from smallgpt_jax.errors import UserError
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """A folder of two stores of the same text: `one` of bytes, `two` of SentencePiece tokens."""
+    """Returns a folder with two stores of one text: `one` has byte tokens, `two` SentencePiece tokens."""
     folder = tmp_path_factory.mktemp("stores")
     texts = write_jsonl(folder / "texts.jsonl", [f"document {i} " + "text " * (i % 50) for i in range(300)])
     prepare_store(folder / "one", texts)
@@ -24,7 +24,7 @@ def stores(tmp_path_factory):
 
 
 def test_fingerprints_identify_content(tmp_path):
-    """The same text in two files has the same fingerprints, another text of the same size has others."""
+    """Two files with the same text have equal fingerprints. Another text of the same size has different ones."""
     texts = [f"document {n:05d}" for n in range(1000)]
     other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))
                  if not prepare.is_validation(text, 0.2))
@@ -38,7 +38,7 @@ def test_fingerprints_identify_content(tmp_path):
     assert a["fingerprints"]["validation"] == c["fingerprints"]["validation"]
     mixtures = [data.Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
     assert data.same_text(mixtures[0], mixtures[1]) and not data.same_text(mixtures[0], mixtures[2])
-    # A store of an older version has no fingerprints.
+    # Stores of older versions have no fingerprints.
     old = {field: value for field, value in a.items() if field != "fingerprints"}
     (tmp_path / "a" / "metadata.json").write_text(json.dumps(old))
     for split in store.SPLITS:
@@ -59,7 +59,7 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize("damage, words", [
+@pytest.mark.parametrize("damage, substrings", [
     (lambda f: (f / "metadata.json").write_text("{"), ["metadata.json"]),
     (lambda f: (f / "metadata.json").write_text("[]"), ["metadata.json"]),
     (lambda f: (f / "metadata.json").write_text('{"format": 99}'), ["format 99", "rerun smallgpt_jax.prepare"]),
@@ -70,15 +70,15 @@ def cut(path):
     (lambda f: (f / "tokenizer" / "tokenizer_kind.json").write_text("{"), ["tokenizer_kind.json"]),
     (lambda f: shutil.rmtree(f / "tokenizer"), ["tokenizer", "missing"]),
 ])
-def test_names_damaged_files(stores, tmp_path, damage, words):
+def test_names_damaged_files(stores, tmp_path, damage, substrings):
     shutil.copytree(stores / "one", tmp_path / "store")
     damage(tmp_path / "store")
     with pytest.raises(UserError) as error:
         store.open_store(tmp_path / "store").tokenizer  # noqa: B018
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
-@pytest.mark.parametrize("text, words", [
+@pytest.mark.parametrize("text, substrings", [
     ("STORES/one", ["is not FOLDER=WEIGHT"]),
     ("STORES/one=much", ["STORES/one=much", "is not FOLDER=WEIGHT"]),
     ("STORES/one=0", ["weight above 0"]),
@@ -86,7 +86,7 @@ def test_names_damaged_files(stores, tmp_path, damage, words):
     ("STORES/one=1,STORES/two=1", ["different tokenizers", "--config.data.tokenizer=STORES/one/tokenizer"]),
     ("STORES/none=1", ["STORES/none", "not the metadata of a token store"]),
 ])
-def test_refuses_bad_mixtures(stores, text, words):
+def test_refuses_bad_mixtures(stores, text, substrings):
     with pytest.raises(UserError) as error:
         data.open_mixture(text.replace("STORES", str(stores)))
-    assert all(word.replace("STORES", str(stores)) in str(error.value) for word in words), str(error.value)
+    assert all(s.replace("STORES", str(stores)) in str(error.value) for s in substrings), str(error.value)

@@ -18,7 +18,7 @@ from smallgpt_jax.summary import print_final_message
 
 @pytest.fixture
 def model():
-    """A model with a context of 64 tokens, without weights."""
+    """Returns a model with a context of 64 tokens and no weights."""
     return inference.TextModel(build("gpt"), {}, Bytes())
 
 
@@ -40,7 +40,7 @@ def test_methods_refuse_unknown_settings(model):
             method("the", max_tokens=3)
 
 
-@pytest.mark.parametrize("settings, words", [
+@pytest.mark.parametrize("settings, substrings", [
     ({"temperature": -1.0}, ["temperature=-1.0"]),
     ({"temperature": float("nan")}, ["temperature=nan"]),
     ({"top_k": 0}, ["top_k=0"]),
@@ -53,11 +53,11 @@ def test_methods_refuse_unknown_settings(model):
     ({"prompt": "x" * 64}, ["64 tokens", "room for 63"]),
     ({"prompt": "a\udcffb"}, ["character 2", "UTF-8"]),
 ])
-def test_refuses_impossible_settings(model, settings, words):
+def test_refuses_impossible_settings(model, settings, substrings):
     for method in (model.generate, model.stream):
         with pytest.raises(UserError) as error:
             method(**{"prompt": "the", "max_new_tokens": 5, **settings})
-        assert all(word in str(error.value) for word in words), str(error.value)
+        assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_refuses_impossible_batches(model):
@@ -96,7 +96,7 @@ def test_a_character_split_between_turns_is_completed():
 
 
 def test_a_space_of_the_prompt_is_not_repeated():
-    """The tokenizer drops the prompt's last space; the next token has it."""
+    """The tokenizer drops the trailing space of the prompt, and the next token starts with a space."""
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
     before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
     for prompt, text in (("the model ", "is"), ("the model\n", "is"), ("the model", " is")):
@@ -144,17 +144,17 @@ def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monk
 
 
 def test_an_interrupted_text_ends_its_line(capsys, monkeypatch):
-    # Commands and benchmarks define flags of the same names: this one's are its own.
+    # Commands and benchmarks define flags of the same names, so this command gets separate FlagValues.
     own = flags.FlagValues()
     for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
                  "mark_flag_as_required", "mark_flags_as_required"):
         monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
     from smallgpt_jax import generate
 
-    def pieces():
+    def stream():
         yield " cat"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate.print_stream("the", pieces())
+        generate.print_stream("the", stream())
     assert capsys.readouterr().out == "the cat\n"

@@ -19,7 +19,7 @@ STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé �
 
 @pytest.fixture(scope="module")
 def all_tokenizers():
-    """One tokenizer of each kind; gpt2 only if its vocabulary is available."""
+    """Returns {kind: tokenizer}, with gpt2 only if its vocabulary is available."""
     texts = [*STRANGE[1:], *(f"some words {i} and other words to learn from\n" for i in range(300))]
     all_tokenizers = {"bytes": tokenizers.from_spec("bytes", []),
             "sentencepiece": tokenizers.from_spec("sentencepiece:400", texts)}
@@ -44,7 +44,7 @@ def test_round_trip(all_tokenizers, kind, tmp_path):
 
 
 def test_gpt2_ids(all_tokenizers):
-    """The widely published ids of OpenAI's encoder."""
+    """Ids and sizes are those published for OpenAI's encoder."""
     if "gpt2" not in all_tokenizers:
         pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
     assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
@@ -74,7 +74,7 @@ def test_end_of_text_is_never_a_user_defined_piece():
 
 
 def test_sentencepiece_learns_from_every_document():
-    """Also from an iterator, and from lines of any length."""
+    """Documents come from an iterator, and lines have any length."""
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
     tokenizer = tokenizers.from_spec("sentencepiece:600", (text for text in texts))
     assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
@@ -82,7 +82,7 @@ def test_sentencepiece_learns_from_every_document():
         tokenizers.from_spec("sentencepiece:600", [])
 
 
-@pytest.mark.parametrize("spec, files, words", [
+@pytest.mark.parametrize("spec, files, substrings", [
     ("sentencepiece:10", {}, ["at least 300"]),
     ("sentencepiece:many", {}, ["SIZE"]),
     ("gpt3", {}, ["'gpt3'"]),
@@ -92,16 +92,16 @@ def test_sentencepiece_learns_from_every_document():
     ("FOLDER", {"vocab.json": b"{}", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
     ("FOLDER/tokenizer.model", {"tokenizer.model": b"nonsense"}, ["not a SentencePiece model"]),
 ])
-def test_refuses_bad_tokenizers(tmp_path, spec, files, words):
+def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         tokenizers.from_spec(spec.replace("FOLDER", str(tmp_path)), [])
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
-    """All files are synced, and last of all their folder."""
+    """All files are synced before their folder."""
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
     tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)

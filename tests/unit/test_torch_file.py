@@ -1,4 +1,4 @@
-"""The reader of `.pt` files: files of PyTorch, damaged ones, malicious ones."""
+"""The reader of `.pt` files: files written by PyTorch, damaged files and malicious files."""
 
 import pickle
 import tracemalloc
@@ -33,7 +33,7 @@ class Evil:
 
 
 def calls(*calls: tuple[str, str]) -> bytes:
-    """Returns a pickle that calls these functions; the first `?` in the arguments is the previous result."""
+    """Returns a pickle that calls functions in order. `?` in the arguments is the result of the previous call."""
     content = b""
     for function, arguments in calls:
         module, name = function.rsplit(".", 1)
@@ -43,7 +43,7 @@ def calls(*calls: tuple[str, str]) -> bytes:
 
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
-# ((S'storage' FloatStorage S'0' S'cpu' I4) as a persistent id, then offset, shape, strides.
+# Pickle opcodes of the persistent id ('storage', FloatStorage, '0', 'cpu', 4). Offset, shape and strides follow it.
 STORAGE = "(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI4\ntQ"
 
 
@@ -55,7 +55,7 @@ def write_tensor(path: Path, arguments: str, *more: tuple[str, str]) -> Path:
 
 
 def test_refuses_tensors_beyond_their_storage(tmp_path):
-    """Sizes too large, overflowing, not integers; a tensor in place of a storage."""
+    """Covers sizes that are too large, overflow or are not integers, and a tensor in place of a storage."""
     good = write_tensor(tmp_path / "good.pt", "I1\n(I3\nt(I1\nt")
     assert torch_file.read_torch_file(good)["model"]["x"].tolist() == [1, 2, 3]
     for arguments in ("I2\n(I3\nt(I1\nt", "I-1\n(I1\nt(I1\nt", "I0\n(I2\nt(I4\nt", "I0\n(I2\nt(I-1\nt",
@@ -70,7 +70,7 @@ def test_refuses_tensors_beyond_their_storage(tmp_path):
 
 
 def write_shared_storage(path: Path, count: int = 1, numbers: int = 4, **zip_settings) -> Path:
-    """Writes `count` tensors that each cover the same storage of `numbers` zeros."""
+    """Writes `count` tensors that all share one storage of `numbers` zeros."""
     storage = STORAGE.replace("I4", f"I{numbers}")
     items = (f"S'{i}'\nctorch._utils\n_rebuild_tensor_v2\n({storage}I0\n(I{numbers}\nt(I1\nttR" for i in range(count))
     with zipfile.ZipFile(path, "w", **zip_settings) as archive:
@@ -80,7 +80,7 @@ def write_shared_storage(path: Path, count: int = 1, numbers: int = 4, **zip_set
 
 
 def write_false_size(path: Path) -> Path:
-    """Writes a storage of four numbers, 2²⁶ according to the pickle and the zip directory."""
+    """Writes a storage of four numbers; the pickle and the zip directory claim 2²⁶ numbers."""
     with zipfile.ZipFile(write_shared_storage(path)) as archive:
         program = archive.read("a/data.pkl").replace(b"I4\n", b"I%d\n" % 2**26)
     with zipfile.ZipFile(path, "w") as archive:
@@ -118,7 +118,7 @@ def write_pickle(path: Path, content: bytes) -> Path:
 
 
 def write_tensor_beyond_its_storage(path: Path) -> Path:
-    """Writes a tensor of a million numbers in a storage of four."""
+    """Writes a tensor of a million numbers in a storage of four numbers."""
     torch.save({"model": {"x": torch.arange(4.0)}}, path)
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}

@@ -17,17 +17,17 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device: dense bfloat16 FLOP/s, bytes of memory, and, for TPUs, the clock of the compiler's cycles."""
+    """The peak dense bfloat16 FLOP/s of a device, its memory in bytes and, for TPUs, the clock rate in Hz."""
 
     flops: float
     hbm: float
     hertz: float | None = None
 
 
-# The key is JAX's device_kind; of GPUs its beginning, which form and memory follow.
-# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm; clocks follow from the peak and the matrix
-# units: v5e 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# GPUs: NVIDIA's data sheets, whose figures with sparsity are twice the dense ones here: 1,513 TFLOP/s for H100 PCIe,
+# Keys are values of JAX's device_kind; for GPUs, prefixes of it.
+# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm. Clock rates are derived from the peak and the matrix
+# units; for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+# GPUs: NVIDIA's data sheets. Their figures with sparsity are twice the dense figures here: 1,513 TFLOP/s for H100 PCIe,
 # 1,671 for H100 NVL and for H200 NVL.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
@@ -41,18 +41,21 @@ CHIPS = {
     "NVIDIA H200": Chip(989e12, 141e9),
     "NVIDIA H200 NVL": Chip(835.5e12, 141e9),
 }
-TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # examples
+TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # generation → example topology
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip with this name, None if unknown (CPUs); for GPUs the longest matching prefix."""
+    """Returns the chip for a `jax.Device.device_kind`, or None for unknown kinds and CPUs.
+
+    GPUs match the longest name that is a prefix of `device_kind`.
+    """
     matching = [name for name in CHIPS if device_kind == name
                 or (name.startswith("NVIDIA") and device_kind.startswith(name))]
     return CHIPS[max(matching, key=len)] if matching else None
 
 
 def device_name(device: jax.Device) -> str:
-    """Returns the device's name; for CPUs the model name of /proc/cpuinfo."""
+    """Returns the name of a device: its `device_kind`, or for CPUs the model name in /proc/cpuinfo, if any."""
     if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
                   if line.startswith("model name")]
@@ -61,16 +64,17 @@ def device_name(device: jax.Device) -> str:
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
-    """Returns the devices of a topology: "v5e:4x4", for which programs can be compiled but not run, or "cpu:8".
+    """Returns the devices of a topology such as "v5e:4x4" or "cpu:8".
 
-    Call it before JAX initializes its backends. Raises UserError for an unknown topology or without libtpu.
+    Programs can be compiled for the TPUs of a topology, but not run. Must be called before JAX initializes its
+    backends. Raises UserError for an unknown topology, or for TPUs if libtpu is not installed.
     """
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
     if not is_cpu and (kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)):
         raise UserError(f"--topology={topology}: unknown; choose {', '.join(TPU_SLICES.values())}, "
                         "another shape of these chips, or cpu:N")
-    jax.config.update("jax_enable_compilation_cache", False)  # has no programs for absent devices
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold programs for absent devices
     if is_cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
@@ -82,8 +86,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
         raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
     kind, _, shape = topology.partition(":")
-    jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for
-    os.environ.update({  # no metadata server, no log, several processes at a time
+    jax.config.update("jax_platforms", "cpu")  # no TPU is needed to compile for one
+    os.environ.update({  # no queries to the metadata server, no log, several processes at a time
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
         "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})

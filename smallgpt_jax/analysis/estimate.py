@@ -1,4 +1,4 @@
-"""Memory and speed of training and evaluation, from programs compiled for devices that need not be attached."""
+"""Estimates of memory and speed, from programs compiled for devices that need not be attached."""
 
 import dataclasses
 import math
@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One training step, and the memory of one evaluation step. Bytes, cycles and collectives are per device.
+    """The memory and speed of a training step and the memory of an evaluation step.
 
-    `needed_bytes` is the total of training, `eval_needed_bytes` the total during an evaluation step, optimizer state
-    included; the latter is None if training does not fit. `estimated_cycles` are the compiler's, summed over the
-    program, without kernels and without waiting for collectives; `kernel_cycles` is a roofline of the kernels (see
-    `kernel_seconds`). Both are None if the compiler makes no estimate (CPUs), the program does not fit or cannot be
-    read, or a kernel's cost is unknown; `collectives` is None if the program does not fit or cannot be read.
+    Bytes, cycles and collectives are per device:
+
+    - `needed_bytes`: total memory of a training step.
+    - `eval_needed_bytes`: total memory during an evaluation step, including the optimizer state. None if training does
+      not fit.
+    - `estimated_cycles`: the compiler's estimate for a training step, without kernels and without waiting for
+      collectives.
+    - `kernel_cycles`: roofline estimate of the kernels, see `kernel_seconds`.
+    - `collectives`: kind → count and bytes. None if the program does not fit or its HLO cannot be read.
+
+    Cycles and speed are None if `collectives` is None, on CPUs, and if the cost of a kernel is unknown.
     """
 
     parameters: int
@@ -57,9 +63,9 @@ class Estimate:
 
 
 def estimate(program: "Program") -> Estimate:
-    """Compiles the training and evaluation step of `program` for its devices and returns their estimate.
+    """Compiles the training and evaluation steps of `program` and returns their estimate.
 
-    A program that does not fit is no error.
+    If the program does not fit into memory, `Estimate.fits` is False.
     """
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state(), mesh.devices.flat[0].device_kind
@@ -94,7 +100,7 @@ def estimate(program: "Program") -> Estimate:
 
 
 def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
-    """Returns the compiled training step and its HLO, None if that cannot be read."""
+    """Returns the compiled training step and its HLO, or None instead of the HLO if it cannot be read."""
     if program.mesh.devices.flat[0].platform != "tpu":
         step = program.compile_train_step()
         return step, hlo.Program(step.as_text())
@@ -104,12 +110,13 @@ def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Progr
 
 
 def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
-    """Returns the HLO of a compiled training step: of the TPU compiler's dump, else of `as_text()`; None without both.
+    """Returns the HLO of a compiled training step, or None if it cannot be read.
 
-    Both are the same, but for TPU v5p and v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51,
-    jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
+    Reads the TPU compiler's dump if there is one, otherwise `as_text()`. The texts are the same, but for TPU v5p and
+    v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2: "async-update
+    instruction should have 1 operands but sees 3").
     """
-    # The compiler also dumps the single-kernel programs that it compiles for autotuning.
+    # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
         return hlo.Program(dumped.read_text())
     try:
@@ -119,7 +126,10 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
 
 
 def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
-    """Returns the bytes of an evaluation step's temporaries, None if they do not fit, and the total during the step."""
+    """Returns the bytes of an evaluation step's temporaries, or None if they do not fit, and the total bytes needed.
+
+    The total includes the optimizer state, which stays in memory during evaluation.
+    """
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
         needs = program.compile_eval_step().memory_analysis()
@@ -129,18 +139,21 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(needs) -> int:
-    """Returns the bytes of a program's arguments, temporaries and results that reuse no argument's memory."""
+    """Returns the total bytes of a program's arguments, temporaries and results that do not alias an argument."""
     return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
             + needs.output_size_in_bytes - needs.alias_size_in_bytes)
 
 
-# The TPU compiler's two messages for a program that does not fit.
+# The TPU compiler's two error messages for a program that does not fit into memory.
 TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
                        r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM")
 
 
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
-    """Returns the memory that a program needs, from the compiler's error; re-raises any other error."""
+    """Returns the bytes that a program needs, from the compiler's out-of-memory error; re-raises other errors.
+
+    `argument_bytes` are added if the error message gives only the temporaries.
+    """
     found = TOO_LARGE.search(str(error))
     if not found:
         raise error
@@ -152,7 +165,7 @@ UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_s
 
 
 def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_per_device: float) -> dict:
-    """Returns the fields of an Estimate that concern speed, all None if the program calls a kernel of unknown cost."""
+    """Returns the speed fields of an `Estimate`; all are None if the program calls a kernel of unknown cost."""
     kernels = [(times, kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
     if any(seconds is None for _, seconds in kernels):
         return UNKNOWN_SPEED
@@ -162,25 +175,25 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Products of (rows, positions) × (positions, head width) per kernel. The TPU compiler compiles plain attention to the
-# last one: scores (its first operand) to weights, times values.
+# Kernel → number of matrix products of the size of scores · values. "online-softmax" is the TPU compiler's own kernel
+# for plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
 
 def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
-    """Returns the roofline of an attention kernel's call: its products at peak speed; None for an unknown kernel.
+    """Returns the seconds that an attention kernel's products take at peak speed, or None for an unknown kernel.
 
-    Counted as the matrix unit computes them: of splash attention the (512 × 512) blocks on and below the diagonal,
-    heads padded to 128. Memory traffic is ignored: it takes less time, except for "online-softmax", which reads the
-    scores.
+    Products are counted as the matrix unit computes them: heads are padded to a width of 128, and splash attention
+    computes only the (512 × 512) blocks on and below the diagonal. Memory traffic is ignored. It takes less time than
+    the products, except for "online-softmax", which reads the scores.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:
         return None
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
-    # The last two are in either order.
+    # The last two axes are head width and positions, in either order.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     blocks = positions // math.gcd(positions, 512)
@@ -190,18 +203,23 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
 
 
 def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log: Callable[[str], None]) -> int:
-    """Returns the largest batch size with which training and evaluation fit into `hbm` bytes.
+    """Returns the largest batch size with which training and evaluation fit into `hbm` bytes per device.
 
-    `build` returns the program for a batch size; `parts` divides all batch sizes. Interpolates memory linearly between
-    a size that fits and one that does not, to compile few programs. Raises UserError if one sequence per device does
-    not fit.
+    The search interpolates memory linearly between a batch size that fits and one that does not, to compile few
+    programs. Raises UserError if no batch size fits.
+
+    Args:
+      build: returns the program for a batch size.
+      parts: divisor of all batch sizes.
+      hbm: memory per device in bytes.
+      log: called with a line per compiled batch size.
     """
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
         result = estimate(build(sequences * parts))
         needed[sequences] = result.peak_bytes
-        log(f"  {sequences} per device: {result.peak_bytes / chips.GiB:.2f} GiB"
+        log(f"  {sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
         return result.fits
 

@@ -1,4 +1,4 @@
-"""FLOPs of a function, counted exactly from its jaxpr, for any architecture and without a device."""
+"""FLOPs of a function's matrix products, counted exactly from its jaxpr, without running it."""
 
 import dataclasses
 import math
@@ -8,17 +8,17 @@ from jax.extend import core
 
 from smallgpt_jax.models import LanguageModel, abstract_params
 
-# Primitives with products that are not counted: refused, rather than counted as zero.
+# Primitives that contain products but cannot be counted; they raise an error rather than count as zero.
 OTHER_CONTRACTIONS = ("conv_general", "ragged_dot", "scaled_matmul", "custom_call", "pallas_call", "fft",
                       "triangular_solve")
 
 
 def train_flops_per_token(model: LanguageModel) -> float:
-    """Returns the FLOPs of a training step per token: three times the forward pass's matrix products.
+    """Returns the FLOPs per token of training: three times those of the forward pass's matrix products.
 
-    The backward pass computes two products for each of the forward pass (Kaplan et al., arXiv 2001.08361, section 2.1).
-    Attention counts in full, as if it were not causal, the convention of model FLOPs utilization (Chowdhery et al.,
-    arXiv 2204.02311, appendix B), for every backend.
+    The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
+    section 2.1). For every backend, attention is counted in full, as if it were not causal, which is the convention of
+    model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
     model = model.clone(config=dataclasses.replace(model.config, attention="reference", remat="none"))
     time = model.config.context_length
@@ -29,8 +29,8 @@ def train_flops_per_token(model: LanguageModel) -> float:
 def matmul_flops(function, *arguments) -> int:
     """Returns the multiplications and additions in the matrix products of function(*arguments).
 
-    The arguments may be shapes. The body of a loop counts once per iteration; in a conditional, only the most
-    expensive branch counts. Raises ValueError for products in a loop of unknown length.
+    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop counts once per iteration; of a conditional, only
+    the most expensive branch counts. Raises ValueError for products in a loop of unknown length.
     """
     return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -54,7 +54,7 @@ def _count_equation(equation) -> int:
     if equation.primitive.name == "cond":
         return max(inner)
     if equation.primitive.name == "while" and sum(inner):
-        raise ValueError("matrix products in a loop of unknown length")
+        raise ValueError("while: matrix products in a loop of unknown length cannot be counted; use jax.lax.scan")
     return sum(inner)
 
 

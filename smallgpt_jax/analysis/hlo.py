@@ -1,7 +1,7 @@
 """Collectives and cycle estimates of a compiled program, parsed from its HLO text.
 
-The text is that of `jax.stages.Compiled.as_text()`: a sequence of computations, one instruction per line. The body of a
-loop is counted once per iteration.
+HLO text, as returned by `jax.stages.Compiled.as_text()`, is a sequence of computations with one instruction per line.
+Instructions in the body of a loop are counted once per iteration.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: `shape` is the text of the result's type, `line` the full text."""
+    """One HLO instruction: `shape` is the text of the result's type, `line` the text of the whole instruction."""
 
     shape: str
     opcode: str
@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def calls(self) -> list[str]:
-        """The computations that it runs, without reduction functions."""
+        """The names of the computations that the instruction runs, except reduction functions."""
         keys = "body|calls" + ("|to_apply" if self.opcode == "call" else "")
         found = re.findall(rf"\b(?:{keys})=%?([\w.\-]+)", self.line)
         if branches := re.search(r"branch_computations=\{([^}]*)\}", self.line):
@@ -34,19 +34,19 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 without one (kernels, collectives)."""
+        """The compiler's cycle estimate, or 0 if there is none (kernels, collectives)."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
 
     @property
     def channel(self) -> str:
-        """The channel, which the parts of one collective share."""
+        """The channel id, which all instructions of one asynchronous collective share; `line` if there is none."""
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
 
     @property
     def scatters(self) -> bool:
-        """Whether it is a TPU's fusion of an all-reduce with a slice of the device's own part."""
+        """Whether the instruction is a TPU fusion of an all-reduce and a slice, which is a reduce-scatter."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
@@ -55,13 +55,13 @@ class Instruction:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the result's arrays, without padding."""
+        """The total bytes of the result's arrays, without padding."""
         return sum(math.ceil(bits(dtype) * math.prod(int(n) for n in sizes.split(",") if n) / 8)
                    for dtype, sizes in _ARRAY.findall(self.shape))
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of one element: bf16 → 16, pred → 8, token → 0."""
+    """Returns the bits per element of an HLO dtype: bf16 → 16, pred → 8, token → 0."""
     found = re.search(r"\d+", dtype)
     return int(found[0]) if found else 8 if dtype == "pred" else 0
 
@@ -80,11 +80,11 @@ class Program:
                 body.append(Instruction(instruction[1], instruction[2], line))
 
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Returns kind → how many run, and the total bytes of their results on one device."""
-        channels = {}  # asynchronous ones have several instructions of one channel
+        """Returns kind of collective → number of executions and total bytes of the results, per device."""
+        channels = {}  # an asynchronous collective has several instructions with the same channel
         for times, instruction in self.executed():
-            kind = instruction.opcode.removesuffix("-done")  # -start has the operands too
-            if instruction.scatters:  # a reduce-scatter on TPUs
+            kind = instruction.opcode.removesuffix("-done")  # not -start, whose result includes the operands
+            if instruction.scatters:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES:
                 channels[instruction.channel] = kind, times, times * instruction.result_bytes
@@ -96,16 +96,19 @@ class Program:
         return found
 
     def cycles(self) -> int:
-        """Returns the compiler's estimate for one run, without kernels and without waiting for collectives."""
+        """Returns the compiler's cycle estimate for the program, without kernels or waiting for collectives."""
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:
-        """Returns how often each call of a Pallas kernel runs, and the call."""
+        """Returns the calls of Pallas kernels as pairs (number of executions, instruction)."""
         return [(times, i) for times, i in self.executed() if i.is_kernel]
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields how often each instruction runs, and the instruction; with `fused`, also those inside fusions."""
+        """Yields pairs (number of executions, instruction) of the computation `name`, by default of the whole program.
+
+        With `fused`, instructions inside fusions are included. `times` is the number of executions of the computation.
+        """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
             for called in instruction.calls:
@@ -117,7 +120,7 @@ class Program:
                     yield from self.executed(fused, called, times)
 
     def trips(self, loop: Instruction) -> int:
-        """Returns a loop's iterations: the compiler's note, or the bound that its counter is compared with."""
+        """Returns the number of iterations of a loop, as annotated by the compiler or from the loop's condition."""
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

@@ -1,16 +1,21 @@
 """Memory of a training step by formula, for comparison with the compiler's figures.
 
-Bytes per chip, in the notation of Korthikanti et al. (arXiv 2205.05198): B sequences at a time, S positions, D width,
-F MLP width / D, H heads, L blocks, V vocabulary, N parameters, T tensor-parallel parts, e bytes per activation. A model
-of N ≈ (4 + 2F)·L·D² + V·D parameters needs
+Symbols (similar to Korthikanti et al., arXiv 2205.05198): B sequences per device at a time, S positions, D model width,
+F MLP width / D, H heads, L blocks, V vocabulary, N ≈ (4 + 2F)·L·D² + V·D parameters, T tensor-parallel shards, e bytes
+per activation, Q queries per chunk of XLA's attention. A training step of a GPT needs, in bytes per device:
 
-    4·N for weights, 4·N for gradients and 8·N for Adam's moments (float32), each divided by fsdp · T; with fsdp also
-    e·N/T for gathered weights, kept from the forward to the backward pass without rematerialization;
-    L·S·B·D·e·(4 + (4 + 2F)/T) for the backward pass of the blocks: 4 for the inputs of LayerNorms and projections,
-    4/T for queries, keys, values and attention outputs, 2F/T for the MLP's GELU and its derivative. XLA's attention
-    adds its weights, L·B·S·(S + Q)/2·H·e/T in chunks of Q queries (`attention.QUERIES`), which skip later keys.
-    Rematerialization saves less: "dots" L·S·B·D·e·(3 + (4 + F)/T), "full" L·S·B·D·e;
-    S·B·V·(4 + e)/(T·chunks) for the logits.
+    weights                4·N / (fsdp·T)
+    gradients              4·N / (fsdp·T)
+    Adam's moments         8·N / (fsdp·T)
+    gathered weights       e·N / T, with fsdp > 1 and without rematerialization
+    block activations      L·S·B·D·e·(4 + (4 + 2F)/T)
+      with remat "dots"    L·S·B·D·e·(3 + (4 + F)/T)
+      with remat "full"    L·S·B·D·e
+    attention weights      L·B·S·(S + Q)/2·H·e/T, with XLA's attention and without rematerialization
+    logits                 S·B·V·(4 + e)/(T·chunks)
+
+In the factor of block activations, 4 stands for the inputs of LayerNorms and projections, 4/T for queries, keys, values
+and attention outputs, and 2F/T for the MLP's GELU and its derivative.
 """
 
 import dataclasses
@@ -27,15 +32,16 @@ from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
 
 def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
                      separate_documents: bool) -> dict[str, float]:
-    """Returns the terms of the formula above, in bytes, for a chip that computes `sequences` at a time.
+    """Returns the terms of this module's formula, in bytes per device, with `sequences` sequences at a time.
 
-    Weights and moments are those of `state` (shapes with shardings), for any optimizer and mesh.
+    Weights and moments are computed from `state` (shapes with shardings), for any optimizer and mesh.
     """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
-    # Per position and unit of width. Queries, attention outputs, keys and values; of a gated MLP the activation and its
-    # derivative, the other factor and the product.
+    # Saved activations per position and block, in units of the model width: `qkv` for queries, keys, values and
+    # attention outputs; `inner` for the MLP's activation and its derivative, plus the up-projection and the product if
+    # the MLP is gated.
     qkv = 2 + 2 * c.kv_heads / c.num_heads
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
@@ -43,7 +49,7 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
     for layers in attention_layers(model, mesh, separate_documents):
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
-            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # per query, on average
+            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # average number of keys per query
             if layers.window:
                 keys = min(keys, layers.window + min(c.context_length, QUERIES) - 1)
             activations += layers.count * positions * keys * layers.heads * element / tensor
@@ -56,7 +62,7 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
 
 
 def bytes_on_device(tree) -> int:
-    """Returns the bytes per device of arrays, or of shapes with shardings."""
+    """Returns the bytes per device of a tree of arrays, or of shapes with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -67,7 +73,7 @@ def format_bytes(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """`count` identical layers per device, computed by `backend`; `why` is the reason if that is a fallback."""
+    """Identical attention layers: `count` per device, computed by `backend`; `why` is the reason for a fallback."""
 
     count: int
     width: int
@@ -79,7 +85,7 @@ class AttentionLayers:
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of any architecture, recognized by the axis names of their weights."""
+    """Returns the attention layers of a model of any architecture, found by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     for path, box in jax.tree_util.tree_leaves_with_path(
@@ -98,7 +104,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns the window of each attention module, by path; the weights do not record windows."""
+    """Returns the window of each attention module by module path, from a trace: the weights do not contain windows."""
     windows = {}
 
     def record(call, arguments, keywords, method):
@@ -113,7 +119,7 @@ def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Returns the number of parameters per part of the model; modules that are not built in count under their names."""
+    """Returns component of the model → number of parameters; custom modules are listed under their own names."""
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
@@ -123,7 +129,7 @@ def components(model: LanguageModel) -> dict[str, int]:
 
 
 def part_of(names: list[str]) -> str:
-    """Returns the part of the model that a parameter belongs to, from the names of its modules and its own."""
+    """Returns the component that a parameter belongs to, given the names on its path in the parameter tree."""
     parts = {"token_embedding": "token embedding", "position_embedding": "position embedding",
              "attention": "attention", "mlp": "MLP", "head": "head"}
     if part := next((parts[name] for name in names if name in parts), None):

@@ -1,5 +1,1 @@
-"""Numerical kernels: all code that depends on the platform or is written for a compiler.
-
-Each platform branch and compiler workaround is here, with the measured gain, hardware and versions. The rest of the
-package is plain JAX.
-"""
+"""Platform-dependent code, kernels and compiler workarounds of the models; their other code is plain JAX."""

@@ -1,4 +1,4 @@
-"""Activation functions of MLPs: ACTIVATIONS, by name in `config.model.activation`."""
+"""Activation functions of MLPs; `config.model.activation` is a key of ACTIVATIONS."""
 
 import functools
 import math
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 def gelu(x):
     """Returns the exact GELU, x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415), in the dtype of x.
 
-    Computed in float32: in bfloat16, 1 + erf loses the negative tail of Φ. The forward pass
-    also computes the derivative and saves it in place of x, in x's dtype: the same memory, and no second `erf` and
-    `exp`, which dominate on CPUs.
+    Computed in float32, because in bfloat16 1 + erf loses the negative tail of Φ. The forward pass also computes the
+    derivative and saves it instead of x, in the dtype of x. This takes the same memory, and the backward pass does not
+    recompute `erf` and `exp`, which dominate the time on CPUs.
     """
     return _gelu_forward(x)[0]
 

@@ -1,12 +1,16 @@
-"""Attention of full rows: one call, several backends, each tested against one formula.
+"""Attention with several backends, and cached attention for decoding.
 
-`chunked` (`config.model.attention="xla"`) is plain JAX and runs anywhere. `splash` is JAX's Pallas kernel for TPUs,
-`cudnn` NVIDIA's fused kernel; neither materializes the (time, time) scores. `auto` selects by the platform that the
-program is compiled for. `chunked` computes what a kernel does not support; `select_backend` returns the reason.
-`cached_attention` is for decoding.
+Backends, selected by `config.model.attention`:
+
+- "xla" (`chunked`): plain JAX, runs anywhere.
+- "splash": JAX's Pallas kernel for TPUs. It does not materialize the (time, time) scores.
+- "cudnn": NVIDIA's fused kernel. It does not materialize the scores either.
+- "auto": chosen by the platform that the program is compiled for.
+
+`chunked` replaces a kernel in the cases that the kernel does not support; see `select_backend`.
 
 Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
-key–value heads, head h attends to the keys of head h // (H / G).
+key–value heads, head h attends to the keys of key–value head h // (H / G).
 """
 
 import math
@@ -22,24 +26,27 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
-BACKENDS = ("auto", "xla", "splash", "cudnn")  # of config.model.attention; "reference" counts FLOPs
+BACKENDS = ("auto", "xla", "splash", "cudnn")  # values of config.model.attention
 QUERIES = 128  # queries per chunk
-OUTPUT = "attention_output"  # the name of the kernel's output for rematerialization policies
+OUTPUT = "attention_output"  # checkpoint name of the splash kernel's output, for rematerialization policies
 
 
 @flax.struct.dataclass
 class AttentionMask:
-    """Which positions attend to which: causal within a text, modified by these fields.
+    """An attention mask: causal within each text, modified by these fields.
 
-    Every backend takes the whole mask; `select_backend` reports what it does not support.
+    `select_backend` falls back to "xla" if a backend does not support a field.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, the query's own included; 0: all
-    segment_ids_BxT: jax.Array | None = None  # equal ids: one text; None: a row is one text
-    prefix_lengths_B: jax.Array | None = None  # first positions of a row, which all see each other (prefix LM)
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions, including the query's; 0: unlimited
+    segment_ids_BxT: jax.Array | None = None  # positions with equal ids are one text; None: each row is one text
+    prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 
     def allowed(self, start: int, time: int, keys: slice):
-        """Returns which keys in the slice `keys` the `time` queries from `start` on see, (B or 1, time, keys) bool."""
+        """Returns which keys at the positions `keys` each of the `time` queries from position `start` attends to.
+
+        The result is (B or 1, time, number of keys) bool.
+        """
         queries_Tx1 = jnp.arange(start, start + time)[:, None]
         keys_1xS = jnp.arange(keys.start, keys.stop)[None]
         allowed_BxTxS = (keys_1xS <= queries_Tx1)[None]
@@ -56,8 +63,7 @@ class AttentionMask:
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False) -> tuple[str, str]:
-    """Returns the backend for this attention on a "tpu", "gpu" or "cpu", and why it is not the requested one ("" if it
-    is)."""
+    """Returns the backend to use on "tpu", "gpu" or "cpu", and the reason if it is a fallback to "xla", else ""."""
     if backend == "auto":
         backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "splash":
@@ -76,11 +82,11 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
             return "xla", "cuDNN's attention needs bfloat16"
         if head_width % 8 or head_width > 128:
             return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-        if mask.segment_ids_BxT is not None:  # with a mask beside is_causal, texts have seen each other
+        if mask.segment_ids_BxT is not None:  # with is_causal and a mask, texts attended to each other
             return "xla", "cuDNN's attention does not support separate documents in a row"
         if mask.prefix_lengths_B is not None:
             return "xla", "cuDNN's attention does not support prefixes"
-        if has_alibi:  # it takes only materialized biases, (time, time) per head
+        if has_alibi:  # cuDNN takes only materialized biases, (time, time) per head
             return "xla", "cuDNN's attention does not support ALiBi"
     return backend, ""
 
@@ -88,8 +94,8 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
 def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
     """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
 
-    With `slopes_H`, each head's slope times the distance is subtracted from its scores (ALiBi). Scores and softmax are
-    float32 (Vaswani et al., arXiv 1706.03762, equation 1).
+    See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
+    head's slope times the distance in positions is subtracted from its scores.
     """
     _, _, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -102,13 +108,16 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Computes all scores at once, masked ones too: the form whose FLOPs are counted."""
+    """Returns attention, computed with all scores at once, including masked ones; used to count FLOPs and in tests."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Computes chunks of QUERIES queries, which skip later keys and those before the window."""
+    """Returns attention, computed for QUERIES queries at a time.
+
+    Each chunk of queries skips the keys after it and the keys before its window.
+    """
     time, parts = q_BxHxTxK.shape[2], []
     for start in range(0, time, QUERIES):
         keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
@@ -120,17 +129,18 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
-    """Returns attention of the queries from position `start` on to the keys at positions `keys`, (B, H, T, K).
+    """Returns the attention of T queries from position `start` on to the S keys at positions `keys`, (B, H, T, K).
 
-    Weights are normalized after the product with the values, which saves a pass over (T, S) in both directions.
+    The weights are normalized after the product with the values, which saves a pass over the (T, S) weights in both the
+    forward and the backward pass.
     """
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups
-    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries of a group
+    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # positions in the row: distances in a text are the same
+    if slopes_H is not None:  # positions in the row give the same distances as positions in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
@@ -146,13 +156,13 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the kernel on each device's own rows and heads; interpreted, slowly, unless on a TPU."""
+    """Runs the splash kernel on each device's shard of rows and heads; on other platforms in slow interpret mode."""
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     interpret = platform() != "tpu"
     queries, names = q_BxHxTxK, [("batch", "heads", "time", "head_width")] * 3
-    if heads > groups:  # sharded like keys
+    if heads > groups:  # an axis of key–value heads, to shard queries like keys
         queries = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
         names[0] = ("batch", "heads", "per_group", "time", "head_width")
     arguments = (queries, k_BxGxTxK, v_BxGxTxK)
@@ -171,13 +181,13 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_keys: bool, interpret: bool):
-    """Returns the kernel for (heads, time, head width) queries; it never materializes the mask.
+    """Returns the splash kernel for (heads, time, head width) queries; it never materializes the mask.
 
-    With `shares_keys` all heads read the same keys and values, (time, head width).
+    With `shares_keys`, all heads attend to the same keys and values, (time, head width).
     """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
-    # Memory is padded to `lanes` along the last axis: narrow heads would waste most of it.
+    # The last axis is padded to `lanes`, so narrow heads on the last axis would waste most of the memory.
     layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
     block = math.gcd(time, 4 * lanes)
     mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
@@ -194,7 +204,7 @@ def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_ke
 
 
 def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the kernel on each device's own rows and heads."""
+    """Runs cuDNN's attention kernel on each device's shard of rows and heads."""
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None and slopes_H is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
@@ -214,25 +224,26 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache with `x` written from each row's start slot on; slots beyond S are dropped."""
+    """Returns the cache with `x_GxTxK` written to T slots per row from `start_G` on, without slots beyond the cache."""
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
         return cache_GxSxK.at[jnp.arange(rows)[:, None], slots_GxT].set(x_GxTxK, mode="drop")
-    if rows == 1:  # faster on CPUs than the form below
+    if rows == 1:  # faster on CPUs than the vmap below
         return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
     return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
         cache_GxSxK, x_GxTxK, start_G)
 
 
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
-    """Returns softmax(q·keysᵀ/√K)·values over the slots that `mask` allows, (G, R, T, K).
+    """Returns softmax(q·keysᵀ/√K)·values over the cache slots that `mask` allows, (G, R, T, K).
 
-    R heads read each of the G rows of the cache, whose slot s is position s. `slopes_GxR` as in `attention`.
+    The G rows of the cache are the key–value heads of all texts; R query heads read each row. Slot s holds position s.
+    `slopes_GxR` are ALiBi slopes.
     """
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
-    # A single query is a matrix–vector product; XLA's CPU compiler recognizes it only without the axis.
+    # A single query is a matrix–vector product, which XLA's CPU compiler recognizes only without the query axis.
     t = "" if per_group * time == 1 else "t"
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width)
     q = (q_GxQxK if t else q_GxQxK[:, 0]) / math.sqrt(head_width)

@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary, computed in chunks together with its gradient."""
+"""Cross-entropy loss over the vocabulary, computed in chunks of the sequence together with its gradient."""
 
 import flax.linen as nn
 import jax
@@ -7,25 +7,25 @@ import jax.numpy as jnp
 from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
-# In training, logits are clipped to their target's plus this, in nats, so that the sum of exponentials stays finite in
-# float32. The loss of a token less likely than exp(−70) is understated; in evaluation it is exact.
+# In training, logits are clipped at the target's logit plus this value, in nats, so that the sum of exponentials stays
+# finite in float32. This understates the loss of targets less likely than exp(−70). Evaluation does not clip.
 MAX_DIFFERENCE = 70.0
 
 
 def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
-    """Returns Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
+    """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
-    Computed in `chunks` parts of the sequence, so that (batch, time, vocabulary) is never materialized; `chunks`
-    divides T. The forward pass computes the gradients too, chunk by chunk: three matmuls and no stored logits;
-    recomputing logits in the backward pass would take a fourth. Logits and softmax are float32; products have the dtype
-    of x and head.
+    The sequence is computed in `chunks` chunks, so that (batch, time, vocabulary) logits are never materialized;
+    `chunks` must divide T. The forward pass also computes the gradients, chunk by chunk, with three matmuls;
+    recomputing the logits in the backward pass would take a fourth. Logits and softmax are float32; operands of matmuls
+    have the dtype of `x_BxTxW` and `head_VxW`.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
 
 
 def _in_chunks(x_BxT, chunks: int):
-    """Returns (B, T, …) as (chunks, B, T / chunks, …)."""
+    """Returns a (B, T, …) array split along T into (chunks, B, T / chunks, …)."""
     batch, time, *rest = x_BxT.shape
     return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
 
@@ -35,7 +35,7 @@ def _rows(x_BxCxW):
 
 
 def _chunk_loss(chunk, head_VxW):
-    """Returns the weighted loss of one chunk."""
+    """Returns the weighted sum of a chunk's losses."""
     x_BxCxW, _, weights_BxC = chunk
     logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
     log_probabilities = _target_logits(chunk, head_VxW) - jax.nn.logsumexp(logits_RxV, axis=1)
@@ -43,17 +43,17 @@ def _chunk_loss(chunk, head_VxW):
 
 
 def _target_logits(chunk, head_VxW):
-    """Returns the logit of each row's target, (B·C,) float32."""
+    """Returns the logit of the target at each position of a chunk, flattened, float32."""
     x_BxCxW, targets_BxC, _ = chunk
     return jnp.einsum("rw,rw->r", _rows(x_BxCxW), jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
                       preferred_element_type=jnp.float32)
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW):
-    """Returns the weighted loss of one chunk and its gradient by the logits, (B·C, V) in the dtype of x.
+    """Returns the weighted sum of a chunk's losses and its gradient with respect to the logits, in the dtype of x.
 
-    The loss of a row is log Σⱼ exp(lⱼ − l), l the logit of its target, which is computed first: this saves the pass
-    over the logits for their maximum. Differences are clipped at MAX_DIFFERENCE.
+    The loss of a position is log Σⱼ exp(lⱼ − l), where l is the logit of its target. Subtracting l instead of the
+    maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
@@ -64,7 +64,7 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
-    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # all that is kept of the logits
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # stored instead of the float32 logits
     d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
     return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 
@@ -79,9 +79,9 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
-    # Each device accumulates its own part of the head's gradient; one sum over devices follows the loop.
+    # Each device accumulates the head's gradient of its own rows; one sum over devices follows the loop.
     parts = sharding.num_batch_shards()
-    # Transposed until then on CPUs, where XLA computes a product with a wide result faster than with a tall one.
+    # On CPUs the accumulated gradient is transposed: XLA computes a product with a wide result faster than a tall one.
     axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
         "pvw", ("batch", "vocab", None))
 

@@ -1,4 +1,4 @@
-"""Products with a weight matrix."""
+"""Matrix products with weights."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ from smallgpt_jax.ops.platform import platform
 def matmul(x_RxI, w_IxO):
     """Returns x·w, (R, O).
 
-    On CPUs a tall `w` is transposed first, so that its gradient is a product with a wide result, which XLA computes a
-    fifth faster (jax 0.10.2, AMD EPYC with AVX-512, 2,048 rows, 1,024 × 256). The barrier keeps XLA from undoing it.
+    On CPUs, a tall `w` is transposed first. Its gradient is then a product with a wide result, which XLA computes a
+    fifth faster (jax 0.10.2, AMD EPYC with AVX-512, 2,048 rows, `w` 1,024 × 256). The optimization barrier keeps XLA
+    from removing the transposition.
     """
     inputs, outputs = w_IxO.shape
     if platform() == "cpu" and inputs > outputs:
@@ -20,9 +21,9 @@ def matmul(x_RxI, w_IxO):
 
 
 def one_product_is_faster(decode: bool) -> bool:
-    """Returns whether a projection to queries, keys and values is faster as one product whose result is split and
-    transposed than as a product for each, in the layout that attention reads.
+    """Returns whether one fused product for queries, keys and values is faster than separate products.
 
-    So it is on CPUs, and in decoding, where there are few rows. On TPUs a product for each saves copies.
+    The fused result must be split and transposed; separate products have the layout that attention reads, which saves
+    copies on TPUs. The fused product is faster on CPUs, and in decoding, where there are few rows.
     """
     return decode or platform() == "cpu"

@@ -1,6 +1,7 @@
-"""Multi-process runs: initialization, agreement between processes, failures of peers.
+"""Multi-process runs: initialization, communication between processes, failures of other processes.
 
-All processes run the same program on the same config; only process 0, the primary one, prints and writes.
+All processes run the same program on the same config. Only process 0, the primary process, prints and writes files.
+Functions marked "(collective)" must be called by all processes.
 """
 
 import contextlib
@@ -29,12 +30,17 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process coun
 
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Connects this process to the others of the run; call it before JAX initializes its devices.
+    """Connects this process to the other processes of the run; silences standard output except on the primary process.
 
-    `coordinator` is the host:port that process 0 opens and the others connect to. If all three are None, they are
-    detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Silences standard
-    output on all processes but the primary. Exits with status 1 if the others do not connect within `timeout` seconds.
-    Raises UserError for invalid arguments.
+    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None, they
+    are detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits with status
+    1 if not all processes connect in time. Raises UserError for invalid arguments.
+
+    Args:
+      coordinator: HOST:PORT that process 0 opens and the other processes connect to.
+      num_processes: number of processes of the run.
+      process_id: number of this process, from 0.
+      timeout: seconds to wait for the other processes.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
@@ -54,7 +60,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
         os._exit(1)
 
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
-    # JAX's own timeout ends the process with a stack trace.
+    # This timer precedes JAX's own timeout, which would end the process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
     watchdog.daemon = True
     watchdog.start()
@@ -68,7 +74,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
         raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
     finally:
         watchdog.cancel()
-    faulthandler.disable()  # stack traces of this process do not explain the death of another one
+    faulthandler.disable()  # stack traces of this process do not explain the failure of another process
     if not is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
@@ -102,15 +108,17 @@ def on_tpu_vm() -> bool:
 
 
 def skip_tpu_search() -> None:
-    """Sets JAX's platform to the CPU where libtpu is installed (for `plan`) without a TPU: JAX would otherwise log
-    errors."""
+    """Sets JAX's platform to the CPU if libtpu is installed (for `plan`) but there is no TPU.
+
+    Otherwise JAX would search for a TPU and log errors.
+    """
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
 
 
 def is_primary() -> bool:
-    """Returns whether this process prints and writes."""
+    """Returns whether this process is the primary process, which prints and writes files."""
     return jax.process_index() == 0
 
 
@@ -119,13 +127,10 @@ def is_single_process() -> bool:
 
 
 def start_any_process(is_so: bool) -> jax.Array:
-    """Returns, asynchronously, whether `is_so` is true in any process; bool() of the result blocks.
-
-    A collective operation: all processes must call it equally often.
-    """
+    """Returns, asynchronously, whether `is_so` is true in any process (collective); bool() of the result blocks."""
     shardings, program = _any_program()
     logged = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
-    # Simulated devices can deadlock, see program.Program.runnable.
+    # Blocks on CPUs: simulated devices can deadlock, see program.Program.runnable.
     return jax.block_until_ready(program(logged)) if jax.default_backend() == "cpu" else program(logged)
 
 
@@ -142,7 +147,7 @@ def any_process(is_so: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], None]) -> None:
-    """Runs `action` on process 0 while the others wait; if it raises, all processes raise (collective)."""
+    """Runs `action` on process 0 while the other processes wait; if it raises, all processes raise (collective)."""
     problem = None
     try:
         if is_primary():
@@ -155,14 +160,17 @@ def run_on_primary(action: Callable[[], None]) -> None:
 
 
 def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns process 0's numbers (int32) in all processes (collective)."""
+    """Returns the `numbers` of process 0, as int32, in all processes (collective)."""
     if is_single_process():
         return numbers
     return tuple(int(n) for n in multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32)))
 
 
 def require_equal(what: str, text: str) -> None:
-    """Raises UserError in all processes if `text`, called `what` in the message, differs between them (collective)."""
+    """Raises UserError in all processes if `text` differs between processes (collective).
+
+    `what` is the name of `text` in the error message.
+    """
     if is_single_process():
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)

@@ -28,7 +28,7 @@ class StepMetrics(NamedTuple):
 
     step: int
     values: dict[str, float]
-    is_finite: bool  # loss, gradient and updated weights
+    is_finite: bool  # whether loss, gradient and updated weights are finite
 
 
 class Logger:
@@ -40,7 +40,10 @@ class Logger:
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
                  bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
-        """`unlogged_losses`: the losses since the last logged step, as saved with the checkpoint."""
+        """Starts logging after `first_step`.
+
+        `unlogged_losses` are the losses between the last logged step and `first_step`, restored from the checkpoint.
+        """
         self._writer, self._progress = MetricsWriter(workdir, first_step, log=progress.message), progress
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
         self._bytes_per_token, self._peak = bytes_per_token, peak_tokens_per_second
@@ -50,20 +53,20 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Keeps the metrics of a step, still on the devices; returns the previous step's, or None."""
+        """Stores the metrics of a step, still on the devices; returns the metrics of the previous step, or None."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous
 
     def take(self) -> StepMetrics:
-        """Waits for the pending metrics and returns them."""
+        """Waits for the metrics of the newest step and returns them."""
         (step, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.losses.append(values["loss"])
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the metrics if the step is a multiple of `log_every` or the last one."""
+        """Writes the metrics if their step is a multiple of `log_every` or the last step."""
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
@@ -81,7 +84,7 @@ class Logger:
                               + f"   {duration(left)} left")
 
     def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """Writes the validation loss in nats per token, a mean over `targets` tokens."""
+        """Writes the validation loss: `nats` per token, averaged over `targets` tokens."""
         bits_per_byte = nats / math.log(2) / self._bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
                                           "tokens": round(step * self._tokens_per_step)})
@@ -89,7 +92,7 @@ class Logger:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time spent in the `with` block out of tokens per second."""
+        """Excludes the time spent in the `with` block from tokens per second."""
         with self._watch.paused():
             yield
 
@@ -98,9 +101,10 @@ class Logger:
 
 
 class NonFiniteGuard:
-    """Skips or ends the run after a non-finite update, as `train.on_nonfinite` says.
+    """Logs skipped non-finite updates or ends the run, depending on `config.train.on_nonfinite`.
 
-    An applied update that makes the weights non-finite always ends the run.
+    Always ends the run after `max_nonfinite` non-finite updates in a row, and after an applied update that makes the
+    weights non-finite.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
@@ -110,7 +114,7 @@ class NonFiniteGuard:
         self._in_a_row = 0
 
     def check(self, metrics: StepMetrics) -> None:
-        """Logs a skipped update. Raises DivergenceError if the run is to end."""
+        """Logs a skipped update, or raises DivergenceError to end the run."""
         if metrics.is_finite:
             self._in_a_row = 0
             return
@@ -137,9 +141,11 @@ class NonFiniteGuard:
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0.
 
-    Lines of steps after `first_step` are removed, since those steps are repeated: each step appears once. Write errors
-    do not end the run: unwritten lines are retried with the next line; the event file is given up. `log` is called when
-    writing starts to fail, and at the end if lines are lost.
+    Existing lines of steps after `first_step` are removed, because the run repeats these steps.
+
+    Write errors do not end the run. Unwritten lines of metrics.jsonl are retried with the next line; after an error in
+    the event file, no more events are written. `log` is called when writing starts to fail, and at the end if lines are
+    lost.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):
@@ -154,7 +160,7 @@ class MetricsWriter:
             self._events = EventFile(workdir, first_step)
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Appends a line, with the Unix time in seconds."""
+        """Appends a line with the values and the Unix time in seconds."""
         if not self._writes:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -175,18 +181,18 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._waiting)
                 file.flush()
-                os.fsync(file.fileno())  # checkpoints survive a power loss; so must the lines before them
+                os.fsync(file.fileno())  # checkpoints survive a power loss, so lines of earlier steps must too
         except OSError as error:
             if length is not None:
                 with contextlib.suppress(OSError):
-                    os.truncate(self._path, length)  # no partial line
+                    os.truncate(self._path, length)  # removes a partially written line
             return error
         self._waiting = ""
         return None
 
     @contextlib.contextmanager
     def _gives_up_events(self):
-        """Stops writing the event file after the first error."""
+        """Stops writing the event file if the `with` block raises OSError."""
         try:
             yield
         except OSError as error:
@@ -218,7 +224,7 @@ def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> lis
 
 
 class Stopwatch:
-    """Measures seconds, without those inside `with paused():`."""
+    """Measures elapsed seconds, excluding the time inside `with paused():`."""
 
     def __init__(self):
         self._started, self._paused = time.monotonic(), 0.0
@@ -234,7 +240,7 @@ class Stopwatch:
 
 
 class Progress:
-    """The progress line: rewritten in place on a terminal, else one line per call."""
+    """The progress of a run: on a terminal, a line that is updated in place; otherwise one line per update."""
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -246,12 +252,12 @@ class Progress:
         self._open = self._in_place
 
     def print_line(self, step: int, text: str) -> None:
-        """Prints a line that is not overwritten."""
+        """Prints a line that later updates do not overwrite."""
         self._print(step, text, end="\n")
         self._open = False
 
     def message(self, text: str) -> None:
-        """Prints a line without a step."""
+        """Prints text without the step number."""
         print(f"{self._clear()}{text}", flush=True)
         self._open = False
 

@@ -10,13 +10,13 @@ from flax import linen as nn
 from smallgpt_jax.errors import UserError
 
 OPTIMIZERS = {"adamw": optax.adamw, "lion": optax.lion}
-STACKED = ("layers", "path")  # axes along which equal weights are stacked
+STACKED = ("layers", "path")  # logical axes along which the weights of layers and paths are stacked
 
 
 def learning_rate_schedule(
     *, learning_rate: float, warmup_steps: int, decay_steps: int, final_learning_rate: float,
 ) -> optax.Schedule:
-    """Returns the schedule: linear from 0 over `warmup_steps`, a cosine until `decay_steps`, then constant.
+    """Returns the schedule: linear warmup from 0 over `warmup_steps`, cosine decay until `decay_steps`, then constant.
 
     Raises UserError for invalid values.
     """
@@ -35,9 +35,10 @@ def make_optimizer(
     boxed_params, *, name: str, weight_decay: float, beta1: float, beta2: float, clip_norm: float,
     **schedule,
 ) -> optax.GradientTransformation:
-    """Returns the optax transformation of the config's `optimizer` group. Raises UserError for invalid values.
+    """Returns the optax transformation for the fields of the config's `optimizer` group.
 
-    `boxed_params` are the parameters or their shapes with axis names, which decide what is decayed: see `is_matrix`.
+    `boxed_params` are parameters or shapes with axis names; weight decay applies to those that `is_matrix` selects.
+    Raises UserError for invalid values.
     """
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
@@ -59,6 +60,8 @@ def make_optimizer(
 
 
 def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
-    """Returns whether a parameter is a matrix, to which weight decay applies: not a bias or scale, and of two or more
-    axes besides those of stacking."""
+    """Returns whether a parameter is a matrix, to which weight decay applies.
+
+    A matrix is neither a bias nor a scale and has two or more axes, not counting the axes of stacking.
+    """
     return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

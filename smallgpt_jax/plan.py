@@ -1,10 +1,10 @@
-"""Estimates memory and speed of a recipe on given hardware: compiles training and evaluation for it.
+"""Estimates the memory and speed of a recipe on given hardware, by compiling it for this hardware.
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
 
-Uses the TPU compiler (pip install '.[plan]'), which needs no TPU; with --topology=cpu:8 the CPU compiler. Exit status 1
-if training or evaluation does not fit. --search finds the largest batch that does.
+TPU topologies need the TPU compiler (pip install '.[plan]'), but no TPU. --search finds the largest batch size that
+fits. The exit status is 1 if training or evaluation does not fit into the memory of the devices.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ from smallgpt_jax.program import Program, build_program
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1 and other shapes of these chips, or cpu:8.")
-_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch that fits; many compilations.")
-_JSON = flags.DEFINE_bool("json", False, "Print only one JSON object.")
+    "topology", None, "Devices to compile for: v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1, other shapes of these chips, "
+    "or cpu:8.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch size that fits; compiles many times.")
+_JSON = flags.DEFINE_bool("json", False, "Print the estimate as one JSON object, without the table.")
 flags.mark_flags_as_required(["config", "topology"])
 
 
@@ -33,7 +34,8 @@ def main() -> None:
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
-            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips of known memory")
+            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips of known memory; "
+                            "choose a TPU topology")
         config.train.batch_size = largest_batch(
             functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
             log=lambda line: print(line, file=sys.stderr, flush=True))
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def batch_divisor(config, devices) -> int:
-    """Returns what every batch size must be a multiple of: data-parallel devices × microbatches."""
+    """Returns the number that must divide the batch size: data-parallel devices × microbatches."""
     return sharding.num_batch_shards(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
 
 
@@ -103,7 +105,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Returns a table of the compiled program's memory and the formula's."""
+    """Returns the lines of a table of memory per device: the compiler's figures beside those of the formula."""
     formula = result.account
     state = formula["weights"] + formula["moments"]
     rest = sum(size for name, size in formula.items() if name not in ("weights", "moments"))

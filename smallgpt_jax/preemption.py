@@ -1,7 +1,7 @@
 """Stop requests: SIGTERM (schedulers, preempted machines) and Ctrl-C.
 
-The run finishes its step, saves and exits. It exits at once if there is nothing to save, for instance during
-compilation, and on a second request.
+After a stop request, the run finishes its step, saves and exits. It exits immediately, without saving, on a second
+request or if there is nothing to save yet, for example during compilation.
 """
 
 import contextlib
@@ -17,22 +17,23 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # `timeout`, for one, signals a process and then its group: one request
+REPEAT_SECONDS = 0.5  # equal signals in this time are one request: `timeout` signals a process and its group
 
 
 class StopRequest:
-    """Whether this run has been asked to stop."""
+    """The state of a stop request: whether this run has been asked to stop, and whether it can save."""
 
     def __init__(self):
         self.signal: int | None = None  # the signal received, if any
         self.can_save = False
         self._answer = None
-        self._signal_time = 0.0  # of time.monotonic()
+        self._signal_time = 0.0  # in seconds, by time.monotonic()
 
     def is_requested_anywhere(self) -> bool:
-        """Returns whether any process of this run has been asked to stop; equal in all processes (collective).
+        """Returns whether any process of this run has been asked to stop (collective).
 
-        With several processes the answer is that of the previous call, so that no process waits.
+        The result is equal in all processes. With several processes, it is the result as of the previous call, so that
+        no process waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -40,12 +41,12 @@ class StopRequest:
         return answer is not None and bool(answer)
 
     def raise_stopped(self, step: int):
-        """Raises StoppedError; `step` has been saved."""
+        """Raises StoppedError with a message that `step` has been saved."""
         raise StoppedError(f"stopped after step {step} and saved; rerun the same command to resume",
                            128 + (self.signal or signal.SIGTERM))
 
     def _handle(self, number: int) -> None:
-        """Handles a signal, in a thread of its own: the main thread may be inside a library for minutes."""
+        """Handles a signal, in a separate thread: library calls can block the main thread for minutes."""
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             return

@@ -1,6 +1,6 @@
-"""Builds a config into a program: model, mesh, optimizer, state shardings and compiled steps.
+"""Builds the program of a config: model, mesh, optimizer, state shardings and compiled steps.
 
-Used by training, planning and comparison. Nothing is allocated before `initial_state`.
+Used by training, planning and comparison. No arrays are allocated before `Program.initial_state`.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ SCHEDULE_FIELDS = ("learning_rate", "warmup_steps", "decay_steps", "final_learni
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The model of a config, its mesh, optimizer and shardings."""
+    """The model, mesh, optimizer and state shardings of a config."""
 
     config: ConfigDict
     model: models.LanguageModel
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
-    abstract_params: Any  # models.abstract_params(model), traced once
+    abstract_params: Any  # models.abstract_params(model), stored because it requires a trace
 
     def abstract_state(self) -> TrainState:
-        """Returns the shapes and shardings of a state."""
+        """Returns the shapes and shardings of the train state."""
         return self._abstract_state
 
     @functools.cached_property
@@ -44,7 +44,7 @@ class Program:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
     def initial_state(self) -> TrainState:
-        """Returns the state before the first update, initialized shard by shard."""
+        """Returns the state before the first update; each device initializes its own shards."""
         return jax.jit(self._init_state, out_shardings=self.shardings)()
 
     def _init_state(self) -> TrainState:
@@ -55,7 +55,7 @@ class Program:
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns the compiled (state, batch) → (state, metrics); it donates its state."""
+        """Returns the compiled training step, (state, batch) → (state, metrics), which donates its state."""
         c = self.config
         schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
         step = functools.partial(
@@ -66,7 +66,7 @@ class Program:
             return jitted.lower(self.abstract_state(), self.abstract_batch()).compile(compiler_options)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns the compiled (params, model_state, batch) → (summed loss, number of targets)."""
+        """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
         evaluation = functools.partial(
             eval_step, model=self.model, microbatches=self.config.train.microbatches,
             loss_chunks=self.config.train.loss_chunks)
@@ -96,10 +96,10 @@ class Program:
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
 
     def runnable(self, compiled: jax.stages.Compiled):
-        """Returns the compiled function, blocking on simulated CPU devices.
+        """Returns the compiled function; on simulated CPU devices, it blocks until its result is available.
 
-        Those share a few threads: two programs in flight can deadlock, each holding threads that the other's
-        collectives wait for.
+        Simulated devices share a few threads, so two programs in flight can deadlock: each holds threads that the
+        other's collectives wait for.
         """
         if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
             return lambda *arguments: jax.block_until_ready(compiled(*arguments))
@@ -121,7 +121,7 @@ def build_program(config: ConfigDict, devices=None) -> Program:
 
 
 def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError for a `train` group that this model and mesh cannot use."""
+    """Raises UserError if the config's `train` group is invalid for this model and mesh."""
     for field in ("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
                   "checkpoint_every", "keep_checkpoints", "max_nonfinite"):
         if train[field] < 1:
@@ -150,9 +150,9 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether a compiler or a device has run out of main memory.
+    """Returns whether `error` says that a program does not fit into a device's main memory.
 
-    TPU vmem and smem are excluded: what kernels need there does not depend on the batch.
+    Errors about TPU vmem and smem are excluded: kernels' use of vmem and smem does not depend on the batch size.
     """
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text

@@ -1,6 +1,6 @@
-"""The mesh and all placements on it; no other file knows the mesh axes.
+"""The device mesh and the shardings of arrays on it.
 
-Modules name the axes of their weights and activations; RULES maps these names onto mesh axes.
+Modules give the axes of their weights and activations logical names. RULES maps the logical names to mesh axes.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
 
-# Logical axis → mesh axes. Other names, and dimensions that the axes do not divide, are replicated.
+# Logical axis → mesh axes. Logical axes without a rule are replicated, and so are dimensions that the length of their
+# mesh axes does not divide.
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
@@ -27,9 +28,9 @@ RULES = (
 
 
 def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
-    """Returns the mesh of the config's `mesh` group; −1 means the remaining devices.
+    """Returns the mesh with these axis lengths, the config's `mesh` group; −1 means the remaining devices.
 
-    Raises UserError if the axes do not multiply to the number of devices.
+    Raises UserError if the lengths do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     lengths = dict(data=data, fsdp=fsdp, tensor=tensor, path=path)
@@ -48,13 +49,13 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
-    """Returns the number of parts that a batch's rows are split into, by default on the mesh of `use_mesh`."""
+    """Returns the number of shards that the rows of a batch are split into, by default on the current mesh."""
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get("data", 1) * shape.get("fsdp", 1)
 
 
 def use_mesh(mesh: Mesh):
-    """Returns the context in which modules' axis names apply; trace jitted functions in it."""
+    """Returns a context manager in which logical axis names are mapped to `mesh`; trace jitted functions inside it."""
     stack = contextlib.ExitStack()
     stack.enter_context(jax.set_mesh(mesh))
     stack.enter_context(nn.logical_axis_rules(RULES))
@@ -71,14 +72,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, boxed_params):
-    """Returns the sharding of each parameter, from its axis names; `boxed_params` holds shapes or arrays."""
+    """Returns the sharding of each parameter from its axis names; `boxed_params` contains arrays or shapes."""
     return jax.tree.map(
         lambda box: NamedSharding(mesh, divisible_spec(mesh, box.names, box.value.shape)),
         boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partitioning of an array with these axes; dimensions that the mesh does not divide are replicated."""
+    """Returns the PartitionSpec for logical axes `names`; dimensions that the mesh does not divide are replicated."""
     spec = nn.logical_to_mesh_axes(names, RULES)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
@@ -86,7 +87,7 @@ def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Part
 
 
 def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
-    """Returns a message per weight axis that is replicated because its mesh axis does not divide it."""
+    """Returns one message per weight axis that is replicated because its mesh axis does not divide it."""
     lines = {}
     for box in jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)):
         ruled = nn.logical_to_mesh_axes(box.names, RULES)
@@ -99,23 +100,22 @@ def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
                         shardings):
-    """Returns the sharding of the optimizer's state: moments like their parameters, counts replicated."""
+    """Returns the shardings of the optimizer state: moments like their parameters, counts replicated."""
     return optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, abstract_params),
         shardings, transform_non_params=lambda _: replicated(mesh))
 
 
 def current_mesh():
-    """Returns the mesh over which the compiler partitions the function being traced; None for a single device and
-    within shard_map."""
+    """Returns the mesh that the function being traced is partitioned over, or None on one device and in shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # 0 outside of any
+    return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # size 0: no mesh
 
 
 def gather_fsdp(weight, names: tuple[str, ...]):
-    """Returns the weight gathered over `fsdp`, still sharded over other axes.
+    """Returns the weight gathered over the mesh axis `fsdp`, still sharded over the other mesh axes.
 
-    Explicit, because the compiler would otherwise exchange parts between products too small to be fast.
+    Without this constraint, the compiler would gather shards one by one between products that are too small to be fast.
     """
     mesh = current_mesh()
     if not mesh:
@@ -126,9 +126,10 @@ def gather_fsdp(weight, names: tuple[str, ...]):
 
 
 def per_device(function, names: tuple[tuple[str, ...], ...]):
-    """Returns `function`, computed by each device on its own part of the arguments, which have these axis names.
+    """Returns `function` under shard_map: each device computes it on its shards of the arguments.
 
-    For kernels, which the compiler cannot partition. The result is sharded like the first argument.
+    For kernels, which the compiler cannot partition. `names` are the logical axes of each argument. The result is
+    sharded like the first argument.
     """
     mesh = current_mesh()
     if not mesh:
@@ -143,13 +144,13 @@ def per_device(function, names: tuple[tuple[str, ...], ...]):
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Returns the rows of a batch on this process's devices, sorted; not always contiguous."""
+    """Returns the sorted indices of the batch rows on this process's devices; they are not always contiguous."""
     parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows, in parts]))
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
-    """Returns the global array of which this process holds `rows`, given by `local`."""
+    """Returns the global (batch, …) array; `local` contains this process's rows, `rows` their indices."""
     def part(index):
         return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 

@@ -1,4 +1,4 @@
-"""Loss, train step and evaluation step: pure functions of arrays, compiled by `program.py`."""
+"""Loss, training step and evaluation step: pure functions of arrays, which `program.py` compiles."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 
-SOWN = ("losses", "metrics")  # collections that modules sow into while training
+SOWN = ("losses", "metrics")  # variable collections that modules sow values into during training
 
 
 class TrainState(NamedTuple):
@@ -20,7 +20,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     params: Any
     opt_state: optax.OptState
-    model_state: Any = {}  # noqa: RUF012 — the collection "state"; {} for most models
+    model_state: Any = {}  # noqa: RUF012 — the variable collection "state"; {} for most models
 
 
 def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
@@ -33,10 +33,9 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
                   dropout_key=None, begins_update=True):
-    """Returns Σ weight · loss over the targets of a batch (`data.packing.Batch` of arrays), in nats, and the
-    collections that modules wrote to.
+    """Returns the weighted sum of the losses of a batch, in nats, and the variable collections that modules wrote to.
 
-    With a `dropout_key` the model is applied as in training.
+    `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode.
     """
     inputs_BxT = batch.tokens_BxT1[:, :-1]
     targets_BxT = batch.tokens_BxT1[:, 1:] if batch.targets_BxT is None else batch.targets_BxT
@@ -53,14 +52,17 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
 
 
 def target_weights(batch, total):
-    """Returns 1/total for each target in the loss mask, else 0, (B, T) float32."""
+    """Returns the weight of each target, (B, T) float32: 1/total if it is in the loss mask, otherwise 0."""
     shape = batch.tokens_BxT1[:, 1:].shape
     loss_mask_BxT = jnp.ones(shape) if batch.loss_mask_BxT is None else batch.loss_mask_BxT
     return loss_mask_BxT.astype(jnp.float32) / total
 
 
 def split_microbatches(batch, microbatches: int):
-    """Returns (B, …) arrays as (microbatches, B / microbatches, …), each with rows of every device, so none moves."""
+    """Returns (B, …) arrays split into (microbatches, B / microbatches, …).
+
+    Each microbatch contains rows of every device, so that no row moves to another device.
+    """
     return jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
 
@@ -71,11 +73,16 @@ def train_step(
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
-    Metrics: loss (the mean over the targets in the loss mask, in nats, plus what modules sowed into "losses"),
-    grad_norm, learning_rate, is_finite, skipped (skipped updates so far), and what modules sowed into "metrics". If
-    loss or gradient is not finite, parameters, optimizer and model state are unchanged and `is_finite` is false. It is
-    also false if the updated parameters are not finite; restoring the old ones would take a second pass over the
-    optimizer. Gradients of the `microbatches` are summed in float32.
+    Gradients of the `microbatches` are summed in float32. If loss or gradient is not finite, the update is skipped:
+    parameters, optimizer state and model state do not change. Metrics:
+
+    - loss: mean over the targets in the loss mask, in nats, plus the values that modules sowed into "losses"
+    - grad_norm: norm of the gradient before clipping
+    - learning_rate
+    - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
+      parameters are not finite; this would take a second pass over the optimizer.
+    - skipped: number of updates skipped so far
+    - values that modules sowed into "metrics"
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     total = batch.tokens_BxT1[:, 1:].size if batch.loss_mask_BxT is None else jnp.sum(batch.loss_mask_BxT)
@@ -84,7 +91,7 @@ def train_step(
         loss, collections = weighted_loss(
             params, model_state, model, part, target_weights(part, total), loss_chunks,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
-        # A sown loss is a mean over its microbatch.
+        # Each sown loss is a mean over one microbatch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))
@@ -105,7 +112,7 @@ def train_step(
     is_made = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(is_made, new, old), updated, (state.params, state.opt_state, state.model_state))
-    # Updates made so far: skipped ones do not advance the schedule.
+    # The number of updates applied so far; skipped updates do not advance the schedule.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
                "is_finite": is_made & all_finite(params), "skipped": state.step + 1 - count - is_made,
@@ -114,15 +121,16 @@ def train_step(
 
 
 def all_finite(tree) -> jax.Array:
-    """Returns whether every element of every array is finite, from Σ 0 · x, which is NaN otherwise.
+    """Returns whether every element of every array is finite.
 
-    The TPU compiler fuses the sum with the weight update; with jnp.isfinite it passes over the weights once more.
+    Computed from Σ 0 · x, which is NaN if any x is not finite. The TPU compiler fuses this sum with the weight update;
+    jnp.isfinite would take another pass over the weights.
     """
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def sown_metrics(collection) -> dict[str, jax.Array]:
-    """Returns what modules sowed into "metrics", by name: the mean over layers and paths."""
+    """Returns metric name → mean over layers and paths of the values that modules sowed into "metrics"."""
     values: dict[str, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
@@ -131,9 +139,9 @@ def sown_metrics(collection) -> dict[str, jax.Array]:
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):
-    """Returns the summed loss, in nats, and the number of targets in the loss mask.
+    """Returns the sum of the losses of the targets in the loss mask, in nats, and the number of these targets.
 
-    Computed in `microbatches` parts, as in training, so that evaluation fits if training does.
+    The batch is split into `microbatches`, as in training, to limit the memory of activations.
     """
     def add_part(sums, part):
         loss, _ = weighted_loss(params, model_state, model, part, target_weights(part, 1), loss_chunks)

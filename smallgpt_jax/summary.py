@@ -1,6 +1,6 @@
 """Messages at the start and end of a run, and the facts in sessions.jsonl.
 
-The only module between training and analysis/.
+Training uses analysis/ only through this module.
 """
 
 import math
@@ -20,7 +20,7 @@ from smallgpt_jax.program import Program
 
 
 def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -> str:
-    """Returns model, devices, steps and data in a few lines, and the fallbacks in use."""
+    """Returns a few lines that describe the model, devices, steps, data and fallbacks in use."""
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
     parameters = sum(x.size for x in jax.tree.leaves(program.abstract_params))
@@ -40,8 +40,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Returns a line per dimension that is replicated because the mesh does not divide it, and per attention that
-    falls back to another backend."""
+    """Returns one line per weight dimension that the mesh does not divide, and per fallback of attention to XLA."""
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(
         f"attention with head width {layers.head_width} uses plain XLA: {layers.why}"
@@ -57,21 +56,24 @@ def compilation_message(needs, seconds: float) -> str:
 
 
 def session_facts(program: Program, pipeline: DataPipeline, needs, first_step: int) -> dict:
-    """Returns the facts that sessions.jsonl records per session."""
+    """Returns the fields that sessions.jsonl records for this session."""
     return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
             "devices": program.mesh.size, "argument_bytes": needs.argument_size_in_bytes,
             "temp_bytes": needs.temp_size_in_bytes, "padding": pipeline.train.padding}
 
 
 def peak_tokens_per_second(program: Program) -> float | None:
-    """Returns the tokens per second at the peak FLOP/s of all devices, or None if the chip is unknown."""
+    """Returns the tokens per second at the peak FLOP/s of all devices, or None if the peak is unknown."""
     chip = chips.find_chip(program.mesh.devices.flat[0].device_kind)
     return chip and chip.flops * program.mesh.size / train_flops_per_token(program.model)
 
 
 @best_effort("stdout")
 def print_final_message(workdir: str) -> None:
-    """Prints a sample of the model (single-process runs only), the last evaluation and the generate command."""
+    """Prints a sample of the model, the last evaluation and the generate command.
+
+    Multi-process runs print no sample.
+    """
     if not distributed.is_primary():
         return
     folder = Path(workdir).expanduser()
@@ -80,7 +82,7 @@ def print_final_message(workdir: str) -> None:
         try:
             for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
                 print(piece, end="", flush=True)
-        except UserError as error:  # architectures without decoding can be trained all the same
+        except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
     print(f"\n{last_evaluation_message(folder)}To generate more:\n"
@@ -88,7 +90,7 @@ def print_final_message(workdir: str) -> None:
 
 
 def last_evaluation_message(folder: Path) -> str:
-    """Returns a sentence with the last evaluation of a run; "" if metrics.jsonl is missing or unreadable."""
+    """Returns a sentence on the last evaluation of a run, or "" if metrics.jsonl has none or cannot be read."""
     try:
         lines = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
     except OSError:

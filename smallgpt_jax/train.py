@@ -1,7 +1,7 @@
-"""Training: lock the workdir, restore the newest checkpoint, the loop, the end.
+"""Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
 
-The loop itself is stateless: metrics.Logger holds the previous step's metrics, checkpoint.py the write in progress,
-preemption.py the stop request. Tests drive it with fakes.
+The loop keeps no state besides the train state: `metrics.Logger` holds the previous step's metrics, `checkpoint.py` the
+write in progress, `preemption.py` the stop request.
 """
 
 import functools
@@ -29,10 +29,13 @@ from smallgpt_jax.step import TrainState
 
 @best_effort("stdout")
 def train(config: ConfigDict, workdir: str) -> None:
-    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint.
+    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
-    Raises UserError, before anything is written, for an invalid config or workdir; DivergenceError; StoppedError after
-    a stop request (see preemption.py).
+    Raises:
+      UserError: the config or workdir is invalid (nothing has been written), the run does not fit into device memory,
+        or its last step cannot be saved.
+      DivergenceError: loss, gradient or weights are not finite.
+      StoppedError: the run has ended on a stop request (see preemption.py).
     """
     distributed.require_equal("config", config.to_json_best_effort(sort_keys=True))
     folder = local_path("--workdir", workdir)
@@ -41,9 +44,9 @@ def train(config: ConfigDict, workdir: str) -> None:
     with preemption.handle_signals() as stop:
         pipeline = program.open_pipeline()
         with run_folder.lock(folder):
-            # Another run may have started meanwhile.
+            # Check again: another run may have started before the lock was acquired.
             distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
-            # Must come before `initialize`, which replaces the workdir's config.
+            # Must precede `initialize`, which replaces the workdir's config.
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:
@@ -91,7 +94,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     stopped = False
     if first_step and schedule.evaluates(first_step) and not is_evaluated:
-        # The run was stopped between saving and evaluating, or train.eval_steps has changed.
+        # The previous session was stopped between saving and evaluating, or train.eval_steps has changed.
         stopped = not evaluate_now(first_step, state)
     step = first_step
     if not stopped:
@@ -102,7 +105,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     checkpoints.wait_until_finished()
     if step > first_step and step not in checkpoints.steps():
-        # Stopped during an evaluation between two checkpoints, or the save has failed and is retried.
+        # The run was stopped during an evaluation between two checkpoints, or a save has failed and is retried.
         checkpoints.save(step, state, logger.losses)
     checkpoints.close()
     logger.close()
@@ -114,9 +117,9 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
 
 def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainState:
-    """Returns the newest good checkpoint's state, or the initial state if there is no checkpoint.
+    """Returns the state of the newest undamaged checkpoint, or the initial state if there is no checkpoint.
 
-    An imported model has no optimizer state and gets the initial one.
+    The checkpoint of an imported model has no optimizer state; it is replaced by the initial optimizer state.
     """
     state = checkpoints.restore_latest(program.abstract_state()) or program.initial_state()
     if state.opt_state is None:
@@ -125,7 +128,7 @@ def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainSt
 
 
 class Schedule(NamedTuple):
-    """The steps after which a run saves and evaluates: multiples of the intervals, and the last step."""
+    """The steps after which a run saves and evaluates: multiples of the two intervals, and the last step."""
 
     steps: int
     eval_every: int
@@ -142,9 +145,13 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
                checkpoints, logger, guard, stop, schedule: Schedule) -> tuple[TrainState, int, bool]:
     """Runs the updates after `first_step`; returns the state, its step, and whether the run was stopped.
 
-    Order within a step: dispatch the update; while it runs, read, check and log the previous update's metrics; agree
-    with the other processes whether to stop. Before saving or evaluating, the current update's metrics are checked too,
-    so that no non-finite state is saved. Saving precedes evaluation, which can fail or be stopped.
+    Each iteration
+    1. dispatches an update;
+    2. while the update runs, checks and logs the metrics of the previous update;
+    3. agrees with the other processes whether to stop;
+    4. before saving or evaluating, checks and logs the metrics of the current update, so that no non-finite state is
+       saved;
+    5. saves, then evaluates, because evaluation can fail or be stopped.
     """
     step, stopped = first_step, False
     for step, batch in zip(range(first_step + 1, schedule.steps + 1), batches):
@@ -174,7 +181,7 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
 
 def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,
              is_stopped: Callable[[], bool]) -> bool:
-    """Evaluates on the validation split and logs the loss; returns False, nothing logged, on a stop request."""
+    """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
     with logger.paused():
         batches = map(pipeline.to_devices, pipeline.validation_batches)
         found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches, is_stopped)
@@ -186,7 +193,7 @@ def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: Dat
 
 def mean_loss(eval_step: Callable, batches: Iterable, is_stopped: Callable[[], bool] = lambda: False,
               ) -> tuple[float, int] | None:
-    """Returns the mean loss in nats per unmasked target, and the number of these targets; None if stopped early."""
+    """Returns the mean loss in nats per target in the loss mask, and the number of targets, or None if stopped."""
     sums = []
     for batch in batches:
         if is_stopped():

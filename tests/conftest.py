@@ -111,7 +111,7 @@ def init(model, seed: int = 0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model, params, tokens_BxT):
-    """Returns the model's logits, (B, T, V). The whole forward pass is jitted: without jit it takes longer."""
+    """Returns the model's logits, (B, T, V). Jitted, since it takes longer without jit."""
     return model.apply({"params": params}, tokens_BxT)
 
 
@@ -204,7 +204,7 @@ ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # absl's own flags, without th
 
 
 def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subprocess.CompletedProcess:
-    """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices: seconds faster than `run`."""
+    """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices: faster than `run` by seconds."""
     before, argv, folder, stdin = dict(flags.FLAGS.__dict__), sys.argv, Path.cwd(), sys.stdin
     flags.FLAGS.__dict__.update(copy.deepcopy(ABSL_FLAGS))
     out, err, status = io.StringIO(), io.StringIO(), 0

@@ -316,7 +316,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    assert measured(one) == measured(one) == 2  # the run's own text has 1
+    assert measured(one) == measured(one) == 2  # 1 was given to the run's own text
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())
     assert measured(one, again) == 2

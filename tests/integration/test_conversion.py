@@ -330,7 +330,7 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 @pytest.mark.slow
 def test_a_run_survives_every_conversion(text_file, tmp_path):
-    """A run is exported, imported, and exported with its best path only; --from=run then copies it twice in a row."""
+    """A run is exported, imported, and exported with its best path only. --from=run copies the run, then the copy."""
     config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
     params = init(models.build(**config.model))
     saved = save_run(tmp_path / "saved", config, params)
@@ -363,7 +363,7 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    assert expected == {"weights from: steps": None}  # of the second copy, whose source was not trained
+    assert expected == {"weights from: steps": None}  # the source of the second copy was not trained
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
@@ -414,7 +414,8 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths: cannot be combined with --from=hf"]),
     (["--from=run", "--input=HERE/none"], ["HERE/none", "no such folder"]),
     (["--from=run", "--input=HERE/none", "--tokenizer=gpt2"], ["--tokenizer: cannot be combined with --from=run"]),
-    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"], ["--tokenizer=gpt2: an export contains the run's tokenizer"]),
+    (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"],
+     ["--tokenizer=gpt2: an export contains the run's tokenizer"]),
     (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
      ["the tokenizer has 50,257 entries, the model only 512"]),
 ])

@@ -55,7 +55,7 @@ def session(model, params, ids, **settings):
 
 
 def assert_cache_matches_forward(model, params):
-    """Compares the logits of each call of a session of three rows with a full forward pass.
+    """Compares the logits after each call of a decoding session of three rows with a full forward pass.
 
     The prompts have 1, 5 and 9 tokens. Later calls read one to three tokens per row, then one token per row.
     """
@@ -66,7 +66,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # not for cgpt, to cover caches that grow
+        texts.reserve(CONTEXT)  # not with cgpt, whose tests cover growing caches
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
@@ -244,7 +244,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The contexts of 24 tokens are full after 20 new tokens for the prompt of 5 tokens, later for the prompt of 1.
+    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, the row with 1 later.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]

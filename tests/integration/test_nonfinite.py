@@ -1,4 +1,4 @@
-"""Non-finite updates: skipped if the loss or gradient is non-finite, only reported if the updated weights are."""
+"""Updates with a non-finite loss or gradient are skipped. Non-finite updated weights are only reported."""
 
 import functools
 

@@ -45,7 +45,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
     lengths = [time // 4, time // 2 - 3, time // 8]
     tokens = np.random.default_rng(0).integers(0, 257, (5, time))
     segments = np.ones((5, time), np.int32)
-    # Row 0: three documents and padding. Rows 1 to 3: one of them each, then other tokens. Row 4: row 0, not separated.
+    # Row 0: three documents and padding. Rows 1 to 3: one of them each, then other tokens. Row 4: row 0, unseparated.
     segments[0] = np.repeat([1, 2, 3, 0], [*lengths, time - sum(lengths)])
     starts = np.cumsum([0, *lengths])
     for row, (start, length) in enumerate(zip(starts, lengths), 1):

@@ -69,7 +69,7 @@ ON_EIGHT_DEVICES += [(name, mesh(data=2, fsdp=2, tensor=2)) for name in ARCHITEC
 
 
 @pytest.mark.parametrize("architecture, fields", ON_EIGHT_DEVICES)
-def test_eight_devices_compute_what_one_does(architecture, fields):
+def test_eight_devices_match_one_device(architecture, fields):
     """Losses and gradient norms match, also with microbatches, loss chunks, unrolled layers and rematerialization."""
     np.testing.assert_allclose(
         first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)

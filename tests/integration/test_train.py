@@ -124,7 +124,7 @@ RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)  # log_every mu
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["damaged", "full disk"])
 def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
-    """The last checkpoint is damaged or could not be written: parameters, optimizer state and metrics stay the same."""
+    """The last checkpoint is damaged or cannot be written. Resuming gives the same state and metrics without it."""
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
     if failure == "damaged":
@@ -137,7 +137,7 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
         file.write('{"step": 50, "spl')  # truncated
     if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # Less than opt_state/_METADATA; the data files vary in size with the order in which they are written.
+        # Below the size of opt_state/_METADATA: the sizes of data files vary with the order of writes.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
         try:
             with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
@@ -167,7 +167,7 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 
 @pytest.mark.slow
 def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
-    """Evaluated rows are identified by `targets` in metrics.jsonl; older lines lack it and follow the saved config."""
+    """Evaluations are compared by `targets` in metrics.jsonl, or by the saved config if older lines lack `targets`."""
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32
     before = path.read_bytes()

@@ -106,7 +106,7 @@ def test_own_blocks_and_mixers(architecture, fields):
 
 
 def test_own_losses_metrics_and_state():
-    """The example `Calm` changes loss, metrics and state as it should, with and without scan and microbatches."""
+    """Loss, metric and state of the example `Calm` reach the training step, with and without scan and microbatches."""
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
     for scan, microbatches in ((True, 1), (False, 2)):

@@ -71,7 +71,7 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 
 
 def test_global_batches_do_not_depend_on_processes(text_file):
-    """Two processes with two devices each, starting at a later step, get the batches of this process of eight devices."""
+    """Two processes with two devices each, starting at a later step, get the batches of one process with eight."""
     first, last = 23, 31
     config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)
     pipeline = build_program(config).open_pipeline()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_evaluate(trained_run, tmp_path):
-    """With few-shot examples and a limit: prints a table, writes it and the JSON of lm-evaluation-harness.
+    """Prints and writes a table, and writes the JSON of lm-evaluation-harness, with few-shot examples and a limit.
 
     Standard error contains only progress.
     """

@@ -137,7 +137,7 @@ def test_reference_gradients_match_finite_differences_of_the_formula():
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_kernel_on_a_mesh(groups):
-    """Rows are sharded over two axes, heads over a third one, which does not always divide the number of key heads."""
+    """Rows are sharded over two axes, heads over a third, whose size may not divide the number of key heads."""
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
     mask = AttentionMask(segment_ids_BxT=documents(4))

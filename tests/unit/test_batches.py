@@ -61,7 +61,7 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        position = token or target - 1  # token 0 starts a document; its target follows it
+        position = token or target - 1  # an end-of-text is 0: its position is before its target
         assert target == (0 if position in ends else position + 1)
         positions.append(position)
     used = packed.num_rows * context if kind == "concat" else split.tokens
@@ -108,7 +108,7 @@ def test_share_of_cut_documents(tmp_path):
 
 @pytest.mark.parametrize("room", [7, 40, 100])
 def test_best_fit_decreasing(room):
-    """Free space per row matches a plain implementation that positions one piece at a time."""
+    """Free space per row matches a plain implementation that places one piece at a time."""
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 60, seed * 3 + 1)
         pieces = sorted([room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True)

@@ -42,7 +42,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
-    """A run with `best_fit` gets more steps than one with `concat` on equal tokens, and as many on equal FLOPs."""
+    """With equal tokens, `best_fit` gets more steps than `concat`. With equal FLOPs, both get the same number."""
     source = tmp_path / "source.jsonl"  # documents of 41 tokens: one per row of 64
     source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
     common = load_config("gpt", data__source=str(source), train__steps=200)
@@ -218,7 +218,7 @@ def test_refuses_misspelt_comparison_fields():
 
 
 def validate(config: ConfigDict) -> None:
-    """Validates a config without tracing the model, in place of `build_program`, which takes seconds."""
+    """Replaces `build_program`, which takes seconds: validates a config without tracing the model."""
     validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
 
 

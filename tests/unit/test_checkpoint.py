@@ -63,7 +63,7 @@ def truncate(path, place):
 
 
 @pytest.mark.slow
-def test_no_damage_goes_unnoticed(saved, tmp_path):
+def test_damage_to_any_file_is_detected(saved, tmp_path):
     """After damage to any file of the newest checkpoint, the restored state is intact: the newest or the older one."""
     names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
              if path.is_file() and path.stat().st_size]
@@ -135,7 +135,7 @@ def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
 
 
 def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
-    """A temporary limit of 200 bytes per file stands in for a full disk."""
+    """A temporary limit of 200 bytes per file simulates a full disk."""
     logged = []
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
     checkpoints.save(1, state_of(1))

@@ -22,7 +22,7 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
-    for module in (datasets.config, constants):  # read from the environment at import
+    for module in (datasets.config, constants):  # both read the environment at import
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     datasets.utils.logging.set_verbosity_error()
     for shard in range(3):

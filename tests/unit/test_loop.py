@@ -37,7 +37,7 @@ class Run:
         self.events.append(f"update {batch}")
         return state + 1, batch
 
-    # The logger.
+    # Methods of the logger.
     def exchange(self, step, metrics):
         previous = self.take() if self._pending else None
         self._pending = metrics
@@ -59,18 +59,18 @@ class Run:
         yield
         self.events.append("unpause")
 
-    # The checkpoints.
+    # Method of the checkpoints.
     def save(self, step, state, losses):
         assert step == state
         self.events.append(f"save {step}")
 
-    # The evaluation.
+    # The evaluation function.
     def evaluate(self, step, state):
         assert step == state
         self.events.append(f"evaluate {step}")
         return step != self._stop_in_evaluation
 
-    # The stop.
+    # Method of the stop request.
     def is_requested_anywhere(self):
         assert self.can_save
         updates = [event for event in self.events if event.startswith("update")]

@@ -20,7 +20,7 @@ from smallgpt_jax.program import Program, build_program
 # The paper's sizes: vocabulary, context length, width, layers; widths of the stages of lgpt and cgpt.
 V, S, D, L = 50_304, 1024, 768, 12
 WIDTHS = [D // 2**i for i in range(6)]
-# Parameters that each token is multiplied with: all except embeddings, norms, biases and path weights.
+# Multiplications per token: one per parameter of the matrix products, and the weighted sum of pgpt's paths.
 MULTIPLIED = {
     "gpt": 12 * L * D**2 + V * D,
     "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # 2·D: weighted sum of the paths
@@ -29,7 +29,7 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # there are 2·D biases, so 2·D stays
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # 2·D counts biases here
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }
 PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
@@ -94,7 +94,7 @@ def test_activation_memory_matches_the_formula(fields, kept):
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
     found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state(), 4, 8, False)
-    # CPUs use XLA's attention: each chunk of 128 queries stores weights for all keys up to its last query.
+    # CPUs use XLA's attention: a chunk of 128 queries keeps attention weights up to its last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2

@@ -1,4 +1,4 @@
-"""Multi-process runs in one process, with fakes of the others: flags, agreement, failures, rows per process."""
+"""Multi-process runs with fakes of all other processes: flags, agreement, failures, rows per process."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
-    """This process has devices 0, 3 and 6 of the mesh; on TPU slices, too, its devices can be scattered."""
+    """This process has devices 0, 3 and 6 of the mesh. On TPU slices, the devices of a process can be scattered."""
     mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     mine = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}

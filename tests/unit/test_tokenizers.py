@@ -64,7 +64,7 @@ def test_sentencepiece_on_small_text_has_fewer_pieces():
 
 
 def test_end_of_text_is_never_a_user_defined_piece():
-    """Texts can contain user-defined pieces; the end-of-sentence piece is used instead."""
+    """Texts can contain user-defined pieces, so end-of-text is the end-of-sentence piece."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,

@@ -6,8 +6,8 @@ number. Only imported models have a checkpoint of step 0; it has no optimizer st
 A checkpoint has these items:
 
 - `params`, `opt_state`, `model_state`: separate items, so that inference does not read the optimizer state.
-- `check`: JSON with a checksum per array, since orbax does not checksum every file, and with the losses of the steps
-  that are not in metrics.jsonl yet.
+- `check`: JSON with a checksum per array (orbax does not checksum every file) and the losses of the steps that are not
+  in metrics.jsonl yet.
 """
 
 import errno
@@ -104,7 +104,7 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk.
 
-        Pending writes may recreate a removed folder: repeats until four consecutive polls find no folder.
+        Repeats the removal until four consecutive polls find nothing, because pending writes may recreate a folder.
         """
         gone = 0
         for _ in range(50):
@@ -214,12 +214,12 @@ def report_thread_errors_once() -> None:
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Returns whether an error is of the machine, so that the checkpoint may be undamaged."""
+    """Returns whether an error comes from the machine, not from a damaged checkpoint."""
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 
 
 def find_changed_array(saved: dict) -> str | None:
-    """Returns the name of the first array whose checksum differs from the saved one, or None."""
+    """Returns the name of the first array in `saved` whose checksum differs from the saved checksum, or None."""
     for item in sorted(saved.keys() - {"check"}):
         sums = bit_checksums(saved[item])
         if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
@@ -228,9 +228,10 @@ def find_changed_array(saved: dict) -> str | None:
 
 
 def bit_checksums(tree) -> dict[str, int]:
-    """Returns a checksum per array: Σᵢ bitsᵢ · (2i + 1) modulo 2³², bitsᵢ the bits of element i as a uint32.
+    """Returns a checksum per array: Σᵢ bitsᵢ · (2i + 1) modulo 2³².
 
-    The checksum does not depend on the sharding. Since all factors are odd, any single flipped bit changes it.
+    bitsᵢ are the bits of element i, read as a uint32. The checksum does not depend on the sharding. Since all factors
+    are odd, any single flipped bit changes the checksum.
     """
     sums = jax.device_get(_bit_checksums(tree))
     return {jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)}

@@ -126,7 +126,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Returns a message with the run names quoted by `quote_run_names` as the user wrote them."""
+    """Undoes the quoting of `quote_run_names` in a message."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 

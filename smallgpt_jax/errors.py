@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 class WorkdirBusyError(UserError):
-    """Another process is training in the workdir; `by` describes this process."""
+    """Another process, described by `by`, is training in the workdir."""
 
     def __init__(self, message: str, by: str):
         super().__init__(message)

@@ -14,7 +14,7 @@ from smallgpt_jax.errors import UserError
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Returns the path given in `field`, a flag or config field, with `~` expanded. Raises UserError for a URL."""
+    """Returns the path `name` with `~` expanded. Raises UserError for a URL, naming `field`, a flag or config field."""
     if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
         raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported; mount the bucket or "
                         "copy the files, and use a local path")
@@ -71,7 +71,7 @@ def current_umask() -> int:
 
 
 class LockHeldError(Exception):
-    """Another process holds the lock; the message names this process."""
+    """The lock is held by another process, which the message names."""
 
 
 @contextlib.contextmanager

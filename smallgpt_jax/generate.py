@@ -50,7 +50,7 @@ def main() -> None:
         repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
     if _INTERACTIVE.value:
         if prompts or _SAMPLES.value != 1:
-            raise UserError("--interactive: cannot be combined with --prompt or --samples; omit these flags")
+            raise UserError("--interactive: cannot be combined with --prompt or --samples; omit --prompt and --samples")
         chat(model.conversation(_SEED.value), settings)
     elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
         texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)

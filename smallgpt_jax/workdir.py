@@ -249,6 +249,6 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def flatten(config: ConfigDict) -> dict:
-    """Returns {"group.field": value}."""
+    """Returns a config as a flat dict, {"group.field": value}."""
     return {f"{group}.{field}": value
             for group, fields in config.to_dict().items() for field, value in fields.items()}

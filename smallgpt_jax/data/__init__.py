@@ -17,14 +17,14 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 
-PREPARE_LIMIT = 1_000_000_000  # bytes of text; stores of larger sources are not prepared during training
+PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 # The fields of the `data` group that determine the content of a store.
 STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", *RELAXABLE_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The text of a run: one token store, or a weighted mixture of several with the same tokenizer."""
+    """The text of a run: one token store, or a weighted mixture of several stores with the same tokenizer."""
 
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]  # their sum is 1
@@ -42,7 +42,7 @@ class Corpus:
                             for store, weight in zip(self.stores, self.weights)]}
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of `split` in all stores: its content, and the weights of the stores."""
+        """Returns a hash of the content of `split` in all stores and of the weights of the stores."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
         parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
@@ -60,8 +60,8 @@ class Corpus:
 def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s are of the same tokens, even if their sources differ.
 
-    Compares the fingerprints of the tokens, or all other metadata if an older version, without fingerprints, prepared
-    one of the stores.
+    Compares the fingerprints of the stores. If a store was prepared by an older version without fingerprints, compares
+    all other metadata.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):
@@ -121,7 +121,7 @@ def prepare_corpus(data, workers: int | None = None, log=print) -> Corpus:
 def load_or_prepare(data) -> Corpus:
     """Returns the corpus of a config's `data` group. Prepares a missing store if the source is local and under 1 GB.
 
-    Raises UserError with the command to run if the source is larger or remote.
+    For larger and remote sources, raises UserError with the command that prepares the store.
     """
     if corpus := open_existing(data):
         return corpus

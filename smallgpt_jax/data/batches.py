@@ -20,7 +20,7 @@ READ_AHEAD = 8  # batches
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """The rows of several packings, numbered consecutively: all rows of the first packing, then those of the second…"""
+    """The rows of several packings, concatenated and numbered consecutively."""
 
     packings: Sequence[Packing]
     weights: Sequence[float]  # fraction of the training rows from each packing; the sum is 1
@@ -62,7 +62,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ReadBatch(grain.transforms.Map):
-    """Maps the row numbers of a global batch, (B,), to the Batch of `rows`, the rows that this process needs."""
+    """Maps the row numbers of a global batch, (B,), to a Batch of the rows that this process needs, `rows`."""
 
     mixture: Mixture
     rows: slice | np.ndarray
@@ -72,7 +72,7 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset of row numbers; item i has those of the batch of step i + 1, (batch_size,).
+    """Returns an endless dataset. Item i is the row numbers, (batch_size,), of the batch of step i + 1.
 
     Raises UserError if a packing has fewer rows than one batch takes from it.
     """
@@ -87,9 +87,9 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
 
 def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),
                   ) -> grain.MapDataset:
-    """Returns an endless dataset of training batches; item i is the batch of step i + 1.
+    """Returns an endless dataset of training batches. Item i is the batch of step i + 1.
 
-    Reads only `rows` of the global batch, the rows that this process needs. Raises UserError if a packing has fewer
+    Reads only the rows that this process needs, `rows` of the global batch. Raises UserError if a packing has fewer
     rows than one batch takes from it.
     """
     return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
@@ -103,7 +103,7 @@ def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iter
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
                        ) -> grain.MapDataset:
-    """Returns at most `limit` batches (0: all) of a validation split, see `sample_rows` and `masked_batches`.
+    """Returns at most `limit` batches (0: all) of a validation split. See `sample_rows` and `masked_batches`.
 
     Raises UserError if a packing has no rows.
     """
@@ -131,7 +131,7 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
 
 def masked_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),
                    ) -> grain.MapDataset:
-    """Returns the rows with the numbers `order` in batches with a loss mask. Masked rows fill the last batch."""
+    """Returns batches of the rows with the numbers `order`, with a loss mask. Masked rows fill up the last batch."""
     def read(first: int) -> Batch:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)

@@ -42,7 +42,7 @@ def hugging_face_parts(source: str) -> list[Part]:
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns the training split of `tfds:NAME`: one part per TFRecord shard, or one part in all for other formats.
+    """Returns the training split of `tfds:NAME`: one part per TFRecord shard, or a single part for other formats.
 
     The parts are read without TensorFlow.
     """

@@ -39,7 +39,7 @@ class Journal:
     identity: dict  # the store's format, its settings ("made_from"), fingerprints of "tokenizer" and "texts"
     learned: Place | None  # end of the text that the tokenizer was trained on; None: end of the source
     latest: Progress
-    earlier: Progress | None = None  # last progress with fewer complete parts, in case the part after them changes
+    earlier: Progress | None = None  # the last progress in an earlier part, in case the part of `latest` changes
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:
@@ -77,7 +77,7 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
     if not journal or not can_resume(journal, identity):
         return None
     if journal.identity["texts"] != identity["texts"]:
-        log(f"{folder}: the text has changed; checking whether the text read so far is unchanged")
+        log(f"{folder}: the source has changed; checking whether the text read so far is the same")
         same = next((progress for progress in (journal.latest, journal.earlier)
                      if progress and journal.learned is not None and journal.learned <= progress.place
                      and digest_before(parts, rules, progress.place) == progress.digest), None)

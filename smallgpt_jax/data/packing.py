@@ -29,7 +29,7 @@ class Packing(Protocol):
     cut_documents: float  # fraction of the documents that are split over several rows
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        """Returns the rows with these numbers."""
+        """Returns the rows with the numbers `rows_B`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,8 @@ class BestFit:
             place = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # `text` includes the target of the last token: the next token of a cut document, or the end-of-text
-                # that begins the split's next document. The split's last document has no such token.
+                # `text` includes the target of its last token: the next token of a cut document, or the end-of-text
+                # that begins the split's next document. The end of the split has no such token.
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
                 targets[place:place + len(text) - 1] = text[1:]

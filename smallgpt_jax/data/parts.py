@@ -26,7 +26,7 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """How far a source has been read: the number of complete parts, and of items of the next part."""
+    """How far a source has been read: the number of complete parts, and the number of items of the next part."""
 
     parts: int = 0
     items: int = 0
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How invalid items are handled. The fields are those of the config's `data` group."""
+    """The text field of items and the handling of invalid items, as in the config's `data` group."""
 
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
@@ -105,7 +105,10 @@ class DocumentBatch(NamedTuple):
 
 
 class Digest:
-    """A digest of the source read so far: name, size and version of each complete part, and items of the next part."""
+    """A digest of the source read so far.
+
+    Covers the name, size and version of each complete part, and the items read of the next part.
+    """
 
     def __init__(self, parts: Iterable[Part] = ()):
         self._parts, self._items = hashlib.sha256(), hashlib.sha256()
@@ -126,7 +129,7 @@ class Digest:
 
 
 def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
-    """Returns the digest of a source up to `place`. Raises UserError for invalid items before it."""
+    """Returns the digest of a source up to `place`. Raises UserError for invalid items before `place`."""
     digest = Digest(parts[:place.parts])
     for part in parts[place.parts:place.parts + 1]:
         for item in itertools.islice(part.read(rules)[0], place.items):

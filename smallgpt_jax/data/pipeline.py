@@ -1,4 +1,4 @@
-"""The data of a run: a corpus, packed into rows, shuffled, and put as batches on the devices of a mesh."""
+"""The data of a run: packs a corpus into rows, shuffles the rows, and places batches on the devices of a mesh."""
 
 import dataclasses
 import json

@@ -1,7 +1,7 @@
 """Preparation of a token store from a source: parallel and resumable.
 
-Threads tokenize the documents, the main thread appends the tokens to the files of each split, in the order of the
-source, and a journal records the progress. An unfinished store is in STORE.partial, which is renamed to STORE on
+Worker threads tokenize the documents. The main thread appends the tokens to the files of each split, in the order of
+the source. A journal records the progress. An unfinished store is in STORE.partial, which is renamed to STORE on
 completion.
 """
 
@@ -138,7 +138,7 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
 
 
 def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: dict, log) -> tuple[Tokenizer, Journal]:
-    """Returns the tokenizer and journal of the unfinished store at `partial`. Starts a new one if it cannot resume."""
+    """Returns the tokenizer and journal of the unfinished store at `partial`; starts over if it cannot be resumed."""
     identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
                 "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
     if journal := resume_journal(partial, identity, parts, rules, log):
@@ -174,7 +174,7 @@ def require_documents(made_from: dict, splits: dict[str, dict], skipped: dict[st
 
 
 def remove_partial(partial: Path, log) -> None:
-    """Removes an unfinished store that cannot be resumed. Raises UserError if `partial` contains other files."""
+    """Removes an unfinished store that cannot be resumed. Raises UserError if `partial` is not an unfinished store."""
     if not partial.exists():
         return
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
@@ -206,8 +206,8 @@ def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fracti
 def is_validation(text: str, fraction: float) -> bool:
     """Returns whether a document belongs to the validation split.
 
-    Depends on a hash of the text: the order of the documents has no effect, and copies of a document are in the same
-    split.
+    The choice depends only on a hash of the text. The order of the documents has no effect, and copies of a document
+    are in the same split.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
@@ -263,7 +263,7 @@ def split_long_text(text: str) -> Iterator[str]:
 
 
 def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """Yields each item with function(item), in order, computed by `workers` threads.
+    """Yields the pairs (item, function(item)) in order, computed by `workers` threads.
 
     If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
     tokenizers release the GIL.
@@ -297,7 +297,7 @@ class StoreWriter:
     def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
         self._folder, self._journal = folder, journal
         self._splits = {name: SplitWriter(folder, name, dtype, **journal.latest.splits[name]) for name in SPLITS}
-        self.flush()  # marks the folder as an unfinished store
+        self.flush()  # writes the journal, which marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
         """Appends a batch to the files. Writes the journal every JOURNAL_SECONDS."""

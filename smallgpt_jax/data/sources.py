@@ -41,7 +41,7 @@ STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
 def documents(source: str, text_field: str, invalid_utf8: str, invalid_items: str) -> Iterator[str]:
     """Yields the non-empty texts of a source, always in the same order.
 
-    Raises UserError for the first invalid item, unless the arguments (see `Rules`) skip or repair it.
+    Raises UserError for the first invalid item, unless the arguments say to skip or repair invalid items (see `Rules`).
     """
     rules = Rules(text_field, invalid_utf8, invalid_items)
     for batch in document_batches(open_source(source), rules):
@@ -112,7 +112,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
         for folder, names, files in os.walk(start):
             real = os.path.realpath(folder)
             if real in seen:
-                names.clear()  # the subfolders have been seen too
+                names.clear()  # do not walk the subfolders again
                 continue
             seen.add(real)
             names.sort()
@@ -121,7 +121,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """Returns the paths without duplicates: of several paths to a folder, through links, keeps only the shortest."""
+    """Drops duplicate paths through symbolic links: of several paths to the same folder, keeps the shortest."""
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}

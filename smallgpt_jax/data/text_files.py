@@ -17,7 +17,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")  # of the files that are read from a folder, also if compressed
+# Suffixes of the files that are read from a folder. A compression suffix may follow.
+TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 BLOCK_BYTES = 1_000_000  # per read of a text file
@@ -161,7 +162,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
         item = json.loads(decoded_line)
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
-    except ValueError as error:  # also for integers of thousands of digits
+    except ValueError as error:  # also raised for integers of thousands of digits
         return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
     if not isinstance(item, dict):
         return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")

@@ -46,7 +46,7 @@ def crc32c(data: bytes) -> int:
 
 
 def make_crc32c_table() -> list[int]:
-    """Returns the CRC-32C of each byte (reflected Castagnoli polynomial)."""
+    """Returns the lookup table of CRC-32C (reflected Castagnoli polynomial), one entry per byte value."""
     entries = []
     for crc in range(256):
         for _ in range(8):

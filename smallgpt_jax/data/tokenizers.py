@@ -106,7 +106,7 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """Returns two processors of the model: one prepends no space to texts, the other prepends one."""
+        """Returns two processors of the model: the first prepends no space to texts, the second prepends one space."""
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
         model, processors = ModelProto.FromString(self._model), []

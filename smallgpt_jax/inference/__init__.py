@@ -47,7 +47,7 @@ class TextModel:
     def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
                top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
-        """Yields the continuation of `prompt` as strings, as it is generated.
+        """Yields the continuation of `prompt` string by string, as it is generated.
 
         Generation ends at end-of-text, after `max_new_tokens`, or before the first stop string. When the context is
         full, its older half is dropped and the rest is prefilled again.
@@ -62,8 +62,8 @@ class TextModel:
             stop: strings that end the generation; not yielded.
             seed: the random seed.
 
-        Raises UserError when called, before the first string is requested, if a setting is out of range, or if the
-        prompt is longer than the context or cannot be encoded by the tokenizer.
+        Raises UserError when called, not when iterated, if a setting is out of range, or if the prompt is longer than
+        the context or cannot be encoded by the tokenizer.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -112,7 +112,7 @@ class TextModel:
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Returns the token ids of a text.
 
-        `continues`: whether the text continues an earlier text instead of beginning a document. Raises UserError if the
+        With `continues`, the text continues an earlier text; otherwise it begins a document. Raises UserError if the
         tokenizer cannot encode the text.
         """
         try:
@@ -194,7 +194,7 @@ class Conversation:
 
     @property
     def dropped(self) -> int:
-        """The number of tokens that have been dropped from the context."""
+        """Returns the number of tokens that have been dropped from the context."""
         return self._session.dropped
 
 

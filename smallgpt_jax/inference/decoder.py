@@ -90,7 +90,7 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
 
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
-    """Returns one sampled token per row, (B,) int32. Each row's key is `seed`'s, folded with its `stream_Bx2`."""
+    """Returns one sampled token per row, (B,) int32. The row's two numbers in `stream_Bx2` select its random stream."""
     key = jax.random.key(seed)
     key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
         stream_Bx2)
@@ -152,7 +152,7 @@ class DecodeSession:
             functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
 
     def reserve(self, new_tokens: int) -> None:
-        """Grows the cache for `new_tokens` more tokens per row at once, instead of later while sampling."""
+        """Grows the cache for `new_tokens` more tokens per row, so that it does not have to grow during sampling."""
         context = self.model.config.context_length
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
@@ -192,7 +192,7 @@ class DecodeSession:
         """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32, N ≤ `max_steps`.
 
         N is 1 after a prompt, and at most MAX_STEPS after a single new token. Each token is sampled given the tokens
-        before it. The caller must append all N tokens to a row, or the row is finished (see `sample`).
+        before it. A row to which the caller does not append all N tokens is finished (see `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -212,7 +212,7 @@ class DecodeSession:
 
     @property
     def dropped(self) -> int:
-        """The number of tokens dropped from the context, over all rows."""
+        """Returns the number of tokens dropped from the context, over all rows."""
         return int(self._dropped.sum())
 
     def _new_tokens(self):

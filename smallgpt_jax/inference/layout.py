@@ -39,7 +39,8 @@ def pack(model: models.LanguageModel, params, model_state=None):
 def unpack(packed):
     """Returns packed variables in the layout that the model's modules read.
 
-    Call it inside a jitted function: the compiler cancels this transposition of the head with that in the modules.
+    Call it inside a jitted function: there, the compiler removes both this transposition of the head and the opposite
+    transposition in the modules.
     """
     params = packed["params"]
     return {**packed, "params": {**params, "head": params["head"].T} if "head" in params else params}

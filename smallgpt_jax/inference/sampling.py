@@ -9,7 +9,10 @@ from smallgpt_jax.errors import UserError
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling settings, applied in this order: repetition penalty, temperature, top-k, top-p. None: not applied."""
+    """Sampling settings. None disables a setting.
+
+    They are applied in this order: repetition penalty, temperature, top-k, top-p.
+    """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
     top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples from this many most likely tokens

@@ -4,8 +4,8 @@
     python -m smallgpt_jax.compare --workdirs=runs/gpt,runs/pgpt --output=runs/report
 
 The first form trains the runs of a comparison one after another, each in its own workdir under --output. Rerun the same
-command to resume; several processes with the same command share the runs. The second form reports on existing runs, or
-on a single one. Both write report.html, report.md and results.json.
+command to resume. Several processes with the same command divide the runs among themselves. The second form reports on
+one or more existing runs. Both write report.html, report.md and results.json.
 
 configs/compare/base.py explains budgets, seeds and texts.
 """
@@ -30,15 +30,15 @@ _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
                               "expanded.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
-_LOGGED = flags.DEFINE_string("logged", None, "CSV file model,step,val_loss with the losses that the paper's authors "
-                              "logged (524,288 tokens per step), added to the plot against tokens.")
+_LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss: losses logged by the "
+                              "paper's authors (524,288 tokens per step), added to the plot against tokens.")
 flags.mark_flags_as_required(["output"])
 
 BUDGET_DESCRIPTIONS = {
     "tokens": "All runs are trained on as many tokens as {reference}'s recipe.",
     "flops": "All runs are trained for as many FLOPs as {reference}'s recipe.",
-    "parameters": "All runs have the same number of parameters within 2%, by their widths, and are trained on as many "
-                  "tokens as {reference}'s recipe.",
+    "parameters": "All runs have the same number of parameters within 2%, reached by changing their widths, and are "
+                  "trained on as many tokens as {reference}'s recipe.",
     "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the first run."}
 
 
@@ -53,22 +53,22 @@ def main() -> None:
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
     output = local_path("--output", _OUTPUT.value)
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
-    read_runs(named_folders)  # before the folder is created
+    read_runs(named_folders)  # raises errors before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # the last writer has seen every finished run
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # so the last report has all finished runs
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
 def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
-    """Returns the results of runs. Raises UserError for folders without a run and for runs that cannot be compared."""
+    """Returns the results of runs. Raises UserError for folders without a run, and for runs that cannot be compared."""
     runs = [results.read_run(name, folder) for name, folder in named_folders]
     results.require_comparable(runs)
     return runs
 
 
 def find_runs(output: Path) -> list[tuple[str, Path]]:
-    """Returns (name, folder) of the runs in --workdirs."""
+    """Returns (name, folder) for each run in --workdirs."""
     for pattern in _WORKDIRS.value:
         local_path("--workdirs", pattern)
     patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
@@ -78,19 +78,19 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     own = output / budget.RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
             folder.resolve().parent == own.resolve() for folder in folders):
-        raise UserError(f"--output={output}: contains the report of other runs, {own}; use another --output")
+        raise UserError(f"--output={output}: contains the report of other runs, in {own}; use another --output")
     return results.name_workdirs(folders)
 
 
 def train_runs(output: Path) -> list[tuple[str, Path]]:
-    """Trains the runs of --config that are not finished, and takes the measurements that the comparison asks for.
+    """Trains the unfinished runs of --config, and takes the measurements that config.compare enables.
 
-    Returns (name, folder) of all runs that have started.
+    Returns (name, folder) for each run that has started.
     """
     configs, compare = budget.resolve_runs(_CONFIG.value), _CONFIG.value.compare
     print_ignored_overrides()
     texts = measure.parse_texts(compare.texts)
-    corpora = measure.open_texts(next(iter(configs.values())), texts)  # before the first run starts
+    corpora = measure.open_texts(next(iter(configs.values())), texts)  # raises errors before training starts
     for name, corpus in corpora.items():
         for config in configs.values():
             measure.TextSample(corpus, config, compare.contexts, name)
@@ -99,7 +99,7 @@ def train_runs(output: Path) -> list[tuple[str, Path]]:
         check_existing(run, output, corpora[results.OWN_TEXT])
     for number, run in enumerate(planned, start=1):
         if results.has_diverged(run.folder):
-            print(f"{run.folder}: diverged in an earlier session and is skipped (smallgpt_jax.main can continue it)",
+            print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
                   flush=True)
             continue
         if not workdir.is_finished(run.folder, run.config, corpora[results.OWN_TEXT]):
@@ -115,7 +115,7 @@ def train_runs(output: Path) -> list[tuple[str, Path]]:
 
 
 def print_ignored_overrides() -> None:
-    """Prints which --config.group.field flags do not apply to a run because it sets the field itself."""
+    """Prints the --config.GROUP.FIELD flags that do not apply to a run, because the run sets the field itself."""
     for path, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         group, _, field = path.partition(".")
         for name in budget.run_names(_CONFIG.value):
@@ -126,7 +126,7 @@ def print_ignored_overrides() -> None:
 
 
 def check_existing(run: budget.PlannedRun, output: Path, text: data.Corpus) -> None:
-    """Raises UserError if the run's folder holds a run with another config or another text."""
+    """Raises UserError if the run's folder contains a run with another config or another text."""
     try:
         workdir.check_workdir(run.folder, run.config)
         workdir.check_same_text(run.folder, text)
@@ -136,17 +136,17 @@ def check_existing(run: budget.PlannedRun, output: Path, text: data.Corpus) -> N
 
 
 def train_run(run: budget.PlannedRun) -> str:
-    """Trains a run to its last step; returns the reason if it did not get there, else ""."""
+    """Trains a run to its last step. Returns "", or the reason why the run is not finished."""
     try:
         train.train(run.config, str(run.folder))
     except WorkdirBusyError as busy:
         return f"skipped: {busy.by} is training it"
     except DivergenceError as diverged:
-        return f"{diverged}\nThe run is kept as it is; the comparison continues without it"
+        return f"{diverged}\nThe run is kept; the comparison continues without it"
     except UserError as error:
         raise UserError(f"{run.name}: {error}") from None
     finally:
-        jax.clear_caches()  # frees this run's programs
+        jax.clear_caches()  # frees the run's compiled programs
     return ""
 
 
@@ -156,7 +156,7 @@ def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
     if _CONFIG.value is None:
         names = dict.fromkeys(name for name, _ in named_folders)
         return {"title": "Comparison" if len(names) > 1 else next(iter(names)), "command": command,
-                "budget": "Runs that were trained separately, each with its own config." if len(named_folders) > 1
+                "budget": "Separately trained runs, each with its own config." if len(named_folders) > 1
                           else "A single run."}
     compare, count = _CONFIG.value.compare, len(budget.run_names(_CONFIG.value))
     return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",

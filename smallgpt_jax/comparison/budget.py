@@ -1,4 +1,4 @@
-"""The runs of a comparison: each one's config, at equal tokens, FLOPs, parameters or seconds."""
+"""The runs of a comparison and their configs, at equal tokens, FLOPs, parameters or seconds."""
 
 import bisect
 import copy
@@ -24,9 +24,9 @@ from smallgpt_jax.files import file_lock, safe_name, write_atomically
 from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
-BUDGET_TOLERANCE = 0.01  # relative error of tokens, FLOPs or seconds
+BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 PARAMETER_TOLERANCE = 0.02
-MAX_PARAMETER_CHANGE = 0.1  # relative distance of the common number of parameters from the reference's
+MAX_PARAMETER_CHANGE = 0.1  # maximum relative difference between the common number of parameters and the reference's
 RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
 
@@ -40,7 +40,7 @@ class PlannedRun(NamedTuple):
 
 
 def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
-    """Returns the runs of a comparison in training order: all runs with the first seed, then all with the next.
+    """Returns the runs of a comparison in training order: all models with the first seed, then all with the next seed.
 
     Raises UserError for an invalid comparison and for a budget that a run cannot meet.
     """
@@ -61,7 +61,7 @@ def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """Returns {name: config} before the budget is applied. Raises UserError unless all are trained on one text."""
+    """Returns {name: config} before the budget is applied. Raises UserError unless all runs have the same text."""
     validate_comparison(config)
     runs = {name: resolve_run(config, name) for name in run_names(config)}
     require_same_text(runs)
@@ -76,8 +76,8 @@ def run_folder(output: Path, name: str, seed: int) -> Path:
 def validate_comparison(config: ConfigDict) -> None:
     """Raises UserError for invalid values in the groups `compare` and `runs`."""
     if "compare" not in config or "runs" not in config:
-        raise UserError("--config: this is the recipe of one run, not a comparison; use one from configs/compare/, or "
-                        "list existing runs in --workdirs")
+        raise UserError("--config: this is the recipe of one run, not a comparison; use a config in configs/compare/, "
+                        "or list existing runs in --workdirs")
     compare = config.compare
     if invalid := [name for name in config.runs if "," in name or name != name.strip()]:
         raise UserError(f"config.runs: {invalid[0]!r}: names cannot contain commas or start or end with spaces")
@@ -100,8 +100,8 @@ def validate_comparison(config: ConfigDict) -> None:
     folders: dict[Path, str] = {}
     for name in config.runs:
         if "steps" in config.runs[name].get("train", {}):
-            raise UserError(f"config.runs.{name}.train.steps: follows from the budget; set config.train.steps, the "
-                            "reference's number")
+            raise UserError(f"config.runs.{name}.train.steps: is computed from the budget; set config.train.steps, the "
+                            "number of steps of the reference")
         other = folders.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
             raise UserError(f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them")
@@ -117,12 +117,12 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
     architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
     own_fields = models.field_names(architecture)
-    if architecture != run.model.architecture:  # drops fields that this one does not have
+    if architecture != run.model.architecture:  # drops fields that this architecture lacks
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
-            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
-                            "the fields that the run overrides")
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, and "
+                            "contain the fields that the run overrides")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
             if group == "model" and field in own_fields and field not in run.model:
@@ -148,33 +148,33 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     return run
 
 
-_trainable: set[str] = set()  # digests of configs that build_program has accepted; it traces the model, in seconds
+_trainable: set[str] = set()  # digests of configs accepted by build_program, which takes seconds to trace a model
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
-    """Raises UserError if two runs have different texts."""
+    """Raises UserError if two runs have different training texts."""
     first, *others = runs
     for other in others:
         for field in (*data.STORE_FIELDS, "store", "mixture"):
             if runs[first].data[field] != runs[other].data[field]:
-                raise UserError(f"config.runs: {first!r} has data.{field}={runs[first].data[field]!r} and {other!r} "
-                                f"{runs[other].data[field]!r}, and losses on different texts cannot be compared; use "
-                                "the same text, and config.compare.texts to measure runs on further texts")
+                raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
+                                f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot be "
+                                "compared; use the same text, and add texts to measure in config.compare.texts")
 
 
 def num_parameters(config: ConfigDict) -> int:
-    """Returns the number of parameters; traces the model, so cached."""
-    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # traced faster
+    """Returns the number of parameters of a config's model. Cached, because it traces the model."""
+    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # scanned layers trace faster
 
 
 _num_parameters = functools.cache(models.num_parameters)
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs at widths at which their numbers of parameters are within 2% of each other.
+    """Returns the runs with their widths changed so that their numbers of parameters are within 2% of each other.
 
-    The common number is `wanted` or, if a run has no width for it, the nearest number that this run can have. Raises
-    UserError if that is more than 10% from `wanted`.
+    The common number is `wanted`. If a run has no width for this number, the nearest number that the run can have
+    replaces it. Raises UserError if the common number would differ from `wanted` by more than 10%.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -194,16 +194,16 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
-    """Returns `config` at the width whose number of parameters is nearest to `target`.
+    """Returns `config` with the width whose number of parameters is nearest to `target`.
 
-    The number of heads is kept if a width within 2% allows it. Otherwise it becomes the nearest
-    number that changes the recipe's head width by less than a factor of two.
+    The number of heads is kept if it allows a width within 2% of `target`. Otherwise it becomes the nearest number that
+    allows such a width and changes the recipe's head width by less than a factor of two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # Parameters grow at most with the square of the width, and at least linearly with it.
     widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
     fields = config.model.to_dict()
-    num_heads_of: dict[int, int] = {}  # by width: the first choice of heads that divides it
+    num_heads_of: dict[int, int] = {}  # {width: preferred number of heads}
 
     def valid_widths(num_heads: int) -> list[int]:
         widths = [width for width in range(num_heads, widest, num_heads)
@@ -213,8 +213,9 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
             num_heads_of.setdefault(width, num_heads)
         return widths
 
-    # Counting traces the model, which takes seconds for a deep one: so each width is counted once (the number of
-    # heads does not change it), and all head numbers are searched together, parameters being monotonic in the width.
+    # Counting parameters traces the model, which takes seconds for deep models. So each width is counted once, since
+    # the number of heads does not change the count. One search over the widths covers all numbers of heads, since
+    # parameters are monotonic in the width.
     @functools.cache
     def count(width: int) -> int:
         return num_parameters(resize(config, width, num_heads_of[width]))
@@ -242,7 +243,10 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
 
 def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index."""
+    """Returns the index of the first width with at least `target` parameters, or the last index.
+
+    `count` maps a width to its number of parameters; the search starts at the width `start`.
+    """
     low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:
         i = min(max(guess, low), high - 1)
@@ -253,7 +257,10 @@ def first_at_least(widths: list[int], start: int, target: float, count: Callable
 
 
 def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    """Returns the one of these widths whose number of parameters, `count(width)`, is nearest to `target`."""
+    """Returns the width whose number of parameters, `count(width)`, is nearest to `target`.
+
+    The search starts at the width `start`.
+    """
     i = first_at_least(widths, start, target, count)
     return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
 
@@ -275,8 +282,10 @@ def is_valid_model(fields: dict) -> bool:
 
 
 def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:
-    """Sets the run's steps to what the budget allows and scales its schedule. `speed`: its steps per second, if the
-    budget is seconds."""
+    """Sets the run's steps according to the budget, and scales its learning rate schedule.
+
+    `speed` is the run's steps per second, needed for the budget "seconds" only.
+    """
     before = run.train.steps
     if compare.budget == "seconds":
         step_cost, target, unit = 1 / speed, compare.seconds, "seconds"
@@ -288,8 +297,9 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
     error = steps * step_cost / target - 1
     if abs(error) > BUDGET_TOLERANCE:
         raise UserError(
-            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} of {target:,.4g} "
-            f"{unit}, so the nearest number of steps, {steps}, is {error:+.1%} off (limit: {BUDGET_TOLERANCE:.0%}); "
+            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} {unit}, the budget "
+            f"is {target:,.4g}: the nearest number of steps, {steps}, is {error:+.1%} off (limit: "
+            f"{BUDGET_TOLERANCE:.0%}); "
             + ("increase config.compare.seconds" if compare.budget == "seconds" else
                "increase config.train.steps or decrease config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
@@ -297,37 +307,38 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
-    """Returns the FLOPs of a training step, padding included, or its tokens, padding excluded."""
+    """Returns the cost of a training step: for the budget "flops" its FLOPs, padding included, else its tokens,
+    padding excluded."""
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         return inputs * train_flops_per_token(models.build(**config.model))
-    if config.data.packing == "concat":  # has no padding, so the text is not needed
+    if config.data.packing == "concat":  # no padding, so the text is not read
         return inputs
     corpus = data.load_or_prepare(config.data)
     return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
 
 
 def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
-    """Returns the steps per second of each run, measured once and stored in speeds.json.
+    """Returns {name: steps per second}, measured once per run and stored in speeds.json.
 
     Raises UserError if a run has started without a measured speed.
     """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one of several processes measures
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # only one process measures at a time
         speeds = json.loads(path.read_text()) if path.exists() else {}
         for name, run in runs.items():
             if config_digest(run) not in speeds:
                 if run_folder(output, name, run.train.seed).exists():
                     raise UserError(f"--output={output}: contains a run {name} with another budget or config; use the "
-                                    "same to resume, or another --output")
+                                    "same budget and config to resume, or another --output")
                 speeds[config_digest(run)] = steps_per_second(run)
                 write_atomically(path, json.dumps(speeds, indent=2) + "\n")
     return {name: speeds[config_digest(run)] for name, run in runs.items()}
 
 
 def config_digest(run: ConfigDict) -> str:
-    """Returns a hash of all fields."""
+    """Returns a hash of all config fields."""
     return hashlib.sha256(run.to_json_best_effort(sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -337,7 +348,7 @@ def steps_per_second(config: ConfigDict) -> float:
     state, step = program.initial_state(), program.compile_train_step()
     batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
                          program.abstract_batch())
-    steps, started = -2, 0.0  # the first two warm up
+    steps, started = -2, 0.0  # two warm-up steps
     while steps <= 0 or time.monotonic() - started < SPEED_SECONDS:
         if steps == 0:
             started = time.monotonic()

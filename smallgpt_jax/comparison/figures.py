@@ -1,4 +1,4 @@
-"""The plots of a report."""
+"""The plots of a comparison's report."""
 
 import csv
 import io
@@ -25,8 +25,11 @@ PAPER_TOKENS_PER_STEP = 524_288  # of the authors' runs (arXiv 2404.14462, the r
 
 
 def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None = None) -> Figure:
-    """Returns a plot of the validation loss against tokens, FLOPs or seconds: means over seeds, bands from the lowest
-    to the highest. `logged`: additional curves {name: [(tokens, loss)]}."""
+    """Returns a plot of the validation loss against `axis`, a key of AXES.
+
+    Lines are means over seeds, bands reach from the lowest to the highest seed. `logged` contains additional curves,
+    {name: [(tokens, loss)]}.
+    """
     figure, plot = new_plot(AXES[axis], "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
         curve = results.mean_curve(group, axis)
@@ -46,7 +49,7 @@ def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None 
 
 
 def loss_against_parameters(runs: Sequence[Run]) -> Figure:
-    """Returns a plot of the last validation loss against the number of parameters, one marker per finished run."""
+    """Returns a plot of the last validation loss against the number of parameters, with a marker per finished run."""
     figure, plot = new_plot("parameters", "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
         finished = [run for run in group if run.is_finished and run.last.loss is not None]
@@ -58,7 +61,7 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
 
 
 def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
-    """Returns a plot of bits per byte on a text against the context length."""
+    """Returns a plot of bits per byte on a text against the context length. `label` names the text on the axis."""
     figure, plot = new_plot("context length, tokens", f"bits per byte, {label}")
     ticks = set()
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
@@ -76,7 +79,10 @@ def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
 
 
 def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns {model: [(tokens, validation loss)]} of a CSV file model,step,val_loss. Raises UserError for others."""
+    """Returns {model: [(tokens, validation loss)]} from a CSV file with the columns model,step,val_loss.
+
+    Raises UserError for other files.
+    """
     try:
         with path.open(newline="") as file:
             curves: dict[str, list] = {}
@@ -91,14 +97,14 @@ def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def line_styles():
-    """Yields the plot style of the first run, the second, …"""
+    """Yields plot styles without end, one per model."""
     for i in itertools.count():
         yield {"color": COLORS[i % len(COLORS)], "linestyle": STYLES[i % len(STYLES)],
                "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
 
 
 def new_plot(x: str, y: str):
-    """Returns a figure and its axes, with labels."""
+    """Returns a figure and its axes, labelled `x` and `y`."""
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.subplots()
     plot.set(xlabel=x, ylabel=y)
@@ -109,7 +115,7 @@ def new_plot(x: str, y: str):
 
 
 def finish_plot(figure: Figure, plot) -> Figure:
-    """Adds the legend; returns the figure."""
+    """Adds the legend to a figure and returns the figure."""
     handles = [line for line in plot.lines if not line.get_label().startswith("_child")]
     labels = [line.get_label() for line in handles]
     if labels:
@@ -127,7 +133,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def render(figure: Figure, **options) -> bytes:
-    """Returns the same bytes each time; `$` in names is literal."""
+    """Returns the content of an image file, reproducible to the byte. `$` in labels is literal."""
     file = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)

@@ -26,26 +26,26 @@ TIMED_TOKENS = 64
 
 
 def parse_texts(texts: str) -> dict[str, str]:
-    """Returns {name: source} of "NAME=SOURCE,NAME=SOURCE". Raises UserError for anything else."""
+    """Returns {name: source} for the format "NAME=SOURCE,NAME=SOURCE". Raises UserError for other formats."""
     found = {}
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source or name in {OWN_TEXT, *found}:
             raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; give each text a "
                             f"different name, not {OWN_TEXT!r}")
-        local_path("config.compare.texts", source)  # or hf:NAME, tfds:NAME
+        local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
 
 
 def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]:
-    """Returns the texts to measure a run of this config on, its own first, all tokenized with its tokenizer.
+    """Returns {name: corpus}: a run's own text, then `texts` (name: source), all tokenized with the run's tokenizer.
 
-    Prepares token stores that do not exist. Raises UserError for sources that cannot be read.
+    Prepares missing token stores. Raises UserError for sources that cannot be read.
     """
     own = data.load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
-    tokenizer = cache_folder() / "tokenizers" / name  # runs that share it share a text's store
+    tokenizer = cache_folder() / "tokenizers" / name  # shared, so that runs share a text's store
     if texts:
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(tokenizer.with_suffix(".lock"), wait=True):
@@ -61,10 +61,12 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
 
 
 class TextSample:
-    """A random sample of a validation split: the same tokens in rows of any multiple of the context length.
+    """A random sample of a validation split: the same tokens for each of several row lengths.
 
-    It has as many tokens as an evaluation during training, in windows of the longest of the `contexts` (multiples); a
-    mixture's stores are sampled by weight. Raises UserError if a split is shorter than one window.
+    Row lengths are multiples, given in `contexts`, of the config's context length. The sample consists of windows whose
+    length all row lengths divide, and has as many tokens as an evaluation during training. The stores of a mixture are
+    sampled by weight. Raises UserError if a validation split is shorter than one window; its message has `name`, the
+    name of the text.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -85,7 +87,7 @@ class TextSample:
                                self._corpus.weights)
 
     def batches(self, times: int, batch_size: int) -> Iterator[Batch]:
-        """Yields batches of rows of `times` the context length."""
+        """Yields batches of the sample in rows of `times` the context length."""
         parts, rows = self.longest // times, self._rows(times)
         packing_of = self._windows.packing_of(self._chosen)
         first_parts = rows.first_rows[packing_of] + parts * (self._chosen - self._windows.first_rows[packing_of])
@@ -94,18 +96,18 @@ class TextSample:
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
-    """Writes evaluations/texts.json: the loss on the validation split of each text, the run's own included, at each
-    multiple of its context length.
+    """Writes evaluations/texts.json: a run's loss on the validation splits of its own text and of `texts`.
 
-    Stored results for the same checkpoint and the same content are reused.
+    The loss is measured in rows of each multiple, given in `contexts`, of the run's context length. Stored results for
+    the same checkpoint and the same text content are reused.
     """
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
-    is_learned = config.model.position == "learned"  # such a model cannot be applied beyond its context
+    is_learned = config.model.position == "learned"  # there are no positions beyond the context length
     found = open_texts(config, texts)
     if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
-        raise UserError(f"{folder}: its training text has changed since the run; restore the text to measure the run")
+        raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
     before, rows = read_json(path) or [], []
     for name, corpus in found.items():
@@ -124,14 +126,16 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 
 def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, float]:
-    """Returns the loss of a run's newest checkpoint on a sample of text, in rows of `times` its context length: nats
-    per token, bits per byte, and the number of tokens."""
+    """Returns the loss of a run's newest checkpoint on a sample, in rows of `times` the run's context length.
+
+    Keys: "loss" in nats per token, "bits_per_byte", and "tokens", the number of targets.
+    """
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
     config.model.context_length *= times
-    config.data.packing = "concat"  # as TextSample packs, however the run was trained
+    config.data.packing = "concat"  # the packing of TextSample
     mesh = build_program(config).mesh
     parts = sharding.num_batch_shards(mesh)
-    # No more tokens than a microbatch of training, but at least one row per device: what fits in training fits here.
+    # At most as many tokens as a training microbatch, so that evaluation fits in memory; at least one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * parts * times)
     config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * parts, 1
     program = build_program(config)
@@ -145,7 +149,7 @@ def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, floa
 
 
 def measure_decoding(folder: Path, log=print) -> None:
-    """Writes evaluations/decoding.json, unless it exists: the decoding speed at batch size 1."""
+    """Measures the decoding speed at batch size 1 and writes evaluations/decoding.json, unless the file exists."""
     path = folder / workdir.EVALUATION_FOLDER / DECODING_FILE
     if path.exists():
         return
@@ -155,14 +159,14 @@ def measure_decoding(folder: Path, log=print) -> None:
         log(f"{folder.name}: decoding is not measured: {error}")
         return
     count = min(TIMED_TOKENS, text_model.model.config.context_length // 2)
-    speed = max(decoding_speed(text_model, count) for _ in range(4))  # the first one compiles
+    speed = max(decoding_speed(text_model, count) for _ in range(4))  # the first call compiles
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps({"tokens_per_second": speed, "batch": 1, "new_tokens": count}) + "\n")
     log(f"{folder.name}: decodes {speed:,.0f} tokens/s")
 
 
 def decoding_speed(text_model: inference.TextModel, count: int) -> float:
-    """Returns tokens per second after the first token. End-of-text is ignored, so no text ends early."""
+    """Returns the tokens per second of decoding `count` tokens, prefill excluded. End-of-text does not end the text."""
     sampling = Sampling(temperature=0.0)
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
                                     [[text_model.tokenizer.end_of_text]])

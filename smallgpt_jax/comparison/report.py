@@ -18,9 +18,10 @@ from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration
 
 MISSING = "–"
+# The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
-          "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")  # listed if equal in all runs
-# The fields that determine the validation rows besides the number of targets, and those that determine this number.
+          "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
+# Config fields that determine the validation rows, and config fields that determine the number of targets in them.
 ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
     "train.eval_steps", "train.batch_size")
 
@@ -48,7 +49,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    name: str  # of its PNG file
+    name: str  # name of the PNG file
     figure: Figure
     caption: str
 
@@ -57,7 +58,8 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
                  logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
-    `about` has "title", "budget" (a sentence) and "command". Returns the report up to its first table, for a terminal.
+    `about` has "title", "budget" (a sentence) and "command". `logged` contains additional curves for the plot against
+    tokens. Returns the start of the report, up to and including the first table, as plain text.
     """
     blocks = report_blocks(runs, about, logged)
     for block in blocks:
@@ -82,7 +84,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         + has_seeds * "; mean over the seeds (lowest to highest)"
         + ". tokens/s: training throughput without evaluation and padding, on the machine named below. "
         "Memory: per device, of the compiled training step. "
-        "FLOPs: of the matrix products of a training step, attention without its causal mask, padding included."),
+        "FLOPs: matrix products of a training step, padding and masked attention scores included."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
@@ -97,9 +99,9 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         if len(table.head) > 2:
             blocks += [Heading(f"Longer contexts: {label}"), Plot(
                 f"context-{safe_name(text)}", figures.loss_against_context(text, label, runs),
-                f"Bits per byte of {label} in contexts longer than in training, on other tokens than the validation "
-                "loss. Learned positions end at the training context."), table]
-        elif text != OWN_TEXT:  # for that one it is the validation loss
+                f"Bits per byte of {label} by context length, on other tokens than the validation loss. Models with "
+                "learned positions are limited to the context length of training."), table]
+        elif text != OWN_TEXT:  # the own text has the validation loss
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
@@ -125,17 +127,17 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different machines: their seconds and tokens/s are not comparable.")
     if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
-        found.append(f"An older version measured {', '.join(unrecorded)} and did not record the content: that the runs "
-                     "were measured on the same text follows from its source alone.")
+        found.append(f"An older version measured {', '.join(unrecorded)} and recorded only the source, not the content "
+                     "of the text. Whether the runs were measured on the same content is unknown.")
     for run in runs:
         if others := sum(point.targets != run.last.targets for point in run.curve):
-            found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations were on other rows "
+            found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations used other rows "
                          "than the last one and are not plotted.")
     targets = [run.last.targets for run in runs if run.last]
     if results.differ_in_targets(runs):
         found.append(f"The last losses are means over different rows, {min(targets):,} to {max(targets):,} targets, "
-                     "and are not comparable. Rerun a finished run with another config.train.eval_steps to evaluate "
-                     "it again.")
+                     "and are not comparable. To evaluate a finished run again, rerun it with another "
+                     "config.train.eval_steps.")
     fields = ROWS if None not in targets else ROWS + TARGETS
     same = results.shared_fields(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
@@ -143,14 +145,14 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def conclusion(groups: dict[str, list[Run]]) -> str:
-    """Returns a sentence about the run with the lowest loss, and whether the seeds separate it from the next."""
+    """Returns a sentence about the two models with the lowest loss, and whether all seeds agree on their order."""
     last_losses = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
                    if all(run.is_finished for run in group) and results.final_spread(group, "loss")}
     if len(last_losses) < 2:
         return "Fewer than two runs are finished: no ranking."
     if results.differ_in_targets([run for name in last_losses for run in groups[name]]):
         return "The losses of the finished runs are means over different rows: no ranking."
-    # Runs with the same seed read the same batches, so they are compared pairwise.
+    # Runs with the same seed read the same batches, so models are compared seed by seed.
     seeds = set.intersection(*map(set, last_losses.values()))
     means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in last_losses.items()}
     first, second, *_ = sorted(means, key=means.get)
@@ -168,7 +170,7 @@ def conclusion(groups: dict[str, list[Run]]) -> str:
 
 
 def summary_table(groups: dict[str, list[Run]]) -> Table:
-    """Returns one row per model: size, speed, memory, losses."""
+    """Returns a table of size, speed, memory and losses, with one row per model."""
     rows = []
     for name, group in groups.items():
         first = group[0]
@@ -187,7 +189,7 @@ def summary_table(groups: dict[str, list[Run]]) -> Table:
 
 
 def unfinished_note(group: list[Run]) -> str:
-    """Returns the suffix of a name whose runs are not all finished."""
+    """Returns a suffix such as " (unfinished, step 400)" if a run is not finished, else ""."""
     if all(run.is_finished for run in group):
         return ""
     steps = sorted({run.steps_done for run in group if not run.is_finished})
@@ -196,7 +198,7 @@ def unfinished_note(group: list[Run]) -> str:
 
 
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
-    """Returns mean and range, and how many of the `seeds` have the number if not all have."""
+    """Returns mean and range as text, followed by "N of M seeds" if only N of M=`seeds` runs have the number."""
     if numbers is None:
         return MISSING
     return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
@@ -241,7 +243,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def provenance(runs: Sequence[Run], about: dict) -> list:
-    """Returns machine, versions, dates, and the command that repeats the comparison."""
+    """Returns blocks with machines, versions, dates, training time, and the command that repeats the comparison."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
@@ -256,7 +258,7 @@ def provenance(runs: Sequence[Run], about: dict) -> list:
 
 
 def markdown_table(table: Table) -> str:
-    """Returns the table in aligned columns, for a terminal."""
+    """Returns a table as plain text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
 
     def line(cells: Sequence[str]) -> str:
@@ -304,7 +306,7 @@ pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
 
 
 def to_html(title: str, blocks: Sequence) -> str:
-    """Returns a self-contained page."""
+    """Returns a self-contained HTML page."""
     def text(block) -> str:
         match block:
             case Heading(text):

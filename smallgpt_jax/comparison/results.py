@@ -1,4 +1,4 @@
-"""The results of runs, read from their workdirs alone: every number of a report is computed here."""
+"""The results of runs, computed from the files in their workdirs."""
 
 import dataclasses
 import functools
@@ -17,15 +17,17 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
-OWN_TEXT = "own"  # the name, among measured texts, of the text that a run was trained on
+OWN_TEXT = "own"  # name of a run's training text among the measured texts
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """An evaluation of a run; `tokens`, `flops` and `seconds` count training up to it. Padding counts as FLOPs, not as
-    tokens."""
+    """An evaluation of a run.
+
+    `tokens`, `flops` and `seconds` are totals of the training before it. Padding is included in FLOPs, not in tokens.
+    """
 
     step: int
     tokens: int
@@ -33,7 +35,7 @@ class Point:
     seconds: float | None  # None before the first logged speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # tokens in the mean; older versions did not record it
+    targets: int | None  # tokens that `loss` is the mean of; None in runs of older versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +49,16 @@ class Run:
     is_finished: bool  # trained and evaluated to the config's last step
     diverged: bool
     is_imported: bool  # started from imported weights
-    steps_done: int  # logged steps, of the config's train.steps
+    steps_done: int  # the last logged step
     parameters: int
     components: dict[str, int]
     flops_per_token: float
     tokens_per_step: float  # padding excluded
     curve: tuple[Point, ...]
-    tokens_per_second: float | None  # of training, over the whole run
+    tokens_per_second: float | None  # mean training speed of the whole run
     memory_bytes: int | None  # per device, of the compiled training step
     sessions: tuple[dict, ...]
-    texts: tuple[dict, ...]  # {"text", "fingerprint", "context_length", "bits_per_byte", …} of the last step
+    texts: tuple[dict, ...]  # of the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
 
@@ -75,7 +77,7 @@ def read_run(name: str, folder: Path) -> Run:
     model = models.build(**config.model)
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     inputs_per_step = config.train.batch_size * config.model.context_length
-    # Earlier versions counted padding as tokens and did not record its share.
+    # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
     components, flops_per_token = _size(model)
@@ -106,7 +108,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 @functools.cache
 def _size(model: models.LanguageModel) -> tuple[dict[str, int], float]:
-    """Returns the parameters by part and the training FLOPs per token. Cached, because it traces the model."""
+    """Returns the parameters by component and the training FLOPs per token. Cached, because it traces the model."""
     return memory.components(model), train_flops_per_token(model)
 
 
@@ -122,7 +124,7 @@ def has_diverged(folder: Path) -> bool:
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Returns logged steps and the training seconds up to each, integrated from the logged speeds."""
+    """Returns the logged steps, and the training seconds up to each of them, integrated from the logged speeds."""
     steps, seconds = [0], [0.0]
     for line in lines:
         if line["split"] == "train" and line.get("tokens_per_second"):
@@ -141,15 +143,14 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 
 
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
-    """Returns {"task metric (shots, examples)": score} of the checkpoint of `step`, from lm-evaluation-harness's result
-    files.
+    """Returns {"task metric (shots, examples)": score} of a checkpoint, from lm-evaluation-harness's result files.
 
-    Uses only results on all examples, of the full model in its own dtype, and the newest per task: acc_norm if present,
-    else acc.
+    Uses only results on all examples, of the full model in its own dtype. If there are several for a task, uses the
+    newest. The metric is acc_norm if present, else acc.
     """
     scores = {}
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
-             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # names written by evaluate.py
+             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # of other paths or dtypes
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         evaluation = read_json(path) or {}
         for task, values in evaluation.get("results", {}).items():
@@ -169,14 +170,14 @@ def is_limited(evaluation: dict, task: str) -> bool:
 
 
 def settings_suffix(evaluation: dict, task: str) -> str:
-    """Returns " (5-shot, 1,000 examples)", without what the results do not record."""
+    """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not record."""
     shots, examples = evaluation.get("n-shot", {}).get(task), evaluation["results"][task].get("sample_len")
     settings = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
     return f" ({', '.join(settings)})" if settings else ""
 
 
 def read_json(path: Path):
-    """Returns the content of a JSON file, None if it cannot be read."""
+    """Returns the content of a JSON file, or None if it cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -184,7 +185,10 @@ def read_json(path: Path):
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs: the folder's name without its seed, numbered where configs differ in more."""
+    """Returns (name, workdir) pairs. A name is the folder's name without the seed.
+
+    Runs whose configs differ in more than the seed get different names, made different by a number.
+    """
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
@@ -199,7 +203,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def require_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError if two runs have different texts, or if a run is listed twice."""
+    """Raises UserError if a run is listed twice, or if runs were trained or measured on different texts."""
     seen: dict[tuple, Run] = {}
     for run in runs:
         other = seen.setdefault((run.name, run.seed), run)
@@ -220,7 +224,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
 
 
 def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if measurements with the same text name differ in `field`, which identifies the text."""
+    """Raises UserError if measurements differ in `field`, which identifies the content of the measured text."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row[field] != first[field]:
@@ -230,7 +234,7 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 
 def text_identity(folder: Path) -> tuple[dict, str]:
-    """Returns what identifies a run's text: the store's description and the tokenizer's fingerprint."""
+    """Returns the store's description and the tokenizer's fingerprint, which identify a run's text."""
     store = read_json(folder / workdir.STORE_FILE)
     if store is None:
         raise UserError(f"{folder}: the run has not started; train it first")
@@ -238,7 +242,7 @@ def text_identity(folder: Path) -> tuple[dict, str]:
 
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns {name: runs}: the seeds of each model."""
+    """Returns {name: runs}. Runs with the same name are seeds of one model."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -256,23 +260,24 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Returns mean and range, None if a value is missing."""
+    """Returns mean and range, or None if a value is missing."""
     if not values or any(value is None for value in values):
         return None
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range over seeds of a metric at the last evaluation; None unless all seeds end at the same
-    step."""
+    """Returns mean and range, over seeds, of a field of the last evaluation. None unless all seeds end at one step."""
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
     return spread([getattr(run.last, field) for run in runs])
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
-    """Returns (mean of `axis`, spread of the loss) at each step at which all seeds were evaluated on as many targets as
-    at their last evaluation."""
+    """Returns (mean of `axis`, spread of the loss) over seeds, for each step at which all seeds were evaluated.
+
+    Leaves out evaluations with another number of targets than the run's last evaluation.
+    """
     at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
     curve = []
     for step in sorted(set.intersection(*map(set, at))):
@@ -283,19 +288,21 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the last losses are means over different rows: numbers of targets more than 1% apart. False if they are
-    not recorded."""
+    """Whether the last losses are means over different rows: whether their numbers of targets differ by more than 1%.
+
+    False if a number of targets is not recorded.
+    """
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of all texts on which loss was evaluated."""
+    """Returns the names of all texts that runs were measured on."""
     return list(dict.fromkeys(row["text"] for run in runs for row in run.texts))
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    """Returns {context length: bits per byte} of seeds on a text."""
+    """Returns {context length: bits per byte on a text, as mean and range over seeds}."""
     found: dict[int, list[float | None]] = {}
     for run in runs:
         for row in run.texts:
@@ -305,7 +312,7 @@ def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
 
 
 def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
-    """Returns {field: value} for those of these fields that are equal in all runs."""
+    """Returns {field: value} for the given fields that are equal in all runs."""
     first, *others = (run.config for run in runs)
     return {field: first.get(field) for field in fields
             if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}

@@ -124,7 +124,7 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     config.model.d_model = 128  # new configs, not measured yet
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
     config.compare.seconds = 0.1
-    with pytest.raises(UserError, match=r"gpt takes 0.2 of 0.1 seconds, .* number of steps, 1, is \+100.0% off"):
+    with pytest.raises(UserError, match=r"gpt takes 0.2 seconds, the budget is 0.1: .* steps, 1, is \+100.0% off"):
         budget.plan_runs(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
     budget.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
@@ -192,10 +192,10 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
     ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
     ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
     ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),
-    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: follows from the budget"),
+    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: is computed from the budget"),
     ({"a, b": {}}, "names cannot contain commas"),
     ({"a": {"model": {"num_paths": 2}}}, "config.runs.a.model.num_paths: no such field"),
-    ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "'a' has data.tokenizer='bytes' and 'b' 'gpt2'"),
+    ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "data.tokenizer is 'bytes' in 'a' and 'gpt2' in 'b'"),
     ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' have the same workdir"),
     ({}, "the comparison has no runs")])
 def test_refuses_invalid_runs(runs, message, tmp_path):

@@ -123,7 +123,7 @@ def test_warns_of_different_validation_rows():
     # The same rows in batches of another size.
     assert warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
     warnings, outcome = warnings_and_conclusion(512, 1536)
-    assert "b, seed 0: 1 of 2 evaluations were on other rows than the last one" in warnings[0]
+    assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]
     assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
     assert "no ranking" in outcome
     assert results.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [

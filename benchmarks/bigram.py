@@ -2,9 +2,9 @@
 
     python benchmarks/bigram.py --workdir=runs/pgpt
 
-Counts bigrams on the training tokens of the run's token store, with add-k smoothing (the best of several k on the
-validation split, in favour of the bigram model), and prints both losses on the same validation tokens. Exit status 1
-if the run's model is not better.
+Counts bigrams in the training tokens of the run's token store, with add-k smoothing. The best of several k is chosen on
+the validation split, in favour of the bigram model. Prints both losses on the same validation tokens. The exit status
+is 1 if the run's model is not better.
 """
 
 import json
@@ -25,7 +25,10 @@ SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
                 k: float) -> float:
-    """Returns the mean of −log p(following | current) in nats, p = (count + k) / (count of current + k·vocab_size)."""
+    """Returns the mean of −log p(following | current) in nats, with bigrams counted in `train`.
+
+    p = (count of the bigram + k) / (count of `current` + k·vocab_size).
+    """
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
     pair = current.astype(np.int64) * vocab_size + following
     place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
@@ -35,13 +38,15 @@ def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, v
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Returns losses in nats per token on the run's validation batches: bigram_loss (with its k) and model_loss (the
-    run's last evaluation, at `step`)."""
+    """Returns validation losses in nats per token: "bigram_loss" with the best "k", and "model_loss" at "step".
+
+    "model_loss" is the run's last evaluation.
+    """
     config = workdir.read_config(folder)
     corpus = data.open_existing(config.data)
     trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
     if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
-        raise UserError(f"{folder}: its token store has changed or is missing; prepare it again")
+        raise UserError(f"{folder}: the run's token store has changed or is missing; prepare it again")
     evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
                    if line["split"] == "eval"]
     if not evaluations:

@@ -2,10 +2,11 @@
 
     python benchmarks/chaos.py --kills=100
 
-Trains each architecture once undisturbed, then again with SIGKILL at random moments, restarting until the run ends, and
-compares every bit of parameters and optimizer state and every loss of metrics.jsonl. Half of the kills come before the
-first step, half after it. Prints the kills by phase and, as its last line, a JSON object. Exit status 1 if anything
-differs. About 10 seconds per kill.
+Trains each architecture once undisturbed. Trains it again, with SIGKILL at random moments and a restart after each,
+until the run ends. Compares every bit of the parameters and the optimizer state, and every loss in metrics.jsonl. About
+half of the kills come before the first step. Takes about 10 seconds per kill.
+
+Prints the kills by phase and, as the last line, a JSON object. The exit status is 1 if anything differs.
 """
 
 import collections
@@ -42,7 +43,7 @@ class Run:
             sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40", *overrides]  # long enough to be hit by kills
+            "--config.train.eval_steps=40", *overrides]  # evaluations long enough to be hit by kills
 
     def start(self) -> None:
         with self._output.open("w") as file:
@@ -61,7 +62,7 @@ class Run:
             raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
 
     def kill(self) -> str | None:
-        """Kills the process; returns its phase, or None if it had ended already."""
+        """Kills the process. Returns the phase that it was in, or None if it had already ended."""
         self.process.kill()
         if self.process.wait() >= 0:
             self.finish()
@@ -84,7 +85,7 @@ class Run:
 
     def outcome(self) -> tuple[dict[str, np.ndarray], dict]:
         """Returns all arrays of the last checkpoint and all logged losses."""
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever it was when saved
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # not the sharding in the checkpoint
         arrays = {}
         for item in ("params", "opt_state"):
             folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item
@@ -113,10 +114,10 @@ def differences(one: Run, other: Run) -> list[str]:
 
 def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
               overrides: tuple[str, ...] = ()) -> tuple[collections.Counter, list[str], int]:
-    """Kills runs of an architecture `kills` times; returns kills by phase, differences, and the number of runs."""
+    """Kills runs of an architecture `kills` times. Returns kills by phase, differences, and the number of runs."""
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     seconds = []
-    for _ in range(2):  # the second one finds its programs in the compilation cache
+    for _ in range(2):  # the second run finds its programs in the compilation cache
         subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
         undisturbed.start()
         seconds = [time.monotonic()]
@@ -151,12 +152,12 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
 _KILLS = flags.DEFINE_integer("kills", 20, "Number of kills, over all architectures.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps per run.", lower_bound=EVERY)
 _ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Architectures to train.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments of kills.")
 
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    logging.set_verbosity(logging.ERROR)  # orbax warns about items that are read alone
+    logging.set_verbosity(logging.ERROR)  # orbax warns if only some items of a checkpoint are read
     rng = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Alternates --every training steps with a checkpoint, started before the first of them and waited for, and as many
-without. Prints both times and their ratio and, as its last line, a JSON object.
+Alternates --every training steps with a checkpoint, and as many steps without. The checkpoint starts before the first
+step; the time includes waiting for its end. Prints both times and their ratio and, as the last line, a JSON object.
 """
 
 import json
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import flags
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
+sys.path.insert(0, str(Path(__file__).parent.parent))  # recipes import configs/base.py
 
 from smallgpt_jax import cli, sharding
 from smallgpt_jax.checkpoint import Checkpoints

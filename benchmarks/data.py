@@ -1,12 +1,14 @@
-"""Speed of `prepare` and of the loader, in tokens per second.
+"""Measures the speed of `prepare` and of the data loader, in tokens per second.
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-`prepare`: each tokenizer on all cores, from files to a finished store; for GPT-2's also tiktoken's own batch encoding
-of the same documents with as many threads. Loader: from a store on disk to batches in memory, shuffled, packed, with
-segment ids, read ahead; for comparison a plain NumPy loader of random windows from a memory map, without epochs or
-documents. Prints a table, and a JSON object as its last line. FOLDER contains GPT-2's encoder.json and vocab.bpe; by
-default tiktoken downloads them.
+- `prepare`: from files to a finished token store, on all cores, for each tokenizer. GPT-2's tokenizer is compared with
+  tiktoken's own batch encoding of the same documents, with one thread per core.
+- Loader: from a token store on disk to batches in memory: shuffled, packed, with segment ids, read ahead. It is
+  compared with a plain NumPy loader of random windows from a memory map, without epochs or document boundaries.
+
+Prints a table and, as the last line, a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe; without --gpt2
+tiktoken downloads them.
 """
 
 import json
@@ -88,7 +90,7 @@ def main() -> None:
         folder = Path(temporary)
         print(f"prepare, {sources.local_bytes(_SOURCE.value) / 1e6:.0f} MB, on {os.cpu_count()} cores, M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
-            if spec == "trained":  # its training is not measured
+            if spec == "trained":  # training the tokenizer is not measured
                 tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, **RULES))
                 tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
@@ -105,7 +107,7 @@ def main() -> None:
             results["tiktoken batch"] = rates
             ratio = statistics.median(results["prepare gpt2"]) / own
             results["prepare gpt2 / tiktoken batch"] = ratio
-            print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare: {ratio:.2f} of that")
+            print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare / tiktoken: {ratio:.2f}")
 
         token_store = prepare_source(folder / "store", str(folder / "sentencepiece"))
         print("loader, M tokens/s\n  rows × tokens      " + "".join(

@@ -1,10 +1,10 @@
-"""Overhead of evaluation over its forward passes.
+"""Measures the overhead of an evaluation over its forward passes.
 
     python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
 
-Evaluates a gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) on a whole task, then runs the
-same batches through the same program alone. Prints both times and their ratio, with and without compilation; the last
-line is a JSON object.
+Evaluates a gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) on a whole task. Then runs only
+the forward passes of the same batches. Prints both times and their ratio, with and without compilation, and, as the
+last line, a JSON object.
 """
 
 import json
@@ -24,7 +24,7 @@ from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.step import init_state
 
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files.", required=True)
-_TASK = flags.DEFINE_string("task", "piqa", "Task.")
+_TASK = flags.DEFINE_string("task", "piqa", "lm-evaluation-harness's name of the task.")
 
 
 class RecordingScorer(Scorer):
@@ -53,7 +53,7 @@ def main() -> None:
     scorer = RecordingScorer(model, params)
 
     def language_model():
-        from smallgpt_jax.evaluation.harness import SmallGPT  # its import is part of the measurement
+        from smallgpt_jax.evaluation.harness import SmallGPT  # importing the harness is measured too
 
         return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 

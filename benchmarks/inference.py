@@ -1,19 +1,19 @@
-"""Inference: prefill, decoding speed and memory of the four architectures at one size.
+"""Measures prefill, decoding speed and memory of the four architectures at one size.
 
     pip install -e '.[bench]'
     python benchmarks/inference.py --output=docs/inference
 
-For gpt, pgpt (all paths, and one), lgpt and cgpt with the same layers, heads and width, and for `transformers`' GPT-2
-with its cache, over batch sizes and contexts:
+Compares gpt, pgpt (with all paths and with one), lgpt and cgpt with the same layers, heads and width, and
+`transformers`' GPT-2 with its key-value cache. For each batch size and context length it measures:
 
 - prefill: milliseconds for a prompt that leaves room for --new_tokens in the context
 - tokens/s of greedy decoding at the end of the context
-- bytes of weights and cache (this project's as allocated, transformers' as filled)
+- bytes of weights and cache (cache as allocated in this project, as filled in transformers)
 - bandwidth: bytes of weights and cache read per step × steps/s, relative to summing an array larger than any CPU cache
 
-Weights are random, which does not affect speed. Each figure is the median of --repeats; models alternate.
+Weights are random, which does not affect speed. Models alternate; each number is the median of --repeats timings.
 
-Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png; the last line of standard output is the table as
+Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png. The last line of standard output is the table as
 JSON.
 """
 
@@ -85,7 +85,7 @@ class OurModel:
             self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
 
     def run(self, prompts_BxT, new_tokens: int):
-        """Returns the seconds of prefill and the first token, of the other tokens, and the cache bytes."""
+        """Returns (seconds of prefill and first token, seconds of the other tokens, cache bytes)."""
         session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         session.reserve(new_tokens)
         started = time.perf_counter()
@@ -108,13 +108,13 @@ class Transformers:
 
         layers, heads, width, vocabulary = SIZES[_SIZE.value]
         if jax.default_backend() != "cpu":
-            raise UserError("transformers GPT-2: is measured on the CPU only; set JAX_PLATFORMS=cpu, or leave it out "
-                            "with --only")
+            raise UserError("transformers GPT-2: is measured on the CPU only; set JAX_PLATFORMS=cpu, or name the "
+                            "other models in --only")
         self.torch = torch
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        self.read_bytes = self.weight_bytes - 4 * width * context  # tied embeddings
+        self.read_bytes = self.weight_bytes - 4 * width * context  # tied token embeddings are read by the head
 
     def run(self, prompts_BxT, new_tokens: int):
         with self.torch.inference_mode():
@@ -169,7 +169,7 @@ def measure() -> list[dict]:
             prompts = np.random.default_rng(0).integers(
                 0, SIZES[_SIZE.value][3], (batch, context - _NEW_TOKENS.value))
             timings = {name: [] for name in names}
-            for repeat in range(_REPEATS.value + 1):  # the first compiles
+            for repeat in range(_REPEATS.value + 1):  # the first repeat compiles
                 for name, model in compared.items():
                     time.sleep(0.3)  # threads of the previous model may still be spinning
                     timing = model.run(prompts, _NEW_TOKENS.value)

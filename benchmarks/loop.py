@@ -2,10 +2,10 @@
 
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
-Alternates, --rounds times, a full run of --steps steps (progress, metrics.jsonl, TensorBoard, checkpoints) with as many
-steps of the same compiled program on one batch. The time of a run is taken from the speeds that it logs after its first
-line, without compilation and evaluation. Prints seconds per step of both and their ratio and, as its last line, a JSON
-object.
+Each of --rounds rounds measures a full run of --steps steps (progress, metrics.jsonl, TensorBoard, checkpoints), then
+as many steps of the same compiled program alone, on one batch. A run's time comes from its logged speeds except the
+first, without compilation and evaluation. Prints the seconds per step of both and their ratio and, as the last line, a
+JSON object.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the recipes
+sys.path.insert(0, str(Path(__file__).parent.parent))  # recipes import configs/base.py
 
 from smallgpt_jax import cli, train
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -28,18 +28,18 @@ from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each kind.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of measurements.", lower_bound=1)
 
 
 def run_seconds(config) -> float:
-    """Returns the seconds per step of a run."""
+    """Returns the seconds per step of a full run."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
             train.train(config, folder)
         speeds = [line["tokens_per_second"] for line in read_lines(Path(folder) / METRICS_FILE)
                   if line["split"] == "train"]
     tokens_per_step = config.train.batch_size * config.model.context_length
-    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # of equally long windows
+    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # each over equally many steps
 
 
 def step_seconds(config) -> float:
@@ -63,7 +63,7 @@ def main() -> None:
         config.train.steps, config.train.eval_every, config.train.eval_steps = _STEPS.value, _STEPS.value, 1
     if _STEPS.value % config.train.log_every or _STEPS.value == config.train.log_every:
         cli.fail(f"--steps={_STEPS.value}: must be a multiple of config.train.log_every={config.train.log_every}, "
-                 "at least twice it")
+                 "and at least twice as large")
     pairs = [(run_seconds(config), step_seconds(config)) for _ in range(_ROUNDS.value)]
     whole, bare = (statistics.median(times) for times in zip(*pairs))
     cost = statistics.median(a / b for a, b in pairs) - 1

@@ -1,11 +1,11 @@
-"""Are the rewrites in smallgpt_jax/ops still faster? Times each against its plain form, alternating the two, on a CPU.
+"""Times the optimized operations of smallgpt_jax/ops against their plain forms, alternating the two, on a CPU.
 
     python benchmarks/ops.py
 
-prints one row per rewrite: milliseconds of the plain form and of ours, and their ratio (median over rounds of
-plain / ours: above 1, ours is faster). Run it with each new JAX, and remove rewrites that are no longer faster. Shapes
-are those of the quickstart (8 × 128 positions, width 128) and of width 256 (16 × 128 positions). The last line of
-output is JSON.
+Prints one row per operation: milliseconds of the plain form, milliseconds of ours, and the median over rounds of
+plain / ours (above 1: ours is faster). Run it with each new version of JAX, and remove optimizations that are not
+faster. Shapes are those of the quickstart (8 × 128 positions, width 128) and of width 256 (16 × 128 positions). The
+last line of output is JSON.
 """
 
 import functools
@@ -25,13 +25,13 @@ from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.inference import sampling
 from smallgpt_jax.ops import activations, attention, cross_entropy, matmul
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds; each times every form once.", lower_bound=1)
-_ONLY = flags.DEFINE_list("only", None, "These rows only, by the beginning of their names.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds; each times both forms of an operation.", lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "Measure only rows whose names start with one of these.")
 
 
 def training(function):
-    """Returns the function that computes the gradient of `function`'s output, summed with fixed weights, by all
-    arguments."""
+    """Returns a function that computes the gradient, with respect to all arguments, of a weighted sum of the output of
+    `function`."""
     def weighted_sum(*arguments):
         y = function(*arguments)
         return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))
@@ -40,7 +40,7 @@ def training(function):
 
 
 def on_gpu(function):
-    """Returns `function` as it is traced where the platform is not a CPU."""
+    """Returns `function`, traced as on a GPU."""
     def traced(*arguments):
         with mock.patch.object(cross_entropy, "platform", lambda: "gpu"):
             return function(*arguments)
@@ -61,7 +61,7 @@ def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
 
 
 def rows() -> dict[str, tuple]:
-    """Returns {name: (plain, ours, arguments)}."""
+    """Returns {name: (plain form, our form, arguments)}."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -118,7 +118,7 @@ def rows() -> dict[str, tuple]:
 
 
 def milliseconds(compiled, arguments) -> float:
-    """Returns the best of five calls."""
+    """Returns the shortest time of five calls, in milliseconds."""
     def once():
         started = time.perf_counter()
         jax.block_until_ready(compiled(*arguments))

@@ -1,19 +1,26 @@
-"""Training throughput of this project and of PyTorch, measured alternately in one run.
+"""Compares the training throughput of this project and PyTorch, measured alternately.
 
     pip install -e '.[bench]'
     python benchmarks/train_step.py
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-Ours is the compiled step of `train`. The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied
-head like our gpt, and with biases. It takes the same AdamW step with the same clipping: eagerly on a CPU, with
-`torch.compile` and PyTorch's fused attention on a GPU. Both train on one device on one repeated batch of random tokens;
-a loss that does not fall is an error. A round is --steps steps without synchronization, and models alternate.
+Ours is the compiled training step of `train`. The peer is `transformers`' GPT-2 with the same sizes. It has exact GELU
+and an untied head, like our gpt, and it has biases. The peer uses the same AdamW and gradient clipping. It runs eagerly
+on a CPU, and with `torch.compile` and PyTorch's fused attention on a GPU. Both train on one device, on one repeated
+batch of random tokens. A loss that does not fall is an error. In each round, each model runs --steps steps without
+synchronization.
 
-Output, per model: median tokens/s over the rounds; the ratio to the peer in the same round, median and range; MFU if
-the chip's peak is known; memory, ours from the compiled program, PyTorch's the peak allocation (GPUs only); first and
-last loss. Rounds exclude compilation: `compile s` is its time with the first step. The last line of standard output is
-the same as JSON.
+Output per model:
+
+- `compile s`: seconds of compilation and the first step, excluded from rounds
+- tokens/s: median over rounds
+- ours/PyTorch's: ratio of tokens/s to the peer's in the same round, median and range
+- MFU, if the chip's peak is known
+- memory: of the compiled program for ours, the peak allocation for PyTorch (GPUs only)
+- first and last loss
+
+The last line of standard output has the same results as JSON.
 """
 
 import importlib
@@ -52,13 +59,13 @@ WARM_UP_STEPS = 2
 
 _CONFIG = cli.define_config()
 _ARCHITECTURES = flags.DEFINE_list(
-    "architectures", None, "Without --config: recipes of configs/. Default: gpt; on accelerators gpt and pgpt.")
+    "architectures", None, "Recipes in configs/, used without --config. Default: gpt; on accelerators gpt and pgpt.")
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"{', '.join(CPU_SIZES)}: 8 blocks of that width, float32, context 256, vocabulary 8,192. recipe: "
-    "as in the config. Default: on a CPU all but recipe, else recipe.")
-_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The peer: transformers, or none.")
+    "sizes", None, f"{', '.join(CPU_SIZES)}: 8 blocks of this width, float32, context 256, vocabulary 8,192. recipe: "
+    "the config's sizes. Default: all but recipe on a CPU, else recipe.")
+_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The peer: hf (transformers) or none.")
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Sequences per step. Default: 16, for the size recipe 32.", lower_bound=1)
+    "batch_size", None, "Sequences per step. Default: 32 for the size recipe, else 16.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps per round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
 
@@ -74,7 +81,7 @@ def recipes() -> list[ConfigDict]:
 
 
 def resized(recipe: ConfigDict, size: str) -> ConfigDict:
-    """Returns the recipe at this size, for one device and with a constant learning rate."""
+    """Returns the recipe with the sizes of `size`, for one device and with a constant learning rate."""
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
         if size != "recipe":
@@ -89,7 +96,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns the gpt of the same sizes, the peer's architecture."""
+    """Returns a gpt, the peer's architecture, with the config's sizes."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, "architecture": "gpt"})
 
@@ -109,14 +116,14 @@ class Ours:
         self.compile_seconds = time.perf_counter() - started
 
     def run(self, steps: int) -> float:
-        """Takes so many steps and waits for their end; the loss of the last one."""
+        """Runs training steps, waits for them, and returns the last loss."""
         for _ in range(steps):
             self.state, values = self.step(self.state, self.batch)
         jax.block_until_ready(self.state)
         return float(values["loss"])
 
     def memory_bytes(self) -> int:
-        """Returns this program's memory; the device's peak would include earlier programs."""
+        """Returns the memory of the compiled program. The device's peak memory would include earlier programs."""
         plan = self.step.memory_analysis()
         return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
                 + plan.temp_size_in_bytes)
@@ -134,8 +141,8 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # "sdpa" under a name without mask construction uses is_causal. With "sdpa" a compiled model passes a mask,
-        # which rules out the fastest kernel.
+        # transformers passes no mask to an attention of another name than "sdpa", which then uses is_causal. Under the
+        # name "sdpa", a compiled model passes a mask, which rules out the fastest kernel.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -168,7 +175,7 @@ class Transformers:
         self.compile_seconds = time.perf_counter() - started
 
     def run(self, steps: int) -> float:
-        """Takes so many steps and waits for their end; the loss of the last one."""
+        """Runs training steps, waits for them, and returns the last loss."""
         for _ in range(steps):
             loss = self.loss()
             loss.backward()
@@ -189,17 +196,17 @@ def check_peer(configs: list[ConfigDict]) -> None:
         import torch
         import transformers  # noqa: F401
     except ImportError:
-        raise UserError("PyTorch or transformers is not installed; pip install -e '.[bench]', or run with "
+        raise UserError("PyTorch or transformers is not installed; run pip install -e '.[bench]', or use "
                         "--peer=none") from None
     backend = jax.default_backend()
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
-        raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind} here; run with --peer=none")
+        raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none")
     if any(config.optimizer.name != "adamw" for config in configs):
         raise UserError("config.optimizer.name: the peer supports adamw only; change it, or run with --peer=none")
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Returns a row per config and one for the peer, if any; all have the same sizes."""
+    """Returns one row per config, and one for the peer unless --peer=none. All configs have the same sizes."""
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
@@ -207,7 +214,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     if _PEER.value != "none":
         contenders[PEER] = Transformers(configs[0], tokens_BxT1)
     seconds, losses = {name: [] for name in contenders}, {}
-    for round_ in range(_ROUNDS.value + 1):  # the first is a warm-up
+    for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
         for name, contender in contenders.items():
             time.sleep(0.3)  # PyTorch's idle threads keep spinning for a while
             started = time.perf_counter()
@@ -216,7 +223,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
                 seconds[name].append(time.perf_counter() - started)
     chip, rows = chips.find_chip(jax.devices()[0].device_kind), []
     for name, contender in contenders.items():
-        if not losses[name] < contender.first_loss:  # NaN is not, either
+        if not losses[name] < contender.first_loss:  # also true for NaN
             raise UserError(f"{name} does not train: loss {contender.first_loss} → {losses[name]}")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
@@ -255,7 +262,7 @@ def table(rows: list[dict]) -> str:
 
 
 def hardware() -> dict:
-    """Returns the device and machine."""
+    """Returns the device, the number of CPU cores, and the machine type."""
     return {"device": chips.device_name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine()}
 
 
@@ -265,7 +272,7 @@ def versions() -> dict:
 
 
 def main() -> None:
-    # Compilation is timed without the cache.
+    # The compilation cache would falsify compilation times.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     if unknown := set(sizes) - set(SIZES):

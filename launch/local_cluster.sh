@@ -42,7 +42,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 grace=${GRACE_SECONDS:-10}
 
-# Below 30000: the system hands out ports from 32768 on.
+# A port below 30000, because the system assigns ports from 32768 on to other programs.
 port=$((10000 + RANDOM % 20000))
 while (: >"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do # the port is in use
   port=$((10000 + RANDOM % 20000))
@@ -50,7 +50,7 @@ done
 
 environment=(JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES="$devices")
 count_flag='--xla_force_host_platform_device_count=[0-9]*'
-if [[ ${XLA_FLAGS:-} =~ $count_flag ]]; then # it would conflict with JAX_NUM_CPU_DEVICES
+if [[ ${XLA_FLAGS:-} =~ $count_flag ]]; then # this flag conflicts with JAX_NUM_CPU_DEVICES
   environment+=(XLA_FLAGS="${XLA_FLAGS/"${BASH_REMATCH[0]}"/}")
 fi
 command=(env "${environment[@]}" "$python" -m smallgpt_jax.main
@@ -69,9 +69,9 @@ command -v "$python" >/dev/null ||
 pids=() # of running processes
 logs=$(mktemp -d)
 failed=0    # status of the first failure
-deadline='' # when to stop the remaining processes; '' before a failure
-signal=TERM # the signal to send then
-sent=       # the last signal sent
+deadline='' # value of $SECONDS at which the remaining processes are stopped; '' before a failure
+signal=TERM # signal to send at the deadline
+sent=       # last signal sent
 
 signal_all() {
   local i
@@ -90,7 +90,7 @@ trap 'signal_all TERM; set_deadline' TERM
 trap 'signal_all HUP; set_deadline' HUP
 trap 'signal_all KILL; rm -rf "$logs"' EXIT
 
-set -m # a process group each, so that Ctrl-C reaches them once, through signal_all
+set -m # one process group per process, so that Ctrl-C reaches each only once, through signal_all
 for ((i = 0; i < processes; i++)); do
   if ((i == 0)); then
     "${command[@]}" --process_id="$i" "$@" </dev/null &
@@ -116,7 +116,7 @@ while ((left)); do
     ((status)) || continue
     ((failed)) || failed=$status
     set_deadline
-    [[ ! $sent ]] || continue # stopped by a signal
+    [[ ! $sent ]] || continue # the process was stopped by a signal
     ((i == 0)) || sed "s/^/process $i: /" "$logs/$i" >&3
     echo "process $i: exit status $status" >&3
   done
@@ -125,6 +125,6 @@ while ((left)); do
     signal=KILL # for processes that ignore SIGTERM
     deadline=$((SECONDS + grace))
   fi
-  sleep 0.1 || true # Ctrl-C ends it early
+  sleep 0.1 || true # Ctrl-C ends the sleep early
 done
 exit "$failed"

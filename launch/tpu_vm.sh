@@ -9,8 +9,8 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   create    requests the slice, as a queued resource, and waits until it is active
   install   copies this repository's last commit to all workers and creates the environment there
   start     starts `python -m smallgpt_jax.main ARGS` on all workers, detached
-  resume    after a preemption, with the same flags and ARGS: unless the slice exists, deletes its remains and
-            creates it; then installs and starts; the run resumes from its newest checkpoint
+  resume    continues a run after a preemption, with the flags and ARGS of the other commands: recreates the slice
+            unless it is active, then does install and start. The run resumes from its newest checkpoint
   logs      follows the log of a worker
   status    shows the state of the slice, and of the run on each worker
   stop      stops the run on all workers
@@ -20,9 +20,9 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   --project=PROJECT            default: gcloud's (all commands)
   --accelerator_type=TYPE      type and size, such as v5litepod-8 (create, resume)
   --runtime_version=VERSION    image of the VMs: v2-alpha-tpuv5-lite for v5e (create, resume)
-  --spot                       cheaper, can be preempted (create, resume)
+  --spot                       cheaper VMs that can be preempted (create, resume)
   --no_wait                    do not wait (create)
-  --repo=URL                   clone this instead of copying your commit (install, resume)
+  --repo=URL                   clone this repository instead of copying the local one (install, resume)
   --bucket=NAME                Cloud Storage bucket to mount at ~/bucket (install, start, resume)
   --worker=N                   default: 0 (logs)
   --yes                        do not ask for confirmation (delete)
@@ -74,7 +74,7 @@ create() {
     "$(quoted gcloud compute tpus queued-resources describe "$name" "${where[@]}")"
 }
 
-# Polls until the state of the slice, in $state, is final.
+# Polls the state of the slice into $state until the state is final.
 wait_for_slice() {
   local before=''
   if [[ $dry_run ]]; then
@@ -94,7 +94,7 @@ wait_for_slice() {
   done
 }
 
-on_workers() { # all | N, a command
+on_workers() { # WORKER (a number or all) COMMAND
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
@@ -116,14 +116,14 @@ install() {
   on_workers all "set -e; $get; $there install $(quoted "$bucket")"
 }
 
-start() { # in two steps: no worker starts unless all of them can
+start() { # in two steps, so that no worker starts unless all are ready
   on_workers all "$there ready $(quoted "$bucket")"
   on_workers all "$there start $(quoted "$@")"
 }
 
 resume() {
   state=''
-  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else it does not exist: an interrupted resume
+  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else the slice is missing: an earlier resume was interrupted
     wait_for_slice
     [[ $state == ACTIVE ]] || yes=yes delete
   fi
@@ -151,7 +151,7 @@ delete() {
 
 ### On a worker
 
-worker_running() { # the process id alone may have been reused
+worker_running() { # checks the command line, because the process id may have been reused
   grep -qs smallgpt_jax.main "/proc/$(cat ~/smallgpt_jax.pid 2>/dev/null || echo none)/cmdline"
 }
 
@@ -160,7 +160,7 @@ worker_idle() { ! worker_running || fail "$(hostname): a run is in progress; sto
 worker_install() { # [BUCKET]
   local uv=~/.local/bin/uv
   local repository=https://packages.cloud.google.com/apt key=/usr/share/keyrings/gcsfuse.asc
-  # The VMs may have Python 3.10, which is too old; uv installs another.
+  # The VMs may have Python 3.10, which is too old; uv installs 3.11.
   [[ -x $uv ]] || curl -LsSf https://astral.sh/uv/install.sh | sh
   $uv venv --quiet --allow-existing --python=3.11 .venv
   $uv pip install --quiet --python=.venv/bin/python -c constraints.txt -e '.[tpu]'
@@ -180,7 +180,8 @@ worker_ready() { # [BUCKET]
   [[ -x .venv/bin/python ]] || fail "$(hostname): not installed; run install first"
   [[ ${1:-} ]] || return 0
   mkdir -p ~/bucket
-  # No metadata cache, since other workers write the same files; completing a checkpoint renames a folder.
+  # No metadata cache, because other workers write the same files. Completing a checkpoint renames a folder, which needs
+  # a large --rename-dir-limit.
   mountpoint -q ~/bucket || gcsfuse --implicit-dirs --rename-dir-limit=1000000 \
     --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 "$1" ~/bucket
 }

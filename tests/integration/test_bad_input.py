@@ -1,7 +1,7 @@
 """Error messages for unusable texts, stores and workdirs, and their table in docs/bad-input.md.
 
 CASES has one entry per row of the table: the problem, a function that writes the files, the settings, the message.
-Existing files stay unchanged, and neither a workdir nor an incomplete store is written.
+Training on them fails with the message, leaves existing files unchanged, and creates no workdir.
 """
 
 import bz2

@@ -136,7 +136,7 @@ def test_export_and_import(variant, tmp_path):
             cache = output.past_key_values
             pieces.append(output.logits)
         np.testing.assert_allclose(torch.cat(pieces, 1), ours, atol=1e-4)
-        # A left-padded row in a batch continues as it does alone.
+        # A left-padded row in a batch generates the same tokens as the row alone.
         short, pad = tokens[:1, :9], 4
         rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
         mask = np.ones_like(rows)
@@ -155,8 +155,8 @@ def test_export_and_import(variant, tmp_path):
     for source in ("out", "again"):
         back = hugging_face.read_folder(str(tmp_path / source))
         assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
-        wanted = {**vars(model.config), "scan_layers": False}
-        assert vars(back.model.config) == wanted
+        expected = {**vars(model.config), "scan_layers": False}
+        assert vars(back.model.config) == expected
 
 
 @pytest.mark.parametrize("fields", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
@@ -357,9 +357,9 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
     for name in ("tuned", "tuned again"):
         result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / name}")
         assert result.returncode == 0 and not result.stderr, result.stderr
-        begun = inference.load_trained(tmp_path / name)
-        assert_bitwise_equal(begun.params, params)
-        assert begun.step == 0 and vars(begun.model.config) == config.model.to_dict()
+        copied = inference.load_trained(tmp_path / name)
+        assert_bitwise_equal(copied.params, params)
+        assert copied.step == 0 and vars(copied.model.config) == config.model.to_dict()
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}

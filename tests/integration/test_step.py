@@ -117,8 +117,8 @@ def test_evaluation_excludes_masked_targets():
     params = init(model)
     tokens = np.random.default_rng(0).integers(0, 257, (4, 65))
     evaluate = jax.jit(eval_step, static_argnames=("model", "microbatches", "loss_chunks"))
-    every = np.ones((1, 64), bool)
-    rows = [evaluate(params, {}, Batch(tokens[i:i + 1], None, every), model=model, microbatches=1, loss_chunks=1)
+    all_targets = np.ones((1, 64), bool)
+    rows = [evaluate(params, {}, Batch(tokens[i:i + 1], None, all_targets), model=model, microbatches=1, loss_chunks=1)
             for i in (0, 2)]
     loss_mask = np.tile([[True], [False], [True], [False]], (1, 64))
     loss, targets = evaluate(params, {}, Batch(tokens, None, loss_mask), model=model, microbatches=2, loss_chunks=4)

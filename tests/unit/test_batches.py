@@ -191,11 +191,11 @@ def test_each_epoch_has_its_own_order(documents):
 @pytest.mark.parametrize("kind", packing.PACKINGS)
 def test_validation_has_each_row_once(documents, kind):
     packed = packing.PACKINGS[kind](documents.validation, 64, True)
-    every = packed.read_rows(np.arange(packed.num_rows))
+    all_rows = packed.read_rows(np.arange(packed.num_rows))
     whole = list(batches.validation_batches(single(packed), 8, limit=0))
     found = np.concatenate([rows.tokens_BxT1[rows.loss_mask_BxT.any(axis=1)] for rows in whole])
-    assert sorted_rows(found) == sorted_rows(every.tokens_BxT1)
-    targets = every.tokens_BxT1[:, 1:].size if every.loss_mask_BxT is None else every.loss_mask_BxT.sum()
+    assert sorted_rows(found) == sorted_rows(all_rows.tokens_BxT1)
+    targets = all_rows.tokens_BxT1[:, 1:].size if all_rows.loss_mask_BxT is None else all_rows.loss_mask_BxT.sum()
     assert sum(rows.loss_mask_BxT.sum() for rows in whole) == targets
     assert all(rows.tokens_BxT1.shape == (8, 65) for rows in whole)
     some = list(batches.validation_batches(single(packed), 8, limit=2))

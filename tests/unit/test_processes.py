@@ -63,11 +63,11 @@ def test_local_rows_need_not_be_contiguous(monkeypatch):
     """This process has devices 0, 3 and 6 of the mesh. On TPU slices, the devices of a process can be scattered."""
     mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
-    mine = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}
+    local = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}
 
     class Sharding:
         def addressable_devices_indices_map(self, shape):
-            return mine
+            return local
 
     monkeypatch.setattr(sharding, "batch_sharding", lambda mesh: Sharding())
     np.testing.assert_array_equal(sharding.local_rows(mesh, 8), [0, 1, 2, 3, 6, 7])

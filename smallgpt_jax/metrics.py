@@ -110,7 +110,7 @@ class NonFiniteGuard:
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
                  newest_checkpoint: Callable[[], int | None], log: Callable[[str], None] = print):
         self._skips, self._max = on_nonfinite == "skip", max_nonfinite
-        self._row_numbers_of, self._newest_checkpoint, self._log = row_numbers_at, newest_checkpoint, log
+        self._row_numbers_at, self._newest_checkpoint, self._log = row_numbers_at, newest_checkpoint, log
         self._in_a_row = 0
 
     def check(self, metrics: StepMetrics) -> None:
@@ -121,7 +121,7 @@ class NonFiniteGuard:
         self._in_a_row += 1
         values = metrics.values
         was_applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        rows = ", ".join(map(str, self._row_numbers_of(metrics.step)))
+        rows = ", ".join(map(str, self._row_numbers_at(metrics.step)))
         trouble = (f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
                    + (", the updated weights are not finite" if was_applied else "")
                    + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")

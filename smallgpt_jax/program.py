@@ -34,12 +34,9 @@ class Program:
     shardings: TrainState
     abstract_params: Any  # models.abstract_params(model), stored because it requires a trace
 
-    def abstract_state(self) -> TrainState:
-        """Returns the shapes and shardings of the train state."""
-        return self._abstract_state
-
     @functools.cached_property
-    def _abstract_state(self) -> TrainState:
+    def abstract_state(self) -> TrainState:
+        """The shapes and shardings of the train state."""
         shapes = jax.eval_shape(self._init_state)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
@@ -63,7 +60,7 @@ class Program:
             microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(self.abstract_state(), self.abstract_batch()).compile(compiler_options)
+            return jitted.lower(self.abstract_state, self.abstract_batch()).compile(compiler_options)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
@@ -71,7 +68,7 @@ class Program:
             eval_step, model=self.model, microbatches=self.config.train.microbatches,
             loss_chunks=self.config.train.loss_chunks)
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
-        state = self.abstract_state()
+        state = self.abstract_state
         with sharding.use_mesh(self.mesh):
             return jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True)).compile()
 

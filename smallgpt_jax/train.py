@@ -121,7 +121,7 @@ def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainSt
 
     The checkpoint of an imported model has no optimizer state; it is replaced by the initial optimizer state.
     """
-    state = checkpoints.restore_latest(program.abstract_state()) or program.initial_state()
+    state = checkpoints.restore_latest(program.abstract_state) or program.initial_state()
     if state.opt_state is None:
         state = state._replace(opt_state=program.initial_opt_state(state.params))
     return state

@@ -68,7 +68,7 @@ def estimate(program: "Program") -> Estimate:
     If the program does not fit into memory, `Estimate.fits` is False.
     """
     config, model, mesh = program.config, program.model, program.mesh
-    state, kind = program.abstract_state(), mesh.devices.flat[0].device_kind
+    state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
     chip = chips.find_chip(kind)
     per_token = flops.train_flops_per_token(model)
     tokens = config.train.batch_size * config.model.context_length

@@ -180,17 +180,21 @@ def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[],
                         "--config.data.text_field")
     done = 0
 
-    def items():
-        nonlocal done
+    def batches():
         with name_file_in_errors(path):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
                 column = batch.column(0)
                 # pyarrow does not check that strings are valid UTF-8.
                 if types.is_string(column.type) or types.is_large_string(column.type):
                     column = column.cast("binary" if types.is_string(column.type) else "large_binary")
-                for number, text in enumerate(column.to_pylist(), done + 1):
-                    yield extract_text(text, f"{path}, row {number}", columns, rules)
-                done += len(batch)
+                yield column.to_pylist()
+
+    def items():
+        nonlocal done
+        for texts in batches():
+            for number, text in enumerate(texts, done + 1):
+                yield extract_text(text, f"{path}, row {number}", columns, rules)
+            done += len(texts)
 
     return items(), lambda: done / rows
 

@@ -38,7 +38,7 @@ def first_metrics(architecture, devices=1, steps=3, **fields):
     program, compiled = compiled_program(architecture, devices, **fields)
     step = program.runnable(compiled)
     params = init(program.model)
-    state = program.abstract_state()
+    state = program.abstract_state
     params = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), params, state.params)
     state = state._replace(step=jax.device_put(jnp.int32(0), state.step.sharding), params=params,
                            opt_state=program.initial_opt_state(params))
@@ -87,7 +87,7 @@ def test_paths_are_joined_by_one_all_reduce():
     """pgpt's forward pass with one path per device has a single collective, which sums the paths' outputs."""
     config = load_config("pgpt", **SMALL, mesh__data=1, mesh__path=2)
     program = build_program(config, jax.devices()[:2])
-    params = program.abstract_state().params
+    params = program.abstract_state.params
     tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=sharding.batch_sharding(program.mesh))
     with sharding.use_mesh(program.mesh):
         forward = jax.jit(lambda params, tokens: program.model.apply(
@@ -188,7 +188,7 @@ def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
         checkpoints = Checkpoints(tmp_path, keep=1, log=print)
         checkpoints.save(int(state.step), state)
         checkpoints.wait_until_finished()
-        return checkpoints.restore_latest(one.program.abstract_state())
+        return checkpoints.restore_latest(one.program.abstract_state)
 
     assert one.run(resume) == expected
     assert DropoutMasks(devices=8, **mesh(data=2, tensor=2, path=2)).run() == expected

@@ -93,7 +93,7 @@ def test_activation_memory_matches_the_formula(fields, kept):
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
-    found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state(), 4, 8, False)
+    found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)
     # CPUs use XLA's attention: a chunk of 128 queries keeps attention weights up to its last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores

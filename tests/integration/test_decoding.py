@@ -167,7 +167,8 @@ def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, mon
     model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
                                        model__position="none").model)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
-    monkeypatch.setattr(inference, "load_trained", lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1))
+    monkeypatch.setattr(inference.loading, "load_trained",
+                        lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1))
     if substrings is None:
         inference.load("a workdir")
         return

@@ -14,6 +14,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.program import build_program
 from smallgpt_jax.train import train
 
@@ -91,7 +92,7 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     # Half as many key heads as query heads halve the cache.
     session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
     session.reserve(63)
-    session.sample(inference.Sampling())
+    session.sample(Sampling())
     assert session.cache_bytes() == 2 * 64 * 2 * 16 * 4
     planned = estimate(build_program(config))
     assert planned.parameters == models.num_parameters(trained.model) and planned.fits

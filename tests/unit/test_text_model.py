@@ -78,7 +78,7 @@ def test_a_refused_turn_changes_nothing(model):
 
 def test_refuses_characters_without_a_piece(model):
     narrow = inference.TextModel(model.model, {}, spaced_tokenizer(remove_extra_whitespaces=True))
-    with pytest.raises(UserError, match="no piece for 'z', 'é'"):
+    with pytest.raises(UserError, match="cannot encode 'z', 'é'"):
         narrow.generate("a catzé")
 
 
@@ -122,7 +122,7 @@ def test_selected_paths():
     assert inference.select_paths(model, params, "best") == [2]
     assert inference.select_paths(model, params, "3, 1") == [3, 1]
     for paths in ("4", "0,0", "first", "", [-1]):
-        with pytest.raises(UserError, match="different indices from 0 to 3"):
+        with pytest.raises(UserError, match="distinct indices from 0 to 3"):
             inference.select_paths(model, params, paths)
     with pytest.raises(UserError, match="only pgpt has paths, this model is a gpt"):
         inference.select_paths(build("gpt"), {}, "best")

@@ -1,0 +1,61 @@
+"""Decoding generated tokens one by one, up to a stop string."""
+
+import itertools
+from collections.abc import Sequence
+
+from smallgpt_jax.data import tokenizers
+
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # incomplete UTF-8 decodes to this character
+DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with new tokens
+
+
+class Detokenizer:
+    """Decodes tokens one by one, up to the first of the strings in `stop`.
+
+    `before` has the ids of the preceding tokens, whose text ends with `prompt`. New tokens are decoded together with
+    the last DECODED_CONTEXT ids of `before`, because some tokenizers drop the leading space of a text's first token.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
+                 prompt: str = ""):
+        self.text, self.is_done = "", False
+        self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
+        self._ids, self._shown = list(before[-DECODED_CONTEXT:]), 0
+        self._before = tokenizer.decode(self._ids)
+        if prompt[-1:].isspace() and not self._before[-1:].isspace():
+            self._before += " "  # the tokenizer dropped the prompt's last space
+
+    def add(self, token: int) -> str:
+        """Adds a token; returns the new text that later tokens cannot change.
+
+        Sets `is_done` at end-of-text and at stop strings.
+        """
+        if token == self._tokenizer.end_of_text:
+            self.is_done = True
+            return self.flush()
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        # text[len(self._before):] would be wrong if the token completes a character that begins in `before`.
+        self.text = text[common_prefix_length(self._before, text):]
+        if starts := [start for s in self._stop if (start := self.text.find(s)) >= 0]:
+            self.is_done = True
+            self.text = self.text[:min(starts)]
+            return self.flush()
+        # Hold back an incomplete character, and a suffix that may be the beginning of a stop string.
+        complete = self.text.rstrip(REPLACEMENT_CHARACTER)
+        held_back = max((n for s in self._stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0)
+        return self._show(len(complete) - held_back)
+
+    def flush(self) -> str:
+        """Returns the text that `add` has held back. Call it after the last token."""
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        piece = self.text[self._shown:end]
+        self._shown = max(self._shown, end)
+        return piece
+
+
+def common_prefix_length(one: str, other: str) -> int:
+    """Returns the length of the longest common prefix of two texts."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))

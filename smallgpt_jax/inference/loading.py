@@ -1,0 +1,102 @@
+"""Loading a trained model from its workdir."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from smallgpt_jax import models, workdir
+from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import local_path
+from smallgpt_jax.inference import layout
+from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.inference.text_model import TextModel
+from smallgpt_jax.models.pgpt import path_weights, with_paths
+
+
+def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
+    """Returns the model of a workdir, on the default device.
+
+    Args:
+        folder: the workdir.
+        step: the step of the checkpoint to load; None: the newest.
+        paths: the paths of a pgpt to use: "all", "best" (the path with the largest weight), or indices, "0,1" or
+            [0, 1].
+
+    Raises UserError if the workdir has no run, the run has no checkpoint of `step`, or the model lacks the paths.
+    """
+    trained = load_trained(folder, step)
+    model, params, model_state = trained.model, trained.params, trained.model_state
+    if paths != "all":
+        config, params, model_state = with_paths(
+            model.config, params, model_state, select_paths(model, params, paths))
+        model = models.LanguageModel(config)
+    return build_text_model(model, params, trained.tokenizer, model_state)
+
+
+def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
+                     model_state=None) -> TextModel:
+    """Returns a TextModel for parameters and state in the training layout.
+
+    Raises UserError if a custom architecture's cached decoding does not match its full forward pass.
+    """
+    weights = layout.pack(model, params, model_state)
+    if models.find_architecture(model.config.architecture) not in models.BUILT_IN:
+        check_decoding(model, params, model_state)
+    return TextModel(model, weights, tokenizer)
+
+
+class TrainedModel(NamedTuple):
+    """The model of a workdir at one checkpoint."""
+
+    model: models.LanguageModel
+    params: Any  # in the training layout
+    model_state: Any  # the variable collection "state"
+    tokenizer: tokenizers.Tokenizer
+    step: int
+
+
+def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
+    """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
+    folder = local_path("--workdir", folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the workdir of a run")
+    config = workdir.read_config(folder)
+    model = models.build(**config.model)
+    if not (folder / workdir.CHECKPOINT_FOLDER).is_dir():
+        raise UserError(f"{folder}: the run has no checkpoint yet; train it first")
+    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{folder}: the run has no checkpoint yet; train it first")
+    if step not in (None, *steps):
+        raise UserError(f"{folder}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+                            (nn.unbox(models.abstract_params(model)), models.abstract_model_state(model)))
+    step = steps[-1] if step is None else step
+    params, model_state = checkpoints.restore_model(step, *abstract)
+    checkpoints.close()
+    return TrainedModel(model, params, model_state, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
+
+
+def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
+    """Returns the indices of the paths that `paths` selects. Raises UserError if the model lacks one of the paths."""
+    c = model.config
+    if c.architecture != "pgpt":
+        raise UserError(f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'")
+    if paths == "best":
+        return [int(np.argmax(path_weights(params)))]
+    try:
+        indices = [int(index) for index in (paths.split(",") if isinstance(paths, str) else paths)]
+    except ValueError:
+        indices = []
+    if not indices or len(set(indices)) < len(indices) or not set(indices) <= set(range(c.num_paths)):
+        raise UserError(f"paths={paths!r}: expected all, best, or distinct indices from 0 to {c.num_paths - 1}, "
+                        "separated by commas")
+    return indices

@@ -1,13 +1,13 @@
-"""ConvGPT of arXiv 2404.14462: LinearGPT with causal convolutions in place of its dense layers.
+"""ConvGPT of arXiv 2404.14462: LinearGPT with causal convolutions instead of dense layers between its stages.
 
     python -m smallgpt_jax.prepare --config=configs/cgpt.py
     python -m smallgpt_jax.main --config=configs/cgpt.py --workdir=runs/cgpt
 
-59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs (26 minutes on eight A100s at 40% of their peak, by arithmetic:
-this project has not run it at full size). The paper's authors logged a validation loss of 4.3163 at step 5,000,
-where they stopped.
+59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs: a calculated 26 minutes on eight A100s at 40% of their peak. This
+project has not run it at full size. The paper's authors logged a validation loss of 4.3163 at step 5,000, where they
+stopped.
 
-Minutes on two CPU cores, nothing to download:
+The quickstart size takes minutes on two CPU cores and downloads nothing:
 
     python -m smallgpt_jax.main --config=configs/cgpt.py:quickstart --workdir=runs/cgpt-quickstart
 """
@@ -18,7 +18,7 @@ from configs import lgpt
 def get_config(size: str = "paper"):
     config = lgpt.get_config(size)
     config.model.architecture = "cgpt"
-    # Taps of each convolution. With the paper's 1 it is a dense layer, and ConvGPT is LinearGPT; the small sizes have a
-    # real convolution.
+    # Taps of each convolution. The paper uses 1, which makes ConvGPT equal to LinearGPT: a convolution with one tap is a
+    # dense layer.
     config.model.conv_kernel = 1 if size == "paper" else 3
     return config

@@ -1,12 +1,13 @@
-"""A gpt with Llama's block: RMSNorm, gated SiLU MLP, rope, grouped-query attention, no biases.
+"""GPT with Llama's block: RMSNorm, gated SiLU MLP, RoPE, grouped-query attention, no biases.
 
     python -m smallgpt_jax.prepare --config=configs/llama.py
     python -m smallgpt_jax.main --config=configs/llama.py --workdir=runs/llama
 
-Sizes of configs/gpt.py, with an MLP of 8/3 the width, so that its three matrices have as many parameters as gpt's two.
-Not a published model; not run at full size by this project.
+Has the sizes of configs/gpt.py, except for an MLP width of 8/3 · d_model: the three matrices of the gated MLP then have
+as many parameters as the two matrices of gpt's MLP. This is not a published model, and this project has not run it at
+full size.
 
-Minutes on two CPU cores, nothing to download:
+The quickstart size takes minutes on two CPU cores and downloads nothing:
 
     python -m smallgpt_jax.main --config=configs/llama.py:quickstart --workdir=runs/llama-quickstart
 """

@@ -1,12 +1,12 @@
-"""ParallelGPT of arXiv 2404.14462: two parallel paths of 6 blocks and their learned weighted sum.
+"""ParallelGPT of arXiv 2404.14462: two parallel paths of 6 blocks, combined by a learned weighted sum.
 
     python -m smallgpt_jax.prepare --config=configs/pgpt.py
     python -m smallgpt_jax.main --config=configs/pgpt.py --workdir=runs/pgpt
 
-164,188,417 parameters, 10.0B tokens, 8.6e18 FLOPs (2.4 hours on eight A100s at 40% of their peak, by arithmetic:
-this project has not run it at full size). The paper's authors logged a validation loss of 3.2680.
+164,188,417 parameters, 10.0B tokens, 8.6e18 FLOPs: a calculated 2.4 hours on eight A100s at 40% of their peak. This
+project has not run it at full size. The paper's authors logged a validation loss of 3.2680.
 
-Minutes on two CPU cores, nothing to download:
+The quickstart size takes minutes on two CPU cores and downloads nothing:
 
     python -m smallgpt_jax.main --config=configs/pgpt.py:quickstart --workdir=runs/pgpt-quickstart
 """
@@ -18,5 +18,5 @@ def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "pgpt"
     config.model.num_paths = 2  # parallel paths; divides num_layers
-    config.model.path_weights = "learned"  # "learned" | "equal"
+    config.model.path_weights = "learned"  # weights of the paths: "learned" | "equal"
     return config

@@ -1,12 +1,14 @@
-"""The config of an existing run: to continue it, or to fine-tune an imported model.
+"""The config of an existing run, for continuing the run or fine-tuning an imported model.
 
     python -m smallgpt_jax.main --config=configs/run.py:runs/mine --workdir=runs/mine --config.train.steps=4000
     python -m smallgpt_jax.main --config=configs/run.py:runs/gpt2 --workdir=runs/gpt2 --config.data.source=my_texts/
 
-With another --workdir it trains the same recipe from step 0. To continue a trained model in another folder, on other
-text or, unless its positions are learned, with another context_length, first import it: `smallgpt_jax.convert
---from=run`. The config of an imported model has its `model` group only; the rest comes from here: its own tokenizer, a
-store in the cache folder, and the settings below, a start for a few million tokens.
+With another --workdir, the same recipe is trained from step 0. To continue a trained model in another folder, on other
+text, or with another context_length (not with learned positions), first import it with `smallgpt_jax.convert
+--from=run`.
+
+An imported model has only the `model` group of its config. This file adds the model's own tokenizer, a store in the
+cache folder, and settings for fine-tuning on a few million tokens.
 """
 
 from configs import base

@@ -1,18 +1,19 @@
-"""Comparisons: a recipe, the fields that its runs override, and a budget that all of them share.
+"""Comparisons of runs: a common config, the fields that each run overrides, and a shared budget.
 
-A comparison is a config (groups `model`, `data`, `mesh`, `optimizer`, `train`: what the runs share) with two more
-groups. `runs` has a group per run, by name, with the fields that the run overrides. `compare` has the budget, the
-seeds and the measurements. This trains three widths and plots them:
+A comparison is a config with the common fields of its runs and two additional groups: `runs` maps the name of each run
+to the fields that it overrides, and `compare` contains the budget, the seeds and the measurements.
+
+Example: three widths
 
     def get_config(size="quickstart"):
         common = base.recipe("gpt", size)
         return base.comparison(common, {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)})
 
-and this last line three learning rates:
+Example: three learning rates
 
         return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
 
-On the command line, a field of one run is set by the run's name: '--config.runs.lr 0.003.optimizer.warmup_steps=100'.
+On the command line, fields of a run are set by its name: '--config.runs.lr 0.003.optimizer.warmup_steps=100'.
 """
 
 import importlib
@@ -21,18 +22,23 @@ from ml_collections import ConfigDict
 
 
 def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDict:
-    """Returns a comparison of `runs`, {name: {group: {field: value}}} of what each overrides in `common`; `compare` are
-    fields of that group."""
+    """Returns the config of a comparison.
+
+    Args:
+      common: config that the runs share.
+      runs: fields that each run overrides, {name: {group: {field: value}}}.
+      **compare: fields of the group `compare`.
+    """
     config = common.unlock()
     config.compare = group = ConfigDict()
-    group.budget = "tokens"  # equal for all runs: "tokens" | training "flops" | "parameters", by width, and tokens |
-    # "seconds" of training
+    group.budget = "tokens"  # equal for all runs: "tokens" | "flops" of training | "seconds" of training |
+    # "parameters" (by choosing widths) and tokens
     group.names = ",".join(runs)  # the runs to train, in this order
     group.reference = next(iter(runs), "")  # the run whose train.steps and parameters set the budget
-    group.seconds = 0.0  # for budget "seconds"
-    group.seeds = 2  # runs per name: with train.seed, train.seed + 1, …
-    group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length …
-    group.texts = ""  # … and on further texts: "NAME=SOURCE,NAME=SOURCE", sources as in data.source
+    group.seconds = 0.0  # seconds of training per run, for budget "seconds"
+    group.seeds = 2  # number of seeds per run: train.seed, train.seed + 1, …
+    group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length
+    group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…", sources as in data.source
     group.decoding = True  # measure the decoding speed of finished runs
     group.lock().update(compare)
     config.runs = ConfigDict(runs, allow_dotted_keys=True)
@@ -40,12 +46,12 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
 
 
 def recipe(name: str, size: str) -> ConfigDict:
-    """Returns the config of the recipe configs/NAME.py at this size."""
+    """Returns the config of the recipe configs/NAME.py at size `size`."""
     return importlib.import_module(f"configs.{name}").get_config(size)
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
-    """Returns {group: {field: value}} of the fields in which `config` differs from `common`."""
+    """Returns the fields whose values in `config` differ from `common`, {group: {field: value}}."""
     found = {group: {field: value for field, value in fields.items()
                      if field not in common[group] or value != common[group][field]}
              for group, fields in config.to_dict().items()}
@@ -53,6 +59,6 @@ def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
 
 
 def recipes(names, size: str, **compare) -> ConfigDict:
-    """Returns a comparison of recipes; the first one's fields are the common ones."""
+    """Returns the config of a comparison of recipes; the common config is that of the first recipe."""
     common = recipe(names[0], size)
     return comparison(common, {name: differences(recipe(name, size), common) for name in names}, **compare)

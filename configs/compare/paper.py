@@ -2,8 +2,8 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
-trains the four quickstart recipes with two seeds each on equal tokens (half an hour to an hour on two CPU cores) and
-writes runs/paper/report.html. Other budgets (flops, parameters, seconds):
+Trains the four quickstart recipes on equal tokens, with two seeds each, and writes runs/paper/report.html. Takes half
+an hour to an hour on two CPU cores. For other budgets (flops, parameters, seconds):
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
 

@@ -1,8 +1,8 @@
-"""ParallelGPT: the number of paths, and learned against equal path weights.
+"""Comparison of numbers of paths of ParallelGPT, and of learned with equal path weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-All runs have the same number of blocks. One path is a gpt with a dense layer in front of its blocks.
+All runs have the same number of blocks. ParallelGPT with one path is GPT with a dense layer before its blocks.
 """
 
 from configs.compare import base

@@ -1,10 +1,10 @@
-"""Four position encodings for a small GPT, also evaluated beyond the training context.
+"""Comparison of four position encodings for a small GPT, also beyond the training context.
 
     python -m smallgpt_jax.compare --config=configs/compare/positions.py --output=runs/positions
 
-Learned positions end at the training context. For the others the report has the loss at 2 and 4 times that length, and
-with --config.compare.texts=NAME=FOLDER on further texts. --config.model.architecture=lgpt, with the fields it needs,
-compares them in another architecture.
+Except for learned positions, which end at the training context, the report also has the loss at 2 and 4 times the
+training context. With --config.compare.texts=NAME=FOLDER, it also has the loss on other texts. For another
+architecture, set --config.model.architecture=lgpt and the fields that this architecture needs.
 """
 
 from configs.compare import base

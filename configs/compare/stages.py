@@ -1,10 +1,15 @@
-"""LinearGPT and ConvGPT: number and place of the halvings, heads per stage, and kernel of the convolutions.
+"""Comparison of variants of LinearGPT and ConvGPT: number of stages, heads per stage, size of the convolutions.
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
-"halved n×" spreads the blocks over n stages; in all runs but "last stage kept" the width is also halved after the last
-stage. The first run is the recipe itself. "scaled heads" keeps the width of heads and halves their number per stage
-(left out where the number cannot be halved as often). Dense layers halve the width, in "conv" runs convolutions.
+The first run is the recipe itself. The other runs change it:
+
+- "halved n×": n stages, each followed by a layer that halves the width
+- "last stage kept": the width is not halved after the last stage
+- "scaled heads": the number of heads halves from stage to stage, and the head width stays constant; omitted if the
+  number of heads cannot be halved often enough
+- "conv n": causal convolutions of n taps halve the width, instead of dense layers
+- "gpt": the GPT recipe
 """
 
 from configs.compare import base

@@ -85,7 +85,7 @@ class Run:
 
     def outcome(self) -> tuple[dict[str, np.ndarray], dict]:
         """Returns all arrays of the last checkpoint and all logged losses."""
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # not the sharding in the checkpoint
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # not the saved sharding
         arrays = {}
         for item in ("params", "opt_state"):
             folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item

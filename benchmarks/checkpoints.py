@@ -26,7 +26,7 @@ from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Steps between two checkpoints.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "Measurements of each kind.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "Measurements with and without a checkpoint.", lower_bound=1)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 
 - `prepare`: from files to a finished token store, on all cores, for each tokenizer. GPT-2's tokenizer is compared with
   tiktoken's own batch encoding of the same documents, with one thread per core.
-- Loader: from a token store on disk to batches in memory: shuffled, packed, with segment ids, read ahead. It is
-  compared with a plain NumPy loader of random windows from a memory map, without epochs or document boundaries.
+- Loader: from a token store on disk to shuffled, packed batches with segment ids in memory, read ahead. It is compared
+  with a plain NumPy loader of random windows from a memory map, without epochs or document boundaries.
 
 Prints a table and, as the last line, a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe; without --gpt2
 tiktoken downloads them.

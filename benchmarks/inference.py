@@ -46,12 +46,12 @@ _BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes.")
 _CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Context lengths: prompt and new tokens together.")
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens to generate per timing.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timings per model.", lower_bound=1)
-_ONLY = flags.DEFINE_list("only", None, "Models, by name. Default: all.")
-_OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: none are written.")
+_ONLY = flags.DEFINE_list("only", None, "Names of the models to measure. Default: all.")
+_OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: no files.")
 
 
 def our_model(architecture: str, context: int):
-    """Returns a model of the chosen size and random weights in the training layout."""
+    """Returns a model of the size --size, and random weights in the layout for training."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
     own = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
@@ -114,7 +114,7 @@ class Transformers:
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        self.read_bytes = self.weight_bytes - 4 * width * context  # tied token embeddings are read by the head
+        self.read_bytes = self.weight_bytes - 4 * width * context  # the head reads the tied token embedding
 
     def run(self, prompts_BxT, new_tokens: int):
         with self.torch.inference_mode():

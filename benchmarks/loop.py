@@ -28,7 +28,7 @@ from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of measurements.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds; each measures a full run and the program alone.", lower_bound=1)
 
 
 def run_seconds(config) -> float:
@@ -39,7 +39,7 @@ def run_seconds(config) -> float:
         speeds = [line["tokens_per_second"] for line in read_lines(Path(folder) / METRICS_FILE)
                   if line["split"] == "train"]
     tokens_per_step = config.train.batch_size * config.model.context_length
-    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # each over equally many steps
+    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # each speed covers equally many steps
 
 
 def step_seconds(config) -> float:

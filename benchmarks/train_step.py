@@ -5,11 +5,11 @@
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-Ours is the compiled training step of `train`. The peer is `transformers`' GPT-2 with the same sizes. It has exact GELU
-and an untied head, like our gpt, and it has biases. The peer uses the same AdamW and gradient clipping. It runs eagerly
-on a CPU, and with `torch.compile` and PyTorch's fused attention on a GPU. Both train on one device, on one repeated
-batch of random tokens. A loss that does not fall is an error. In each round, each model runs --steps steps without
-synchronization.
+This project runs the compiled training step of `train`. The peer is `transformers`' GPT-2 with the same sizes. It has
+exact GELU and an untied head, like our gpt, and it has biases. The peer uses the same AdamW and gradient clipping. It
+runs eagerly on a CPU, and with `torch.compile` and PyTorch's fused attention on a GPU. Both train on one device, on one
+repeated batch of random tokens. A loss that does not fall is an error. In each round, each model runs --steps steps
+without synchronization.
 
 Output per model:
 
@@ -141,8 +141,8 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # transformers passes no mask to an attention of another name than "sdpa", which then uses is_causal. Under the
-        # name "sdpa", a compiled model passes a mask, which rules out the fastest kernel.
+        # Under this name transformers builds no mask, so the attention function uses is_causal. Under the name "sdpa"
+        # a compiled model passes a mask, which rules out the fastest kernel.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(

@@ -1,4 +1,4 @@
-"""Compares models at one budget: trains them with several seeds and writes a report with plots.
+"""Compares models at an equal budget: trains them with several seeds and writes a report with plots.
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
     python -m smallgpt_jax.compare --workdirs=runs/gpt,runs/pgpt --output=runs/report
@@ -55,7 +55,7 @@ def main() -> None:
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
     read_runs(named_folders)  # raises errors before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # so the last report has all finished runs
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one at a time, so the last report has all runs
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 

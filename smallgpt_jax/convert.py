@@ -28,7 +28,7 @@ from smallgpt_jax.files import atomic_folder, local_path
 from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export --workdir to --output in this format.")
-_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Import --input in this format to --workdir.")
+_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Import --input of this format to --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory: with --to an existing one, with --from a new one.")
 _OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or model name on the hub.")
@@ -50,7 +50,7 @@ FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
 
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
-        raise UserError("give either --to=hf or --from=hf, gpt_variations or run; see --help")
+        raise UserError("give either --to=hf or --from=hf|gpt_variations|run; see --help")
     direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
     for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS):
         if flag.present and flag.name not in FLAGS_BY_DIRECTION[direction]:

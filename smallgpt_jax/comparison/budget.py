@@ -137,7 +137,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
                     raise TypeError
                 run[group][field] = value
             except TypeError:
-                raise UserError(f"{where}={value!r}: expected the type of {before!r}") from None
+                raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None
     run = run.copy_and_resolve_references()
     if (digest := config_digest(run)) not in _trainable:
         try:
@@ -200,7 +200,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     allows such a width and changes the recipe's head width by less than a factor of two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
-    # Parameters grow at most with the square of the width, and at least linearly with it.
+    # The number of parameters grows at most quadratically and at least linearly with the width.
     widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
     fields = config.model.to_dict()
     num_heads_of: dict[int, int] = {}  # {width: preferred number of heads}
@@ -251,7 +251,7 @@ def first_at_least(widths: list[int], start: int, target: float, count: Callable
     while low < high:
         i = min(max(guess, low), high - 1)
         low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
-        # Parameters grow almost with the square of the width, so few counts are needed.
+        # Parameters grow almost quadratically with the width, so this guess is close.
         guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
     return low
 
@@ -307,8 +307,10 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
-    """Returns the cost of a training step: for the budget "flops" its FLOPs, padding included, else its tokens,
-    padding excluded."""
+    """Returns the cost of a training step: its FLOPs for the budget "flops", else its tokens.
+
+    Padding is included in FLOPs, not in tokens.
+    """
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         return inputs * train_flops_per_token(models.build(**config.model))

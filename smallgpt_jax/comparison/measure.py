@@ -31,8 +31,8 @@ def parse_texts(texts: str) -> dict[str, str]:
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source or name in {OWN_TEXT, *found}:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; give each text a "
-                            f"different name, not {OWN_TEXT!r}")
+            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; use a "
+                            f"different name for each text, and not {OWN_TEXT!r}")
         local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
@@ -45,7 +45,7 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
     """
     own = data.load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
-    tokenizer = cache_folder() / "tokenizers" / name  # shared, so that runs share a text's store
+    tokenizer = cache_folder() / "tokenizers" / name  # the same path for all runs, which thus share stores
     if texts:
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(tokenizer.with_suffix(".lock"), wait=True):
@@ -61,12 +61,12 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
 
 
 class TextSample:
-    """A random sample of a validation split: the same tokens for each of several row lengths.
+    """A random sample of a validation split, which can be read in rows of several lengths.
 
-    Row lengths are multiples, given in `contexts`, of the config's context length. The sample consists of windows whose
-    length all row lengths divide, and has as many tokens as an evaluation during training. The stores of a mixture are
-    sampled by weight. Raises UserError if a validation split is shorter than one window; its message has `name`, the
-    name of the text.
+    Row lengths are multiples (`contexts`) of the config's context length. The sample consists of windows whose length
+    is divisible by all row lengths, so the tokens are the same for all of them. It has as many tokens as an evaluation
+    during training. The stores of a mixture are sampled by weight. Raises UserError, with the text's `name`, if a
+    validation split is shorter than one window.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -98,8 +98,8 @@ class TextSample:
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
     """Writes evaluations/texts.json: a run's loss on the validation splits of its own text and of `texts`.
 
-    The loss is measured in rows of each multiple, given in `contexts`, of the run's context length. Stored results for
-    the same checkpoint and the same text content are reused.
+    The loss is measured at several row lengths: the multiples `contexts` of the run's context length. Stored results
+    for the same checkpoint and the same text content are reused.
     """
     if not texts and set(contexts) == {1}:
         return

@@ -35,7 +35,7 @@ class Point:
     seconds: float | None  # None before the first logged speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # tokens that `loss` is the mean of; None in runs of older versions
+    targets: int | None  # number of tokens that `loss` averages; None in runs of older versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +145,13 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} of a checkpoint, from lm-evaluation-harness's result files.
 
-    Uses only results on all examples, of the full model in its own dtype. If there are several for a task, uses the
-    newest. The metric is acc_norm if present, else acc.
+    Uses only results on all examples, of the full model in its own dtype. The newest result of a task is used. The
+    metric is acc_norm if present, else acc.
     """
     scores = {}
+    # File names show the paths and the dtype, unless these are the model's own.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
-             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]  # of other paths or dtypes
+             if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         evaluation = read_json(path) or {}
         for task, values in evaluation.get("results", {}).items():
@@ -187,7 +188,7 @@ def read_json(path: Path):
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (name, workdir) pairs. A name is the folder's name without the seed.
 
-    Runs whose configs differ in more than the seed get different names, made different by a number.
+    A number is appended to the name if runs of this name differ in more than the seed.
     """
     names: dict[str, dict] = {}
     found = []

@@ -49,7 +49,7 @@ def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
 
 def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
-    """Returns the parameters of a model, given as named tensors. Inverts `from_params`.
+    """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
 
     Raises UserError for missing and unexpected tensors and for wrong shapes. Its message starts with the path `where`,
     and `their_name` maps our tensor names to the names in that file.
@@ -138,5 +138,5 @@ def from_torch(x, slot: TensorSlot):
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
-    """Returns how many of the leading axes of a dense layer's kernel are inputs."""
+    """Returns the number of input axes of a dense layer's kernel; they precede the output axes."""
     return len(axes) - 1 if axes[-1] == "embed" else 1

@@ -27,7 +27,7 @@ DTYPES = {
     "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
-MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150
+MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes
 MAX_SHARING = 8  # maximum bytes of all tensors per byte of the file; tied weights need up to 2
 
 
@@ -83,14 +83,14 @@ class Members:
 def read_torch_file(path: Path, records: Collection[str] = ()):
     """Returns the object saved in `path`, with tensors as NumPy arrays.
 
-    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, files that are not
-    of `torch.save`, and pickles that name any other class or function.
+    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, files not
+    written by `torch.save`, and pickles that name any other class or function.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(pickles) != 1:
-                raise UserError(f"{path}: a zip archive, but not a file of torch.save")
+                raise UserError(f"{path}: a zip archive, but not written by torch.save")
             root = pickles[0].removesuffix("data.pkl")
             archive_bytes = path.stat().st_size
             members = Members(archive, archive_bytes)
@@ -103,7 +103,7 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
             check_pickle(program)
             return _Unpickler(path, program, members, root, records, MAX_SHARING * archive_bytes).load()
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not a file of torch.save (PyTorch 1.6 or later), or truncated ({error})"
+        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated ({error})"
                         ) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
@@ -116,8 +116,8 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 def check_pickle(program: bytes) -> None:
     """Raises ValueError for a truncated pickle, and for memo indices above the number of preceding opcodes.
 
-    Such a pickle would allocate too much memory: unpickling allocates the memo up to its largest index, and a string's
-    declared length before reading the string.
+    Unpickling such a pickle would allocate too much memory: a memo as long as its largest index, or a buffer of a
+    string's declared length.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:
@@ -133,7 +133,7 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that allows few globals. They are created per file, so that no file can change them for the next."""
+    """Unpickler with few allowed globals, created anew per file, so that no file can change those of the next."""
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
                  tensor_bytes: int):

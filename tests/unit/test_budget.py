@@ -187,8 +187,8 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
 @pytest.mark.parametrize("runs, message", [
     ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
     ({"a": {"model": {"num_haeds": 2}}}, "config.runs.a.model.num_haeds: no such field; did you mean 'num_he"),
-    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the type of 64"),
-    ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: expected the type of 64"),
+    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the same type as 64"),
+    ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: expected the same type as 64"),
     ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
     ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
     ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),

@@ -150,7 +150,7 @@ def write_without(path: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("make, message", [
     (lambda p, data: p.write_bytes((data / "gpt.pt").read_bytes()[:500_000]) and p, "truncated"),
-    (lambda p, data: p.write_text("hello") and p, "not a file of torch.save"),
+    (lambda p, data: p.write_text("hello") and p, "not written by torch.save"),
     (lambda p, data: p, "No such file"),
     (lambda p, data: write_pickle(p, pickle.dumps(Evil())), r"names pathlib\.Path\.touch|names builtins"),
     (lambda p, data: write_pickle(p, b"cos\nsystem\n(S'touch evil-was-here'\ntR."), "names os.system"),

@@ -99,7 +99,7 @@ class CausalConv(nn.Conv1d):
         super().__init__(width, features, taps)
         self.layer = layer
 
-    def forward(self, x, is_text, cache):  # (B, T, D), (B, T, 1) or None
+    def forward(self, x, is_text, cache):  # x (B, T, D), is_text (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
             x = x * is_text  # padding is zero, like the positions before a text

@@ -49,7 +49,7 @@ def paper() -> ConfigDict:
     model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's approximation) | "silu"
-    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only XLA's attention) | "none".
+    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (on XLA's attention) | "none".
     # All except "learned" work beyond context_length; training can continue with another context_length
     # (docs/conversion.md)
     model.rope_base = 10_000.0  # base of RoPE's frequencies, base^(−2i/head width)
@@ -62,7 +62,8 @@ def paper() -> ConfigDict:
 
     config.data = data = ConfigDict()
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME |
-    # path or glob of .txt, .jsonl or .parquet files, or of .gz, .bz2 or .zst. Several sources: comma-separated
+    # path or glob of .txt, .jsonl or .parquet files, plain or compressed (.gz, .bz2, .zst). Several sources are
+    # separated by commas
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     data.invalid_items = "refuse"  # broken lines, and lines without the text field: "refuse" | "skip"
@@ -98,7 +99,7 @@ def paper() -> ConfigDict:
     train.steps = 19_073  # number of training steps
     train.batch_size = 512  # sequences per step, over all devices
     train.microbatches = 8  # parts of a batch, computed in sequence to save memory, in evaluation too
-    train.loss_chunks = 8  # chunks of a sequence; logits are computed chunk by chunk; divides context_length
+    train.loss_chunks = 8  # number of parts of a sequence; logits are computed part by part; divides context_length
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations

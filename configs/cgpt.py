@@ -18,7 +18,7 @@ from configs import lgpt
 def get_config(size: str = "paper"):
     config = lgpt.get_config(size)
     config.model.architecture = "cgpt"
-    # Taps of each convolution. The paper uses 1, which makes ConvGPT equal to LinearGPT: a convolution with one tap is a
-    # dense layer.
+    # Taps of each convolution. The paper uses 1, which makes ConvGPT equal to LinearGPT, because a convolution with one
+    # tap is a dense layer.
     config.model.conv_kernel = 1 if size == "paper" else 3
     return config

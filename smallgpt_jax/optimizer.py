@@ -62,6 +62,6 @@ def make_optimizer(
 def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
     """Returns whether a parameter is a matrix, to which weight decay applies.
 
-    A matrix is neither a bias nor a scale and has two or more axes, not counting the axes of stacking.
+    A matrix is neither a bias nor a scale and has two or more axes, not counting those in STACKED.
     """
     return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

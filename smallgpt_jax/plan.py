@@ -45,7 +45,7 @@ def main() -> None:
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
         gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
-        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB of the chip's {gib[1]:.0f}; "
+        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB, the chip has {gib[1]:.0f} GiB; "
                         "increase config.train.microbatches or config.mesh.fsdp, or set config.model.remat")
 
 

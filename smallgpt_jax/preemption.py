@@ -17,7 +17,7 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # equal signals in this time are one request: `timeout` signals a process and its group
+REPEAT_SECONDS = 0.5  # a repeated signal in this time is no second request: `timeout` sends two
 
 
 class StopRequest:
@@ -32,8 +32,8 @@ class StopRequest:
     def is_requested_anywhere(self) -> bool:
         """Returns whether any process of this run has been asked to stop (collective).
 
-        The result is equal in all processes. With several processes, it is the result as of the previous call, so that
-        no process waits for another.
+        The result is equal in all processes. With several processes, it covers requests up to the previous call, so
+        that no process waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -46,7 +46,7 @@ class StopRequest:
                            128 + (self.signal or signal.SIGTERM))
 
     def _handle(self, number: int) -> None:
-        """Handles a signal, in a separate thread: library calls can block the main thread for minutes."""
+        """Handles a signal in a separate thread, because library calls can block the main thread for minutes."""
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             return

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from smallgpt_jax.errors import UserError
 
-# Logical axis → mesh axes. Logical axes without a rule are replicated, and so are dimensions that the length of their
-# mesh axes does not divide.
+# Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not divide evenly, are
+# replicated.
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
@@ -107,7 +107,7 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
 
 
 def current_mesh():
-    """Returns the mesh that the function being traced is partitioned over, or None on one device and in shard_map."""
+    """Returns the mesh over which the traced function is partitioned, or None on one device and inside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # size 0: no mesh
 
@@ -115,7 +115,8 @@ def current_mesh():
 def gather_fsdp(weight, names: tuple[str, ...]):
     """Returns the weight gathered over the mesh axis `fsdp`, still sharded over the other mesh axes.
 
-    Without this constraint, the compiler would gather shards one by one between products that are too small to be fast.
+    Without an explicit gather, the compiler splits products into parts that are too small to be fast, and exchanges
+    shards between them.
     """
     mesh = current_mesh()
     if not mesh:

@@ -3,13 +3,13 @@
 A comparison is a config with the common fields of its runs and two additional groups: `runs` maps the name of each run
 to the fields that it overrides, and `compare` contains the budget, the seeds and the measurements.
 
-Example: three widths
+This example compares three widths:
 
     def get_config(size="quickstart"):
         common = base.recipe("gpt", size)
         return base.comparison(common, {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)})
 
-Example: three learning rates
+To compare three learning rates instead, replace the last line:
 
         return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
 

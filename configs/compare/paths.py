@@ -1,4 +1,4 @@
-"""Comparison of numbers of paths of ParallelGPT, and of learned with equal path weights.
+"""Comparison of ParallelGPT with one, two and four paths, and with learned and equal path weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 

@@ -74,7 +74,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
     if not is_cpu and (kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)):
         raise UserError(f"--topology={topology}: unknown; choose {', '.join(TPU_SLICES.values())}, "
                         "another shape of these chips, or cpu:N")
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold programs for absent devices
+    jax.config.update("jax_enable_compilation_cache", False)  # cannot hold programs for absent devices
     if is_cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
@@ -86,7 +86,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
         raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
     kind, _, shape = topology.partition(":")
-    jax.config.update("jax_platforms", "cpu")  # no TPU is needed to compile for one
+    jax.config.update("jax_platforms", "cpu")  # compiling for TPUs needs no TPU
     os.environ.update({  # no queries to the metadata server, no log, several processes at a time
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",

@@ -175,8 +175,8 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Kernel → number of matrix products of the size of scores · values. "online-softmax" is the TPU compiler's own kernel
-# for plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
+# Kernel → number of matrix products, each as large as weights · values. "online-softmax" is the TPU compiler's kernel for
+# plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
@@ -224,7 +224,7 @@ def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log
         return result.fits
 
     if not fits(1):
-        raise UserError("not even one sequence per device fits; use more devices with config.mesh.fsdp, "
+        raise UserError("not even one sequence per device fits into memory; use more devices with config.mesh.fsdp, "
                         "config.model.remat='full', or a smaller model")
     low, high = 1, 2
     while fits(high):

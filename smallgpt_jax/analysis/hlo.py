@@ -83,7 +83,7 @@ class Program:
         """Returns kind of collective → number of executions and total bytes of the results, per device."""
         channels = {}  # an asynchronous collective has several instructions with the same channel
         for times, instruction in self.executed():
-            kind = instruction.opcode.removesuffix("-done")  # not -start, whose result includes the operands
+            kind = instruction.opcode.removesuffix("-done")  # not "-start", whose result includes operands
             if instruction.scatters:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES:

@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """The attention window of this block, in positions (0: unlimited); for a whole model, of its first block."""
+        """The attention window of the first or only block with this config, in positions; 0: unlimited."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property

@@ -61,7 +61,7 @@ class Dense(nn.Module):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
         x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # Decoding has few rows and no gradient, so it does not use the layout of `matmul`.
+        # Decoding has few rows and no gradient; `matmul` is written for a fast gradient.
         y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 

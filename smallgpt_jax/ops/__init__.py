@@ -1,1 +1,1 @@
-"""Platform-dependent code, kernels and compiler workarounds of the models; their other code is plain JAX."""
+"""Platform-dependent code, kernels and compiler workarounds. The rest of the models is plain JAX."""

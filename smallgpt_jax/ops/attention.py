@@ -38,14 +38,14 @@ class AttentionMask:
     `select_backend` falls back to "xla" if a backend does not support a field.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # positions, including the query's; 0: unlimited
+    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, with the query's own; 0: unlimited
     segment_ids_BxT: jax.Array | None = None  # positions with equal ids are one text; None: each row is one text
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 
     def allowed(self, start: int, time: int, keys: slice):
-        """Returns which keys at the positions `keys` each of the `time` queries from position `start` attends to.
+        """Returns the mask of the `time` queries from position `start` on over the keys at positions `keys`.
 
-        The result is (B or 1, time, number of keys) bool.
+        The mask is (B or 1, time, number of keys) bool; True where a query attends to a key.
         """
         queries_Tx1 = jnp.arange(start, start + time)[:, None]
         keys_1xS = jnp.arange(keys.start, keys.stop)[None]
@@ -63,7 +63,10 @@ class AttentionMask:
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False) -> tuple[str, str]:
-    """Returns the backend to use on "tpu", "gpu" or "cpu", and the reason if it is a fallback to "xla", else ""."""
+    """Returns the backend to use on a platform, and the reason for a fallback to "xla" ("" without a fallback).
+
+    `platform` is "tpu", "gpu" or "cpu".
+    """
     if backend == "auto":
         backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "splash":
@@ -156,7 +159,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the splash kernel on each device's shard of rows and heads; on other platforms in slow interpret mode."""
+    """Runs the splash kernel on each device's shard of rows and heads; without TPUs, in interpret mode (slow)."""
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
@@ -224,7 +227,10 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache with `x_GxTxK` written to T slots per row from `start_G` on, without slots beyond the cache."""
+    """Returns the cache with the T entries of `x_GxTxK` written to each row from slot `start_G` on.
+
+    Entries beyond the end of the cache are dropped.
+    """
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
@@ -238,8 +244,8 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
     """Returns softmax(q·keysᵀ/√K)·values over the cache slots that `mask` allows, (G, R, T, K).
 
-    The G rows of the cache are the key–value heads of all texts; R query heads read each row. Slot s holds position s.
-    `slopes_GxR` are ALiBi slopes.
+    Each of the G cache rows belongs to one key–value head of one text; R query heads attend to it. Slot s holds
+    position s. `slopes_GxR` are ALiBi slopes.
     """
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape

@@ -15,10 +15,10 @@ MAX_DIFFERENCE = 70.0
 def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
-    The sequence is computed in `chunks` chunks, so that (batch, time, vocabulary) logits are never materialized;
-    `chunks` must divide T. The forward pass also computes the gradients, chunk by chunk, with three matmuls;
-    recomputing the logits in the backward pass would take a fourth. Logits and softmax are float32; operands of matmuls
-    have the dtype of `x_BxTxW` and `head_VxW`.
+    The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
+    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part;
+    recomputing the logits in the backward pass would take a fourth. Logits and softmax are float32. The operands of the
+    matmuls have the dtype of `x_BxTxW` and `head_VxW`.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))

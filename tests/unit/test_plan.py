@@ -188,7 +188,7 @@ def test_plan_of_a_step_that_does_not_fit(monkeypatch):
     result = call("plan", "--config=configs/gpt.py:tiny", "--topology=v5e:1x1", "--json")
     planned = json.loads(result.stdout)
     assert result.returncode == 1 and not planned["fits"] and planned["estimated_cycles"] is None
-    assert "training step needs 26.90 GiB of the chip's 16" in result.stderr
+    assert "training step needs 26.90 GiB, the chip has 16 GiB" in result.stderr
     assert "config.train.microbatches" in result.stderr
 
 

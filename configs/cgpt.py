@@ -3,9 +3,8 @@
     python -m smallgpt_jax.prepare --config=configs/cgpt.py
     python -m smallgpt_jax.main --config=configs/cgpt.py --workdir=runs/cgpt
 
-59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs: a calculated 26 minutes on eight A100s at 40% of their peak. This
-project has not run it at full size. The paper's authors logged a validation loss of 4.3163 at step 5,000, where they
-stopped.
+59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs. Eight A100s would take 26 minutes at 40% of their peak; this project
+has not run it at full size. The paper's authors logged a validation loss of 4.3163 at step 5,000, where they stopped.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

@@ -3,8 +3,8 @@
     python -m smallgpt_jax.prepare --config=configs/pgpt.py
     python -m smallgpt_jax.main --config=configs/pgpt.py --workdir=runs/pgpt
 
-164,188,417 parameters, 10.0B tokens, 8.6e18 FLOPs: a calculated 2.4 hours on eight A100s at 40% of their peak. This
-project has not run it at full size. The paper's authors logged a validation loss of 3.2680.
+164,188,417 parameters, 10.0B tokens, 8.6e18 FLOPs. Eight A100s would take 2.4 hours at 40% of their peak; this project
+has not run it at full size. The paper's authors logged a validation loss of 3.2680.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

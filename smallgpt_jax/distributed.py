@@ -60,7 +60,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
         os._exit(1)
 
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
-    # This timer precedes JAX's own timeout, which would end the process with a stack trace.
+    # This timer fires before JAX's own timeout, which would end the process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
     watchdog.daemon = True
     watchdog.start()

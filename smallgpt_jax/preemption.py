@@ -84,6 +84,6 @@ def handle_signals() -> Iterator[StopRequest]:
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
             signal.signal(number, handler)
-        theirs.close()  # ends the thread
+        theirs.close()  # ends the listening thread
         thread.join()
         ours.close()

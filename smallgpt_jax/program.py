@@ -52,7 +52,7 @@ class Program:
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns the compiled training step, (state, batch) → (state, metrics), which donates its state."""
+        """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated."""
         c = self.config
         schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
         step = functools.partial(

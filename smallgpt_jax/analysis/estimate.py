@@ -175,8 +175,8 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Kernel → number of matrix products, each as large as weights · values. "online-softmax" is the TPU compiler's kernel for
-# plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
+# Kernel → number of matrix products, each as large as weights · values. "online-softmax" is the TPU compiler's kernel
+# for plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 

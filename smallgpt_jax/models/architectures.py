@@ -21,7 +21,7 @@ from smallgpt_jax.models.pgpt import PGPT
 PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # their decoding is tested; a custom one's is checked on loading
+BUILT_IN = tuple(ARCHITECTURES.values())  # architectures whose decoding is not checked on loading
 
 
 def find_architecture(name: str):

@@ -14,12 +14,12 @@ def duration(seconds: float) -> str:
 
 
 def millions(count: int) -> str:
-    """Formats a count: 3704321 → '3.70 M'. Counts below 100,000 are written in full: 3704 → '3,704'."""
+    """Formats a count in millions: 3704321 → '3.70 M'. Counts below 100,000 are written in full: 3704 → '3,704'."""
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:,.2f} M"
 
 
 def short_reason(error: Exception) -> str:
-    """Returns the operating system's message for an error that has an errno, else the first line of the error."""
+    """Returns the operating system's message for an error with an errno, and the first line of any other error."""
     if number := find_errno(error):
         return os.strerror(number)
     text = str(error).strip() or type(error).__name__
@@ -27,7 +27,7 @@ def short_reason(error: Exception) -> str:
 
 
 def find_errno(error: Exception) -> int | None:
-    """Returns the errno of an error of the operating system, or None for other errors."""
+    """Returns the errno of an operating-system error, or None for other errors."""
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # an error of tensorstore
         return int(code[1])
     return error.errno if isinstance(error, OSError) else None

@@ -3,8 +3,8 @@
     python -m smallgpt_jax.generate --workdir=runs/pgpt --prompt="def main("
     python -m smallgpt_jax.generate --workdir=runs/pgpt --interactive
 
-Repeat --prompt for several prompts. Several texts are generated as one batch and printed when finished; a single text
-is streamed. When the model's context is full, its older half is dropped.
+Repeat --prompt for several prompts. Several texts are generated as one batch and printed when all are finished; a
+single text is printed while it is generated. When the model's context is full, its older half is dropped.
 """
 
 import sys
@@ -19,19 +19,21 @@ NEW_TOKENS = 200
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Text to continue; repeatable. Default: a new document.")
-_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Continue the text after each line of standard input.")
+_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Let the model continue the conversation after each input line.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive at most a "
-    "quarter of the context.")
+    "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive, the default is "
+    "at most a quarter of the context.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts per prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", None, "Sample from this many most likely tokens. Default: all.")
-_TOP_P = flags.DEFINE_float("top_p", None, "Sample from the most likely tokens up to this total probability.")
+_TOP_K = flags.DEFINE_integer("top_k", None, "Sample only from the top_k most likely tokens. Default: all.")
+_TOP_P = flags.DEFINE_float(
+    "top_p", None, "Sample only from the smallest set of most likely tokens with a total probability of top_p.")
 _REPETITION_PENALTY = flags.DEFINE_float(
     "repetition_penalty", None, "Values above 1 make tokens that are in the context less likely. Default: no penalty.")
-_STOP = flags.DEFINE_multi_string("stop", [], "Stop before this string; repeatable.")
+_STOP = flags.DEFINE_multi_string("stop", [], "End the text before this string; repeatable.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
-_PATHS = flags.DEFINE_string("paths", "all", "Paths of a pgpt: all, best (largest weight), or indices: 0,1.")
+_PATHS = flags.DEFINE_string(
+    "paths", "all", "Paths of a pgpt to use: all, best (the path with the largest weight), or indices such as 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint to load. Default: the newest.")
 flags.mark_flag_as_required("workdir")
 
@@ -79,10 +81,10 @@ def print_stream(prompt: str, pieces) -> str:
 
 
 def chat(conversation: inference.Conversation, settings: dict) -> None:
-    """Continues the conversation after each line of standard input, until the input ends (Ctrl-D)."""
+    """Reads lines from standard input and lets the model continue the conversation after each line, until Ctrl-D."""
     if sys.stdin.isatty():
-        print("Enter a line; the model continues the text by up to --max_new_tokens tokens. Press Ctrl-D to exit. "
-              "Earlier turns stay in the context until it is full.", flush=True)
+        print("Enter a line; the model continues the conversation by up to --max_new_tokens tokens. Press Ctrl-D to "
+              "exit. Earlier turns stay in the context until it is full.", flush=True)
     dropped, line_end = 0, ""
     while True:
         try:
@@ -99,7 +101,7 @@ def chat(conversation: inference.Conversation, settings: dict) -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
         if new := conversation.dropped - dropped:
-            print(f"(the context is full: dropped the oldest {new} tokens)", file=sys.stderr)
+            print(f"(the context was full; the oldest {new} tokens were dropped)", file=sys.stderr)
             dropped += new
 
 

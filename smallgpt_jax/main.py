@@ -1,12 +1,13 @@
-"""Trains a model: one recipe in, one workdir out.
+"""Trains the model of a config and writes the run to a workdir.
 
     python -m smallgpt_jax.main --config=configs/pgpt.py:quickstart --workdir=runs/pgpt
 
-Rerun the same command to resume. Multi-process runs are detected on TPU pods and in Slurm steps; elsewhere:
+Rerun the same command to resume. Multi-process runs are detected on TPU pods and in Slurm steps. Elsewhere,
+start each process with these flags:
 
     python -m smallgpt_jax.main … --coordinator=HOST:PORT --num_processes=2 --process_id=0
 
-Writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/ and tokenizer/ to the workdir.
+The run writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/ and tokenizer/ to the workdir.
 `smallgpt_jax.generate` needs no other files.
 """
 

@@ -1,4 +1,4 @@
-"""Logging: progress on the terminal, `metrics.jsonl`, TensorBoard event files."""
+"""Logging of a run to the terminal, to `metrics.jsonl` and to TensorBoard event files."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ class StepMetrics(NamedTuple):
 
     step: int
     values: dict[str, float]
-    is_finite: bool  # whether loss, gradient and updated weights are finite
+    is_finite: bool  # whether the loss, the gradient and the updated weights are finite
 
 
 class Logger:
@@ -40,7 +40,7 @@ class Logger:
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
                  bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
-        """Starts logging after `first_step`.
+        """Starts logging; the first logged step comes after `first_step`.
 
         `unlogged_losses` are the losses between the last logged step and `first_step`, restored from the checkpoint.
         """
@@ -53,7 +53,7 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores the metrics of a step, still on the devices; returns the metrics of the previous step, or None."""
+        """Stores the metrics of a step without waiting for them. Returns the previous step's metrics, or None."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous
@@ -66,7 +66,7 @@ class Logger:
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the metrics if their step is a multiple of `log_every` or the last step."""
+        """Writes the metrics if their step is a multiple of `log_every` or is the run's last step."""
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
@@ -101,10 +101,11 @@ class Logger:
 
 
 class NonFiniteGuard:
-    """Logs skipped non-finite updates or ends the run, depending on `config.train.on_nonfinite`.
+    """Decides whether a run continues after a non-finite update.
 
-    Always ends the run after `max_nonfinite` non-finite updates in a row, and after an applied update that makes the
-    weights non-finite.
+    The training step skips updates with a non-finite loss or gradient. If `config.train.on_nonfinite` is "skip", the
+    guard logs each skipped update, and ends the run after `max_nonfinite` of them in a row. Otherwise the first skipped
+    update ends the run. An applied update that makes the weights non-finite always ends the run.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
@@ -141,11 +142,11 @@ class NonFiniteGuard:
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0.
 
-    Existing lines of steps after `first_step` are removed, because the run repeats these steps.
+    Lines that metrics.jsonl already has for steps after `first_step` are removed, because the run repeats these steps.
 
     Write errors do not end the run. Unwritten lines of metrics.jsonl are retried with the next line; after an error in
-    the event file, no more events are written. `log` is called when writing starts to fail, and at the end if lines are
-    lost.
+    the event file, no more events are written. The writer calls `log` when writing starts to fail, and at the end if
+    lines are lost.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):
@@ -181,7 +182,7 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._waiting)
                 file.flush()
-                os.fsync(file.fileno())  # checkpoints survive a power loss, so lines of earlier steps must too
+                os.fsync(file.fileno())  # lines must survive a power loss, as the checkpoints of later steps do
         except OSError as error:
             if length is not None:
                 with contextlib.suppress(OSError):
@@ -210,7 +211,7 @@ class MetricsWriter:
 
 
 def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:
-    """Returns the objects of a JSON-lines file such as metrics.jsonl; [] if it does not exist.
+    """Returns the objects of a JSON-lines file such as metrics.jsonl, or [] if the file does not exist.
 
     Damaged lines and lines without all the `keys` are skipped.
     """
@@ -240,7 +241,7 @@ class Stopwatch:
 
 
 class Progress:
-    """The progress of a run: on a terminal, a line that is updated in place; otherwise one line per update."""
+    """Prints the progress of a run. On a terminal, one line is updated in place; elsewhere, each update is a line."""
 
     def __init__(self, steps: int):
         self.steps = steps

@@ -16,9 +16,9 @@ STACKED = ("layers", "path")  # logical axes along which the weights of layers a
 def learning_rate_schedule(
     *, learning_rate: float, warmup_steps: int, decay_steps: int, final_learning_rate: float,
 ) -> optax.Schedule:
-    """Returns the schedule: linear warmup from 0 over `warmup_steps`, cosine decay until `decay_steps`, then constant.
+    """Returns a schedule of linear warmup from 0 over `warmup_steps` and cosine decay until step `decay_steps`.
 
-    Raises UserError for invalid values.
+    After `decay_steps`, the learning rate stays at `final_learning_rate`. Raises UserError for invalid values.
     """
     for name, value in (("learning_rate", learning_rate), ("final_learning_rate", final_learning_rate),
                         ("warmup_steps", warmup_steps)):
@@ -37,7 +37,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns the optax transformation for the fields of the config's `optimizer` group.
 
-    `boxed_params` are parameters or shapes with axis names; weight decay applies to those that `is_matrix` selects.
+    `boxed_params` are the parameters, or their shapes, with axis names. Weight decay applies only to the parameters
+    that `is_matrix` selects.
     Raises UserError for invalid values.
     """
     if name not in OPTIMIZERS:
@@ -60,8 +61,8 @@ def make_optimizer(
 
 
 def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
-    """Returns whether a parameter is a matrix, to which weight decay applies.
+    """Returns whether a parameter is a matrix. Weight decay applies only to matrices.
 
-    A matrix is neither a bias nor a scale and has two or more axes, not counting those in STACKED.
+    A matrix is neither a bias nor a scale, and has two or more axes. The axes in STACKED are not counted.
     """
     return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

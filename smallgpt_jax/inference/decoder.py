@@ -18,12 +18,12 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.sampling import Sampling, sample
 from smallgpt_jax.models.context import Context
 
-MAX_STEPS = 4  # tokens per row and call of `decode_steps`; tokens sampled after the end of a row are wasted
+MAX_STEPS = 4  # steps per call of `decode_steps`; tokens sampled after the end of a text are wasted
 MIN_BUCKET = 16  # lengths are padded to 16, 32, 48, 64, 96, 128, 192, …, with one compiled program per padded length
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the padded length for `length` tokens, at most `longest`."""
+    """Returns the length to which `length` tokens are padded, at most `longest`."""
     step = max(MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
     return min(longest, -(-length // step) * step)
 
@@ -41,8 +41,8 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
         seen_BxV: bool, the tokens in each row's context, donated; None without a repetition penalty.
         tokens_BxT: the new tokens, padded on the right.
         start_B: the position of each row's first new token.
-        count_B: the number of new tokens per row; the sample of a row with 0 is meaningless.
-        stream_Bx2: two numbers per row that select its random stream.
+        count_B: the number of new tokens per row; rows without new tokens get meaningless samples.
+        stream_Bx2: two numbers per row that select the row's random stream.
         unpenalized: a token to which the repetition penalty does not apply.
 
     Returns the updated cache, the updated `seen_BxV`, the sampled tokens, (B,) int32, and the logits before sampling,
@@ -68,9 +68,11 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     donate_argnames=("cache", "seen_BxV"))
 def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                  sampling: Sampling, **settings):
-    """Runs `decode_step` `steps` times, at most MAX_STEPS: first on `token_B`, then on the sampled tokens.
+    """Runs `steps` calls of `decode_step`, at most MAX_STEPS.
 
-    The loop runs on the device; a return to the host after each step would add a tenth or more to a small model's step
+    The first call gets `token_B`; each later call gets the tokens that the previous call sampled.
+
+    The loop runs on the device. Returning to the host after each step would add a tenth or more to a small model's step
     time. Rows whose `count_B` is 0 are left unchanged.
 
     Returns the updated cache, the updated `seen_BxV`, and the sampled tokens, (B, MAX_STEPS) int32. Only the first
@@ -113,8 +115,8 @@ class DecodeSession:
     `ids` is a list of tokens per row. Append the new tokens to the lists, then call `sample`. When a row becomes longer
     than the model's context, only its newest context_length / 2 tokens are kept, and prefilled again.
 
-    Size of the cache for B rows and S cached positions: B·S·2·Σ(width of each block) elements of the model's dtype, and
-    for cgpt B·(conv_kernel − 1)·Σ(input width of each convolution) more.
+    For B rows and S cached positions, the cache has 2·B·S·Σ(key–value heads · head width of each block) elements of the
+    model's dtype. The cache of a cgpt has B·(conv_kernel − 1)·Σ(input width of each convolution) elements more.
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
@@ -122,7 +124,7 @@ class DecodeSession:
         """Starts a session with the tokens `ids`, at least one per row.
 
         `weights` are in the layout of `layout.pack`. The repetition penalty does not apply to the token `unpenalized`.
-        `samples` has a number per row: rows with the same text but different numbers have different random streams.
+        `samples` has one number per row; rows with the same text but different numbers have different random streams.
         """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
@@ -136,7 +138,7 @@ class DecodeSession:
         self._cached = np.zeros(len(ids), np.int32)  # number of each row's tokens in the cache
 
     def repeat(self, times: int, sampling: Sampling) -> None:
-        """Replaces each row by `times` copies with different random streams. Prefills each prompt only once."""
+        """Replaces each row by `times` copies with different random streams. Each prompt is prefilled only once."""
         if times == 1:
             return
         if max(map(len, self.ids)) > 1:
@@ -164,8 +166,9 @@ class DecodeSession:
     def sample(self, sampling: Sampling) -> jax.Array:
         """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
 
-        Does not wait for the computation. If no row has new tokens, samples again from the last logits. If only some
-        rows have new tokens, the other rows are finished: they cannot be continued, and their samples are meaningless.
+        The call returns before the computation is finished. If no row has new tokens, the samples come from the last
+        call's logits. If only some rows have new tokens, the other rows are finished: they cannot be continued, and
+        their samples are meaningless.
         """
         return self.sample_with_logits(sampling)[0]
 
@@ -191,8 +194,9 @@ class DecodeSession:
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
         """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32, N ≤ `max_steps`.
 
-        N is 1 after a prompt, and at most MAX_STEPS after a single new token. Each token is sampled given the tokens
-        before it. A row to which the caller does not append all N tokens is finished (see `sample`).
+        If a row has several new tokens, as after a prompt, N is 1; otherwise N is at most MAX_STEPS. Each token is
+        sampled given the tokens before it. Unless the caller appends all N tokens to a row, the row is finished (see
+        `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -216,7 +220,7 @@ class DecodeSession:
         return int(self._dropped.sum())
 
     def _new_tokens(self):
-        """Returns the tokens per row that are not in the cache, the number of these tokens, (B,), and `stream_Bx2`."""
+        """Returns each row's tokens that are not yet in the cache, their number per row, (B,), and `stream_Bx2`."""
         new = [row[start:] for row, start in zip(self.ids, self._cached)]
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts
@@ -251,7 +255,10 @@ class DecodeSession:
 
 
 def _repeat_rows(x, rows: int, times: int):
-    """Repeats each row of `x` `times` times. The first axis of `x` may have several consecutive entries per row."""
+    """Returns `x` with each row replaced by `times` copies.
+
+    The first axis of `x` has `rows` rows; a row may consist of several consecutive entries.
+    """
     return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
 
 

@@ -11,7 +11,7 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 
 CALLS = (3, 1, 1)  # tokens per call: a prompt, then single tokens
-TOLERANCE = 0.03  # relative to the largest logit; allows for layers that compute in bfloat16 despite dtype="float32"
+TOLERANCE = 0.03  # relative to the largest logit; large enough for layers that ignore dtype="float32" and use bfloat16
 
 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
@@ -31,14 +31,14 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
                         f"{(str(error).strip() or '-').splitlines()[0][:200]}); {remedy}") from error
     if not difference <= TOLERANCE:
         raise UserError(
-            f"{name}: decoding token by token gives wrong logits (off by {difference:.0%} of the largest): "
+            f"{name}: decoding token by token gives wrong logits (off by {difference:.0%} of the largest logit): "
             f"{'a layer ignores earlier tokens' if keeps_cache else 'no layer keeps a cache'}; {remedy}")
 
 
 def largest_difference(model: models.LanguageModel, params, model_state) -> tuple[float, bool]:
     """Compares the logits of cached decoding with those of the full forward pass.
 
-    Returns the largest difference, relative to the largest logit, and whether any layer keeps a cache.
+    Returns the largest difference divided by the largest logit, and whether any layer keeps a cache.
     """
     context, vocab_size = model.config.context_length, model.config.vocab_size
     ends = sorted({min(int(end), context) for end in np.cumsum(CALLS)})

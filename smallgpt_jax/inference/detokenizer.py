@@ -10,10 +10,11 @@ DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with 
 
 
 class Detokenizer:
-    """Decodes tokens one by one, up to the first of the strings in `stop`.
+    """Decodes tokens one by one, and stops before the first occurrence of a string in `stop`.
 
-    `before` has the ids of the preceding tokens, whose text ends with `prompt`. New tokens are decoded together with
-    the last DECODED_CONTEXT ids of `before`, because some tokenizers drop the leading space of a text's first token.
+    `before` has the ids of the tokens before the first new token; their text ends with `prompt`. New tokens are decoded
+    together with the last DECODED_CONTEXT ids of `before`, because some tokenizers drop the leading space of a text's
+    first token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),

@@ -3,13 +3,14 @@
 `pack` keeps the tree structure and names of the training parameters. It makes three changes, each to speed up matrix
 products with few rows:
 
-- Stacked layers and paths become tuples of arrays, one array per layer or path. Slicing a stack would copy the weights
-  for every token.
+- The weights of layers and paths are stacked in training. Here each stack becomes a tuple with one array per layer or
+  path, because slicing a stack would copy the weights for every generated token.
 - All arrays except vectors are cast to the compute dtype once, instead of for every token.
-- The head is stored transposed, (W, V), with W its input width and V the vocabulary size. On a two-core Intel Xeon
-  (jax 0.10.2, float32, 2026-11-22), the product with one row takes 0.68× as long as with (V, W) for V = 50,304 and
-  W = 768, and 0.85× as long for V = 8,192 and W = 256. With a column-major physical layout
-  (`jax.experimental.layout`) instead, it takes 8 to 20 times as long, because XLA's CPU compiler copies the head.
+- The output head, (V, W) in training, is stored transposed, (W, V), where V is the vocabulary size and W the head's
+  input width. The times below are for the product of one row with the head, relative to (V, W), on a two-core Intel
+  Xeon (jax 0.10.2, float32, 2026-11-22). With (W, V), the product takes 0.68× as long for V = 50,304 and W = 768, and
+  0.85× as long for V = 8,192 and W = 256. With a column-major physical layout (`jax.experimental.layout`), it takes 8
+  to 20 times as long, because XLA's CPU compiler copies the head.
 """
 
 import flax.linen as nn
@@ -39,8 +40,8 @@ def pack(model: models.LanguageModel, params, model_state=None):
 def unpack(packed):
     """Returns packed variables in the layout that the model's modules read.
 
-    Call it inside a jitted function: there, the compiler removes both this transposition of the head and the opposite
-    transposition in the modules.
+    This transposes the head back to (V, W). Call `unpack` inside a jitted function: there, the compiler removes this
+    transposition together with the opposite one in the modules.
     """
     params = packed["params"]
     return {**packed, "params": {**params, "head": params["head"].T} if "head" in params else params}

@@ -25,10 +25,10 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
     Args:
         folder: the workdir.
         step: the step of the checkpoint to load; None: the newest.
-        paths: the paths of a pgpt to use: "all", "best" (the path with the largest weight), or indices, "0,1" or
-            [0, 1].
+        paths: the paths to use if the model is a pgpt: "all", "best" (the path with the largest weight), or indices
+            such as "0,1" or [0, 1].
 
-    Raises UserError if the workdir has no run, the run has no checkpoint of `step`, or the model lacks the paths.
+    Raises UserError if the workdir has no run, the run has no checkpoint of `step`, or the model lacks a given path.
     """
     trained = load_trained(folder, step)
     model, params, model_state = trained.model, trained.params, trained.model_state
@@ -52,7 +52,7 @@ def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.
 
 
 class TrainedModel(NamedTuple):
-    """The model of a workdir at one checkpoint."""
+    """A model restored from a checkpoint of a workdir, and the run's tokenizer."""
 
     model: models.LanguageModel
     params: Any  # in the training layout

@@ -15,12 +15,12 @@ class Sampling:
     """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
-    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples from this many most likely tokens
-    top_p: float | None = None  # samples from the most likely tokens up to this total probability
-    repetition_penalty: float | None = None  # above 1: makes tokens in the context less likely; 1: no penalty
+    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples only from the likeliest tokens
+    top_p: float | None = None  # samples only from the smallest set of tokens with at least this total probability
+    repetition_penalty: float | None = None  # above 1: tokens in the context become less likely; 1: no penalty
 
     def validated(self) -> "Sampling":
-        """Returns the settings with those that have no effect set to None. Raises UserError for values out of range."""
+        """Returns a copy in which settings without effect are None. Raises UserError for values out of range."""
         def refuse(field: str, rule: str):
             raise UserError(f"{field}={getattr(self, field)}: {rule}")
 
@@ -41,7 +41,7 @@ class Sampling:
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
     """Returns one token per row, (B,) int32.
 
-    `seen_BxV`, bool, marks the tokens in each row's context. Only the repetition penalty uses it.
+    `seen_BxV` is a bool array that marks the tokens in each row's context. Only the repetition penalty uses it.
     """
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
     if sampling.temperature is not None:  # Gumbel-max trick
@@ -50,9 +50,9 @@ def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
 
 
 def greedy(logits_BxV):
-    """Returns the most likely token per row, (B,) int32; the last one, V − 1, for rows with NaN.
+    """Returns the most likely token per row, (B,) int32. For rows with NaN, it returns the last token, V − 1.
 
-    Computed as a maximum and a minimum, because XLA's argmax is slow on CPUs.
+    The function uses a maximum and a minimum, because XLA's argmax is slow on CPUs.
     """
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
@@ -60,7 +60,7 @@ def greedy(logits_BxV):
 
 
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
-    """Returns the logits to sample from, −∞ for excluded tokens.
+    """Returns the logits to sample from. The logits of excluded tokens are −∞.
 
     The repetition penalty divides positive logits and multiplies negative logits (Keskar et al., arXiv 1909.05858,
     section 4.1, extended to negative logits). Top-p keeps the smallest set of most likely tokens whose total

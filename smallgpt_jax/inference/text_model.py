@@ -31,7 +31,7 @@ class TextModel:
     def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
                top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
-        """Yields the continuation of `prompt` string by string, as it is generated.
+        """Yields the continuation of `prompt` piece by piece, while it is generated.
 
         Generation ends at end-of-text, after `max_new_tokens`, or before the first stop string. When the context is
         full, its older half is dropped and the rest is prefilled again.
@@ -40,14 +40,14 @@ class TextModel:
             prompt: the text to continue; "" begins a new document.
             max_new_tokens: the maximum number of new tokens.
             temperature: the sampling temperature; 0 or None: greedy decoding.
-            top_k: samples from this many most likely tokens.
-            top_p: samples from the most likely tokens up to this total probability.
+            top_k: samples only from the `top_k` most likely tokens.
+            top_p: samples only from the smallest set of tokens with a total probability of at least `top_p`.
             repetition_penalty: values above 1 make tokens that are in the context less likely.
-            stop: strings that end the generation; not yielded.
+            stop: strings before which the generation ends.
             seed: the random seed.
 
-        Raises UserError when called, not when iterated, if a setting is out of range, or if the prompt is longer than
-        the context or cannot be encoded by the tokenizer.
+        Raises UserError if a setting is out of range, if the prompt is longer than the context, or if the tokenizer
+        cannot encode the prompt. The error is raised by the call, before the first iteration.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -57,7 +57,7 @@ class TextModel:
                        temperature: float | None = 1.0, top_k: int | None = None, top_p: float | None = None,
                        repetition_penalty: float | None = None, stop: Sequence[str] = (), seed: int = 0,
                        ) -> list[list[str]]:
-        """Returns `samples` continuations per prompt, generated as one batch: one list per prompt.
+        """Returns one list of `samples` continuations per prompt. All continuations are generated as one batch.
 
         Prompts may differ in length. The first continuation of each prompt is the text that `generate` returns, up to
         rounding. Each further continuation has its own random stream. See `stream` for the other arguments.
@@ -74,7 +74,7 @@ class TextModel:
 
     def complete(self, session: decoder.DecodeSession, prompts: Sequence[str], max_new_tokens: int,
                  stop: Sequence[str], sampling: Sampling) -> list[str]:
-        """Returns one continuation per row of a session whose rows contain the tokens of `prompts`."""
+        """Returns one continuation per row of `session`. Row i of the session contains the tokens of `prompts[i]`."""
         session.reserve(max_new_tokens)
         detokenizers = [Detokenizer(self.tokenizer, stop, row, prompt) for row, prompt in zip(session.ids, prompts)]
         left = max_new_tokens
@@ -96,8 +96,8 @@ class TextModel:
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Returns the token ids of a text.
 
-        With `continues`, the text continues an earlier text; otherwise it begins a document. Raises UserError if the
-        tokenizer cannot encode the text.
+        If `continues` is true, the text continues an earlier text; otherwise it begins a document. Raises UserError if
+        the tokenizer cannot encode the text.
         """
         try:
             text.encode()
@@ -126,7 +126,7 @@ class TextModel:
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
                 sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of the session's only row and appends it to the row. The row ends with `prompt`."""
+        """Yields the continuation of the session's only row, which ends with `prompt`, and appends it to the row."""
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
         drawn_B = session.sample(sampling) if max_new_tokens else None
@@ -146,7 +146,7 @@ class TextModel:
 
 
 class Conversation:
-    """A text that grows turn by turn. The cache keeps earlier turns, so that only new tokens are computed.
+    """A text that grows turn by turn. The cache keeps earlier turns, so that the model computes only new tokens.
 
     When the text becomes longer than the model's context, only the newest context_length / 2 tokens are kept, and
     prefilled again.
@@ -161,9 +161,9 @@ class Conversation:
             stop: Sequence[str] = ()) -> Iterator[str]:
         """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.
 
-        `text` is appended immediately, the continuation while the iterator is consumed. A stop string is not yielded,
-        but is part of the conversation. Raises UserError and leaves the conversation unchanged if a setting is out of
-        range, if the tokenizer cannot encode `text`, or if `text` is longer than half the context.
+        `text` is appended by the call; the continuation is appended while the caller iterates over it. A stop string is
+        not yielded, but becomes part of the conversation. Raises UserError and leaves the conversation unchanged if a
+        setting is out of range, if the tokenizer cannot encode `text`, or if `text` is longer than half the context.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)

@@ -14,7 +14,7 @@ from smallgpt_jax.models.language_model import (
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
            "build", "field_names", "find_architecture", "num_parameters", "upgrade_fields"]
 
-# Fields that only some architectures have. Older versions stored null for all other architectures.
+# Fields that only some architectures have. Older versions stored these fields as null for all other architectures.
 ONCE_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 
 
@@ -27,9 +27,9 @@ def build(**fields) -> LanguageModel:
 
 
 def upgrade_fields(fields: dict) -> dict:
-    """Returns the `model` group of an older version in the current format.
+    """Converts the `model` group of a config that an older version wrote to the current format.
 
-    Missing fields get the value that matches the older version's behavior. Nulls in ONCE_NULL fields are dropped.
+    Missing fields get the value that matches the older version's behavior. Null fields of ONCE_NULL are dropped.
     """
     later = {field.name: field.default for field in dataclasses.fields(ModelConfig)
              if field.default is not dataclasses.MISSING}

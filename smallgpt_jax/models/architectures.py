@@ -1,8 +1,9 @@
-"""The built-in architectures, and the lookup of custom ones by `package.module:Class`.
+"""The built-in architectures, and the lookup of custom architectures by `package.module:Class`.
 
 An architecture is the trunk of a language model: the Linen module between the embedding and the final norm. It has a
-field `config` and maps (batch, time, d_model) activations and a `Context` to (batch, time, config.output_width). Its
-class attribute `Config` is its config class: `ModelConfig`, or a subclass that adds and validates fields.
+field `config` and maps (batch, time, d_model) activations and a `Context` to (batch, time, config.output_width)
+activations. The class attribute `Config` is the class of `config`: `ModelConfig`, or a subclass that adds and validates
+fields.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from smallgpt_jax.models.pgpt import PGPT
 PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # architectures whose decoding is not checked on loading
+BUILT_IN = tuple(ARCHITECTURES.values())  # the decoding of all other architectures is checked on loading
 
 
 def find_architecture(name: str):
@@ -52,7 +53,7 @@ def find_architecture(name: str):
 
 
 def field_names(architecture: str) -> tuple[str, ...]:
-    """Returns the names of the fields of this architecture's config."""
+    """Returns the field names of an architecture's config."""
     return tuple(field.name for field in dataclasses.fields(find_architecture(architecture).Config))
 
 

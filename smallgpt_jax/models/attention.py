@@ -18,8 +18,9 @@ from smallgpt_jax.ops.matmul import one_product_is_faster
 class QKVProjection(Dense):
     """The fused projection of (B, T, D) to queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K).
 
-    H is the number of heads, G of key–value heads, K the head width. The kernel has shape (D, G, H/G + 2, K): for each
-    key–value head H/G query heads, the key head and the value head. G is a separate axis so that a mesh can shard it.
+    H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
+    (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
+    so that a mesh can shard it.
     """
 
     @nn.compact
@@ -41,7 +42,7 @@ class QKVProjection(Dense):
 
 
 def split_heads(y_BxTxGxJxK):
-    """Returns queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K), split from the fused projection."""
+    """Splits the fused projection's output into queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K)."""
     batch, time, groups, parts, head_width = y_BxTxGxJxK.shape
     if parts == 3:
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
@@ -97,7 +98,7 @@ class Attention(nn.Module):
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache; returns attention over the whole cache, (B, H, T, K).
 
-        Slot s of the cache holds position s. The padding of short rows is written too, but later tokens overwrite it
+        Slot s of the cache holds position s. The padding of short rows is also written, but later tokens overwrite it
         before it is read. The batch and head axes of the cache are merged: with separate axes, XLA's CPU compiler
         copies the whole cache for every token.
         """
@@ -113,7 +114,7 @@ class Attention(nn.Module):
             room = ((0, 0), (0, context.cache_length - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
             chunk = ops.QUERIES
-            y = jnp.concatenate([  # each chunk of queries reads only the keys up to its end
+            y = jnp.concatenate([  # each chunk of queries reads only the keys up to the chunk's end
                 ops.cached_attention(q[:, :, i:i + chunk], k[:, :i + chunk], v[:, :i + chunk],
                                      jnp.arange(i, min(i + chunk, time))[None], mask, slopes)
                 for i in range(0, time, chunk)], axis=2)

@@ -23,8 +23,8 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.ops.attention import OUTPUT
 
-REMAT = {  # what a block's forward pass saves for the backward pass, which recomputes everything else
-    "none": None,  # saves everything
+REMAT = {  # the intermediate results that a block saves for the backward pass, which recomputes all others
+    "none": None,  # no rematerialization: saves everything
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(OUTPUT)),
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` consecutive blocks, starting with block `first` of the model.
+    """Returns one config for each of `length` consecutive blocks, starting with block `first` of the model.
 
     The configs differ only in the attention window: `config.attention_windows` is tiled over the model's depth.
     """
@@ -67,9 +67,9 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
     """Returns a function (B, T, D) → (B, T, D) that applies one block per config, in sequence.
 
-    Must be called in a module's compact method. `block` is a module class with a field `config` and the call signature
-    of `Block`. With `config.scan_layers`, equal blocks run in a loop, so that compile time does not grow with depth;
-    otherwise the loop is unrolled.
+    Call `stack_blocks` in a module's compact method. `block` is a module class with a field `config` and the call
+    signature of `Block`. With `config.scan_layers`, equal blocks run in a loop, so that compile time does not grow with
+    depth; otherwise the loop is unrolled.
     """
     pattern = next(p for p in range(1, len(configs) + 1)
                    if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
@@ -139,7 +139,7 @@ def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
     """Returns `module(x_BxTxD, context)`, applied with the i-th slice of the stacked parameters and state.
 
     A stack is an array with a leading axis for the slices, or a tuple of arrays. Slicing an array would copy the
-    weights for every token, so `inference.layout` converts stacks to tuples once.
+    weights for every generated token, so `inference.layout` converts the arrays to tuples before decoding.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

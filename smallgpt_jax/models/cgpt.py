@@ -16,7 +16,7 @@ class CausalConv(nn.Module):
     """Causal convolution over time, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position of a text. With
-    kernel_size 1 this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs:
+    kernel_size 1, this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs:
     B·(kernel_size − 1)·D elements of the model's dtype.
     """
 
@@ -35,7 +35,7 @@ class CausalConv(nn.Module):
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = self.with_past(x_BxTxD.astype(self.dtype), context)
         y = bias.reshape(1, -1).astype(self.dtype)
-        for j in range(self.kernel_size):  # two-dimensional products are faster, see Dense
+        for j in range(self.kernel_size):  # one two-dimensional product per tap is faster on CPUs, see Dense
             past = padded[:, j:j + time]
             if context.segment_ids_BxT is not None:
                 same_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
@@ -51,7 +51,7 @@ class CausalConv(nn.Module):
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # each row's last inputs before the padding
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # each row's last inputs, without padding
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
 

@@ -17,8 +17,8 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 class ModelConfig:
     """The `model` group of a config; configs/base.py documents each field.
 
-    Architectures subclass it to add fields. Fields with a default were added after the first release; configs of older
-    runs lack them and get the default.
+    Architectures subclass it to add fields. Fields with a default were added after the first release. Configs of older
+    runs lack these fields and get the defaults.
     """
 
     architecture: str
@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """The attention window of the first or only block with this config, in positions; 0: unlimited."""
+        """The attention window in positions; 0 means unlimited. For several blocks, it is the first block's."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -73,11 +73,11 @@ class ModelConfig:
         return self.d_model
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError for `field`, whose value breaks `rule`."""
+        """Raises UserError, with a message that the value of `field` breaks `rule`."""
         raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
 
     def validate(self) -> None:
-        """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
+        """Raises UserError for invalid values. Subclasses that override this method call `super().validate()` first."""
         self.validate_types()
         for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio"):
             if not getattr(self, field) >= 1:
@@ -103,7 +103,7 @@ class ModelConfig:
             self.refuse(field, f"must be one of {', '.join(allowed)}")
 
     def validate_types(self) -> None:
-        """Raises UserError for a value of the wrong type; a config.json can contain any type."""
+        """Raises UserError for values of the wrong type, because a config.json can contain any type."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
             if not isinstance(value, (float, int) if kind is float else kind) or (
@@ -111,7 +111,7 @@ class ModelConfig:
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
-        """Raises UserError if the width of a block does not fit its numbers of heads or its mlp_ratio."""
+        """Raises UserError if d_model, the width of a block, does not fit the numbers of heads or mlp_ratio."""
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
         if self.num_heads % self.kv_heads:

@@ -1,4 +1,4 @@
-"""The mode and inputs of a forward pass besides the activations, and the decoding cache."""
+"""The `Context` that all modules of a model get in a forward pass, and variables of the decoding cache."""
 
 import flax
 import flax.linen as nn
@@ -10,23 +10,23 @@ from smallgpt_jax.ops.attention import AttentionMask
 
 @flax.struct.dataclass
 class Context:
-    """The mode of a forward pass and its inputs besides the activations.
+    """The mode of a forward pass, and all its inputs except the activations.
 
     In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
     several texts that do not attend to each other.
 
-    In decoding, each row continues the text in its cache, the variable collection "cache". Rows may differ in length;
-    padding is at the end.
+    In decoding, each row continues the text that it has in the cache, the variable collection "cache". Rows may differ
+    in length; shorter rows are padded at the end.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
-    # Decoding: the number of positions that a new cache can hold; None if not decoding.
+    # The number of positions that a new cache can hold; None in training and evaluation.
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
-    start_B: jax.Array | None = None  # decoding: the position of each row's first token
-    length_B: jax.Array | None = None  # decoding: tokens per row, without padding
-    segment_ids_BxT: jax.Array | None = None  # not decoding: the number of the text that a position belongs to
-    prefix_lengths_B: jax.Array | None = None  # not decoding: length of each row's bidirectional prefix (prefix LM)
-    # Training: whether this is the first microbatch of an update; for modules with state.
+    start_B: jax.Array | None = None  # in decoding, the position of each row's first new token
+    length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
+    segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
+    prefix_lengths_B: jax.Array | None = None  # None in decoding; length of each row's bidirectional prefix (prefix LM)
+    # Whether this is the first microbatch of an update in training. Modules with state can read it.
     begins_update: jax.Array | bool = True
 
     @property
@@ -52,7 +52,7 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of the collection "cache", initially zero, and whether it has just been created.
+    """Returns a variable of the collection "cache" and whether this call created it. New variables are zero.
 
     A module that is called several times per forward pass, such as a shared layer, has one variable per call.
     """

@@ -12,8 +12,9 @@ from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# The head's initial std is 0.02 up to this width, and smaller above it. Initial logits have variance width × std², so
-# with std 0.02 the initial loss of a wider model would exceed ln(vocab_size) by more than 0.05.
+# The head's initial std is 0.02 for input widths up to this one, and smaller for larger widths. Initial logits have
+# variance width × std², so with std 0.02 the initial loss of a wider model would exceed ln(vocab_size) by more than
+# 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -30,7 +31,7 @@ class LanguageModel(nn.Module):
         c = self.config
         self.token_embedding = self.param(
             "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
-        if c.position == "learned":  # other encodings are applied in attention
+        if c.position == "learned":  # attention applies the other position encodings
             self.position_embedding = self.param(
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
@@ -44,8 +45,8 @@ class LanguageModel(nn.Module):
         With learned positions, T must be at most context_length; other position encodings accept any T.
         """
         dtype = self.config.dtype
-        # Devices look up whole rows, so an embedding sharded by width is gathered first. It stays float32, because the
-        # gradient of a frequent token's row has too many terms to be summed in bfloat16.
+        # Devices look up whole rows, so an embedding sharded by width is gathered first. It stays float32, because
+        # the gradient of a frequent token's row sums too many terms for bfloat16.
         table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
         if self.config.position == "learned":
@@ -53,19 +54,19 @@ class LanguageModel(nn.Module):
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.final_norm(self.trunk(x_BxTxD, context))
-        # Also constrains the sharding of the gradient, for which XLA's partitioner would choose a slow one.
+        # The constraint also applies to the gradient. Without it, XLA's partitioner shards the gradient in a slow way.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
         """Returns the position embedding of each token, (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
-        # "clip", because the padding of short rows can lie beyond the last position.
+        # mode="clip", because the padding of short rows can be beyond the last position of the embedding.
         return jnp.take(self.position_embedding, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
     def head_weight(self):
-        """Returns the output head's matrix, (V, W), in the compute dtype; if embeddings are tied, the embedding."""
+        """Returns the output head, (V, W), in the compute dtype. With tied embeddings, it is the token embedding."""
         c = self.config
         if c.tie_embeddings:
             weight = self.token_embedding
@@ -104,7 +105,7 @@ def abstract_params(model: LanguageModel):
 
 
 def abstract_model_state(model: LanguageModel):
-    """Returns the shapes of the variable collection "state", which TrainState carries; {} for most models."""
+    """Returns the shapes of the variable collection "state", which is part of TrainState. Most models have none: {}."""
     return nn.unbox(abstract_variables(model).get("state", {}))
 
 

@@ -6,8 +6,9 @@ width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products
 The axes of weights have logical names, which `sharding.py` maps to mesh axes. Weights without axis names, such as those
 of flax's own nn.Dense, work too and are replicated.
 
-`config.model.norm` is a key of NORMS, `config.model.mlp` a key of MLPS. A norm is a function (config, name) → module.
-An MLP is a module class with a field `config`, called with (B, T, D) activations and a `Context`.
+`config.model.norm` is a key of NORMS, and `config.model.mlp` is a key of MLPS. A norm is a function
+(config, name) → module. An MLP is a module class with a field `config` and is called with (B, T, D) activations and a
+`Context`.
 """
 
 import math
@@ -21,16 +22,16 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.matmul import matmul
 
-INIT_STD = 0.02  # as in GPT-2: weights are normal(0, 0.02), residual projections are scaled down
+INIT_STD = 0.02  # as in GPT-2; projections into the residual stream use `residual_std`
 
 
 def normal(std: float, *axes: str):
-    """Returns a normal(0, std) initializer for a weight with these axis names."""
+    """Returns a normal(0, std) initializer for a weight whose axes have the logical names `axes`."""
     return nn.with_logical_partitioning(nn.initializers.normal(std), axes)
 
 
 def zeros(*axes: str):
-    """Returns a zero initializer for a bias with these axis names."""
+    """Returns a zero initializer for a bias whose axes have the logical names `axes`."""
     return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
@@ -61,7 +62,7 @@ class Dense(nn.Module):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
         x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # Decoding has few rows and no gradient; `matmul` is written for a fast gradient.
+        # `matmul` makes the gradient faster, which decoding does not compute.
         y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
@@ -79,7 +80,7 @@ class Dense(nn.Module):
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
     """Returns a LayerNorm over the last axis, with a bias if `config.use_bias` is set.
 
-    The variance is computed in float32 as E[x²] − E[x]², which takes one pass over x; E[(x − E[x])²] takes two.
+    The variance is computed in float32 as E[x²] − E[x]², which takes one pass over x; E[(x − E[x])²] would take two.
     """
     return nn.LayerNorm(
         epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,

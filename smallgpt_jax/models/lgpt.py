@@ -54,11 +54,12 @@ class LGPTConfig(ModelConfig):
 
 
 class LGPT(nn.Module):
-    """Stages of `blocks_per_stage` blocks, with a dense layer between stages that halves the width.
+    """Stages of `blocks_per_stage` blocks. Between two stages, a dense layer halves the width.
 
-    Maps (B, T, D) to (B, T, D / 2^C), where C is the number of dense layers. `compress_last_stage` adds a dense layer
-    after the last stage. With `stage_heads` "fixed", all stages have `num_heads` heads and the head width halves from
-    stage to stage, as in the paper. With "scaled", the head width is constant and the number of heads halves.
+    Maps (B, T, D) to (B, T, D / 2^C), where C is the number of these dense layers. `compress_last_stage` adds a
+    dense layer after the last stage. With `stage_heads` "fixed", all stages have `num_heads` heads and the head width
+    halves from stage to stage, as in the paper. With "scaled", the head width is constant and the number of heads
+    halves.
     """
 
     config: LGPTConfig
@@ -78,15 +79,15 @@ class LGPT(nn.Module):
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
         """Returns the layer that halves the width after this stage, (B, T, D) → (B, T, D/2).
 
-        Its initial weights have std 1/√D, which preserves the variance. With GPT-2's std of 0.02, the residual stream
-        of narrow stages would shrink below the epsilon of their norms.
+        The layer's initial weights have std 1/√D, which preserves the variance of the activations. With GPT-2's std of
+        0.02, the variance of the residual stream in narrow stages would fall below the epsilon of their norms.
         """
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    """Returns one config per stage: `config` with the width and numbers of heads of the stage's blocks."""
+    """Returns one config per stage: `config` with the stage's width and numbers of heads."""
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(

@@ -1,4 +1,4 @@
-"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks, combined by a learned weighted sum."""
+"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks; a weighted sum combines their outputs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ class PGPTConfig(ModelConfig):
 
 
 class Path(nn.Module):
-    """One path: a dense layer with a bias, then num_layers / num_paths blocks; (B, T, D) → (B, T, D).
+    """One path, (B, T, D) → (B, T, D): a dense layer with a bias, then num_layers / num_paths blocks.
 
-    The dense layer's initial weights have std 1/√D, which preserves the variance. GPT-2's std of 0.02 would shrink the
-    embeddings of narrow models.
+    The dense layer's initial weights have std 1/√D, which preserves the variance of the embeddings. GPT-2's std of 0.02
+    would shrink the embeddings of narrow models.
     """
 
     config: PGPTConfig
@@ -49,11 +49,12 @@ class Path(nn.Module):
 
 
 class PGPT(nn.Module):
-    """The weighted sum of `num_paths` paths of num_layers / num_paths blocks each; (B, T, D) → (B, T, D).
+    """The weighted sum of `num_paths` parallel paths, (B, T, D) → (B, T, D).
 
-    The weights of the P paths are the softmax of P logits. The last logit is fixed at 0; the others are learned and
-    start at 0.5. With two paths this equals the paper's released code: sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with
-    w initialized to 0.5. With `path_weights` "equal", each weight is 1/P.
+    Each path has num_layers / num_paths blocks. The weights of the P paths are the softmax of P logits. The last
+    logit is fixed at 0; the others are learned and start at 0.5. With two paths, this equals the paper's released code:
+    sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with w initialized to 0.5. With `path_weights` "equal", each weight is
+    1/P.
 
     The parameters of the paths are stacked along a leading `path` axis.
     """
@@ -82,7 +83,7 @@ class PGPT(nn.Module):
             "path_logits",
             nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
             (num_paths - 1,))
-        # The weights are replicated, so that devices exchange only the sum of the paths.
+        # The path weights are replicated, so that devices exchange only the weighted sum of the paths.
         weights_P = nn.with_logical_constraint(
             jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
@@ -97,9 +98,9 @@ def path_weights(params) -> np.ndarray:
 
 
 def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
-    """Returns the config, parameters and model state of the model reduced to the paths with these indices.
+    """Returns the config, parameters and model state of a model that keeps only the paths with the indices `paths`.
 
-    The path weights are renormalized to sum to 1.
+    The weights of the kept paths are renormalized to sum to 1.
     """
     chosen = np.array(paths)
 
@@ -110,7 +111,7 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         return {**variables, "trunk": trunk} if trunk else variables
 
     params, model_state = cut(params), cut(model_state)
-    logits = params["trunk"].pop("path_logits", None)  # `cut` has copied the dict
+    logits = params["trunk"].pop("path_logits", None)  # does not change the caller's dict, because `cut` has copied it
     if logits is not None and len(chosen) > 1:
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]

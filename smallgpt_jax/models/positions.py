@@ -11,8 +11,8 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
     """Returns queries or keys with rotary position embedding (RoPE), in the dtype of the input.
 
     Each pair of entries i and i + K/2 of a head is rotated by the angle position · base^(−2i/K), computed in float32
-    (Su et al., arXiv 2104.09864, equation 34). The paper pairs adjacent entries instead, which is equivalent up to the
-    order of the entries; most published models pair halves, as here.
+    (Su et al., arXiv 2104.09864, equation 34). The paper pairs adjacent entries instead. Both pairings are equivalent
+    up to the order of the entries; most published models use the pairing of this function.
     """
     half = x_BxHxTxK.shape[-1] // 2
     frequencies = np.float32(base ** (-np.arange(half) / half))
@@ -26,7 +26,7 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 def alibi_slopes(heads: int) -> np.ndarray:
     """Returns the ALiBi slopes of H heads, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
 
-    A head's attention score is reduced by its slope times the distance in positions (Press et al., arXiv 2108.12409,
-    section 3). The same formula is used if H is not a power of two.
+    A head's attention scores are reduced by its slope times the distance between query and key, in positions (Press et
+    al., arXiv 2108.12409, section 3). The same formula is used if H is not a power of two.
     """
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

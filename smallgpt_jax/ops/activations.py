@@ -12,9 +12,9 @@ import jax.numpy as jnp
 def gelu(x):
     """Returns the exact GELU, x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415), in the dtype of x.
 
-    Computed in float32, because in bfloat16 1 + erf loses the negative tail of Φ. The forward pass also computes the
-    derivative and saves it instead of x, in the dtype of x. This takes the same memory, and the backward pass does not
-    recompute `erf` and `exp`, which dominate the time on CPUs.
+    GELU is computed in float32, because 1 + erf in bfloat16 loses the negative tail of Φ. The forward pass also
+    computes the derivative, and saves it in the dtype of x. It does not save x, so the memory is the same as for saving
+    x. The backward pass then does not recompute `erf` and `exp`, which dominate the time on CPUs.
     """
     return _gelu_forward(x)[0]
 

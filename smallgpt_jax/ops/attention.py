@@ -2,12 +2,12 @@
 
 Backends, selected by `config.model.attention`:
 
-- "xla" (`chunked`): plain JAX, runs anywhere.
+- "xla" (`chunked`): plain JAX. It runs on every platform.
 - "splash": JAX's Pallas kernel for TPUs. It does not materialize the (time, time) scores.
 - "cudnn": NVIDIA's fused kernel. It does not materialize the scores either.
-- "auto": chosen by the platform that the program is compiled for.
+- "auto": the backend is chosen by the platform for which the program is compiled.
 
-`chunked` replaces a kernel in the cases that the kernel does not support; see `select_backend`.
+`chunked` is used instead of a kernel in the cases that the kernel does not support; see `select_backend`.
 
 Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
 key–value heads, head h attends to the keys of key–value head h // (H / G).
@@ -33,19 +33,19 @@ OUTPUT = "attention_output"  # checkpoint name of the splash kernel's output, fo
 
 @flax.struct.dataclass
 class AttentionMask:
-    """An attention mask: causal within each text, modified by these fields.
+    """A causal attention mask. Its fields restrict attention to a window or to a text, or allow a bidirectional prefix.
 
     `select_backend` falls back to "xla" if a backend does not support a field.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, with the query's own; 0: unlimited
-    segment_ids_BxT: jax.Array | None = None  # positions with equal ids are one text; None: each row is one text
+    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, including the query's; 0: unlimited
+    segment_ids_BxT: jax.Array | None = None  # positions with equal ids belong to one text; None: a row is one text
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 
     def allowed(self, start: int, time: int, keys: slice):
-        """Returns the mask of the `time` queries from position `start` on over the keys at positions `keys`.
+        """Returns the mask for `time` queries, whose first position is `start`, and the keys at positions `keys`.
 
-        The mask is (B or 1, time, number of keys) bool; True where a query attends to a key.
+        The mask is a (B or 1, time, number of keys) bool array. It is True where a query attends to a key.
         """
         queries_Tx1 = jnp.arange(start, start + time)[:, None]
         keys_1xS = jnp.arange(keys.start, keys.stop)[None]
@@ -63,9 +63,9 @@ class AttentionMask:
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False) -> tuple[str, str]:
-    """Returns the backend to use on a platform, and the reason for a fallback to "xla" ("" without a fallback).
+    """Returns the backend to use on a platform, and the reason if this is a fallback to "xla".
 
-    `platform` is "tpu", "gpu" or "cpu".
+    The reason is "" without a fallback. `platform` is "tpu", "gpu" or "cpu".
     """
     if backend == "auto":
         backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
@@ -85,11 +85,11 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
             return "xla", "cuDNN's attention needs bfloat16"
         if head_width % 8 or head_width > 128:
             return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-        if mask.segment_ids_BxT is not None:  # with is_causal and a mask, texts attended to each other
+        if mask.segment_ids_BxT is not None:  # with is_causal and a mask, cuDNN let texts attend to each other
             return "xla", "cuDNN's attention does not support separate documents in a row"
         if mask.prefix_lengths_B is not None:
             return "xla", "cuDNN's attention does not support prefixes"
-        if has_alibi:  # cuDNN takes only materialized biases, (time, time) per head
+        if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
             return "xla", "cuDNN's attention does not support ALiBi"
     return backend, ""
 
@@ -98,7 +98,7 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
     """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
 
     See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
-    head's slope times the distance in positions is subtracted from its scores.
+    head's slope times the distance between query and key is subtracted from the head's scores.
     """
     _, _, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -111,15 +111,15 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns attention, computed with all scores at once, including masked ones; used to count FLOPs and in tests."""
+    """Returns attention. All scores, including masked ones, are computed at once. Used in tests and to count FLOPs."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns attention, computed for QUERIES queries at a time.
+    """Returns attention. The queries are processed in chunks of QUERIES.
 
-    Each chunk of queries skips the keys after it and the keys before its window.
+    Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
     """
     time, parts = q_BxHxTxK.shape[2], []
     for start in range(0, time, QUERIES):
@@ -132,10 +132,10 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
-    """Returns the attention of T queries from position `start` on to the S keys at positions `keys`, (B, H, T, K).
+    """Returns the attention output of T queries for the S keys at positions `keys`, (B, H, T, K).
 
-    The weights are normalized after the product with the values, which saves a pass over the (T, S) weights in both the
-    forward and the backward pass.
+    `start` is the position of the first query. The weights are normalized after the product with the values. This
+    saves a pass over the (T, S) weights in both the forward and the backward pass.
     """
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
@@ -143,7 +143,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # positions in the row give the same distances as positions in the text
+    if slopes_H is not None:  # within a text, distances in the row equal distances in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
@@ -159,13 +159,13 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the splash kernel on each device's shard of rows and heads; without TPUs, in interpret mode (slow)."""
+    """Runs the splash kernel on each device's shard of rows and heads. Without TPUs, uses the slow interpret mode."""
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     interpret = platform() != "tpu"
     queries, names = q_BxHxTxK, [("batch", "heads", "time", "head_width")] * 3
-    if heads > groups:  # an axis of key–value heads, to shard queries like keys
+    if heads > groups:  # split the heads axis, so that queries are sharded like keys
         queries = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
         names[0] = ("batch", "heads", "per_group", "time", "head_width")
     arguments = (queries, k_BxGxTxK, v_BxGxTxK)
@@ -184,13 +184,13 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_keys: bool, interpret: bool):
-    """Returns the splash kernel for (heads, time, head width) queries; it never materializes the mask.
+    """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask.
 
-    With `shares_keys`, all heads attend to the same keys and values, (time, head width).
+    If `shares_keys` is true, all heads attend to the same (time, head width) keys and values.
     """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
-    # The last axis is padded to `lanes`, so narrow heads on the last axis would waste most of the memory.
+    # TPUs pad the last axis to a multiple of `lanes`. With narrow heads on the last axis, most memory would be padding.
     layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
     block = math.gcd(time, 4 * lanes)
     mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
@@ -227,7 +227,7 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache with the T entries of `x_GxTxK` written to each row from slot `start_G` on.
+    """Returns the cache with the T entries of each row of `x_GxTxK` written to it, in row g from slot `start_G[g]` on.
 
     Entries beyond the end of the cache are dropped.
     """
@@ -235,7 +235,7 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
         return cache_GxSxK.at[jnp.arange(rows)[:, None], slots_GxT].set(x_GxTxK, mode="drop")
-    if rows == 1:  # faster on CPUs than the vmap below
+    if rows == 1:  # this is faster on CPUs than the vmap below
         return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
     return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
         cache_GxSxK, x_GxTxK, start_G)
@@ -244,12 +244,13 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
     """Returns softmax(q·keysᵀ/√K)·values over the cache slots that `mask` allows, (G, R, T, K).
 
-    Each of the G cache rows belongs to one key–value head of one text; R query heads attend to it. Slot s holds
-    position s. `slopes_GxR` are ALiBi slopes.
+    Each of the G rows of the cache belongs to one key–value head of one text, and R query heads attend to it. Slot s of
+    the cache holds position s. `slopes_GxR` are ALiBi slopes.
     """
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
-    # A single query is a matrix–vector product, which XLA's CPU compiler recognizes only without the query axis.
+    # The scores of a single query are a matrix–vector product. XLA's CPU compiler recognizes it only if the arrays have
+    # no query axis.
     t = "" if per_group * time == 1 else "t"
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width)
     q = (q_GxQxK if t else q_GxQxK[:, 0]) / math.sqrt(head_width)

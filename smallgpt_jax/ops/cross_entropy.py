@@ -8,7 +8,8 @@ from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
 # In training, logits are clipped at the target's logit plus this value, in nats, so that the sum of exponentials stays
-# finite in float32. This understates the loss of targets less likely than exp(−70). Evaluation does not clip.
+# finite in float32. The loss of targets with a probability below about exp(−70) is therefore too low. In evaluation,
+# logits are not clipped.
 MAX_DIFFERENCE = 70.0
 
 
@@ -16,16 +17,16 @@ def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
     The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
-    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part;
-    recomputing the logits in the backward pass would take a fourth. Logits and softmax are float32. The operands of the
-    matmuls have the dtype of `x_BxTxW` and `head_VxW`.
+    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part. If the
+    backward pass recomputed the logits, it would take a fourth. Logits and softmax are float32; the operands
+    of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
 
 
 def _in_chunks(x_BxT, chunks: int):
-    """Returns a (B, T, …) array split along T into (chunks, B, T / chunks, …)."""
+    """Splits a (B, T, …) array along T and returns it as (chunks, B, T / chunks, …)."""
     batch, time, *rest = x_BxT.shape
     return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
 
@@ -43,14 +44,14 @@ def _chunk_loss(chunk, head_VxW):
 
 
 def _target_logits(chunk, head_VxW):
-    """Returns the logit of the target at each position of a chunk, flattened, float32."""
+    """Returns the float32 logits of a chunk's targets, flattened to one axis."""
     x_BxCxW, targets_BxC, _ = chunk
     return jnp.einsum("rw,rw->r", _rows(x_BxCxW), jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
                       preferred_element_type=jnp.float32)
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW):
-    """Returns the weighted sum of a chunk's losses and its gradient with respect to the logits, in the dtype of x.
+    """Returns the weighted sum of a chunk's losses, and its gradient with respect to the logits in the dtype of x.
 
     The loss of a position is log Σⱼ exp(lⱼ − l), where l is the logit of its target. Subtracting l instead of the
     maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE.
@@ -59,12 +60,12 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
     logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
     differences_RxV = logits_RxV - _target_logits(chunk, head_VxW)[:, None]
-    # Not jnp.minimum, which drops NaN on CPUs.
+    # jnp.where instead of jnp.minimum, because jnp.minimum drops NaN on CPUs.
     ratios_RxV = jnp.exp(jnp.where(differences_RxV > MAX_DIFFERENCE, MAX_DIFFERENCE, differences_RxV))
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
-    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # stored instead of the float32 logits
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only these are stored, not the float32 logits
     d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
     return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 
@@ -79,9 +80,11 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
-    # Each device accumulates the head's gradient of its own rows; one sum over devices follows the loop.
+    # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
+    # devices are summed.
     parts = sharding.num_batch_shards()
-    # On CPUs the accumulated gradient is transposed: XLA computes a product with a wide result faster than a tall one.
+    # On CPUs, the accumulated gradient is transposed, because XLA computes products with wide results faster than
+    # products with tall results.
     axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
         "pvw", ("batch", "vocab", None))
 

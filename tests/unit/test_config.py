@@ -125,7 +125,7 @@ def test_the_package_lists_its_commands(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["smallgpt_jax"])
     package.main()
     listed = capsys.readouterr().out.splitlines()
-    assert "python -m smallgpt_jax.main      Trains a model: one recipe in, one workdir out." in listed
+    assert "python -m smallgpt_jax.main      Trains the model of a config and writes the run to a workdir." in listed
     assert all(any(f"smallgpt_jax.{command} " in line for line in listed) for command in commands)
     monkeypatch.setattr("sys.argv", ["smallgpt_jax", "main"])
     with pytest.raises(SystemExit, match="2"):

@@ -15,7 +15,7 @@ class Sampling:
     """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
-    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples only from the likeliest tokens
+    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples only from the k likeliest tokens
     top_p: float | None = None  # samples only from the smallest set of tokens with at least this total probability
     repetition_penalty: float | None = None  # above 1: tokens in the context become less likely; 1: no penalty
 

@@ -47,7 +47,7 @@ def find_architecture(name: str):
         raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
-        raise UserError(f"{where}: needs a class attribute Config: smallgpt_jax.models.ModelConfig or a "
+        raise UserError(f"{where}: needs a class attribute Config, which must be smallgpt_jax.models.ModelConfig or a "
                         "subclass")
     return trunk
 

@@ -1,4 +1,4 @@
-"""Multi-process runs: initialization, communication between processes, failures of other processes.
+"""Functions for multi-process runs: initialization, communication, and handling of failed processes.
 
 All processes run the same program on the same config. Only process 0, the primary process, prints and writes files.
 Functions marked "(collective)" must be called by all processes.
@@ -30,11 +30,11 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process coun
 
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Connects this process to the other processes of the run; silences standard output except on the primary process.
+    """Connects this process to the other processes of the run. Silences standard output except on the primary process.
 
-    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None, they
-    are detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits with status
-    1 if not all processes connect in time. Raises UserError for invalid arguments.
+    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None,
+    their values are detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits
+    with status 1 if not all processes connect in time. Raises UserError for invalid arguments.
 
     Args:
       coordinator: HOST:PORT that process 0 opens and the other processes connect to.
@@ -69,7 +69,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
             coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, shutdown_timeout_seconds=HEARTBEAT_TIMEOUT)
     except Exception as error:
-        if not coordinator and not in_slurm_step():  # a single TPU VM, such as a notebook's
+        if not coordinator and not in_slurm_step():  # a single TPU VM, for example of a notebook
             return
         raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
     finally:
@@ -108,9 +108,9 @@ def on_tpu_vm() -> bool:
 
 
 def skip_tpu_search() -> None:
-    """Sets JAX's platform to the CPU if libtpu is installed (for `plan`) but there is no TPU.
+    """Sets JAX's platform to the CPU if libtpu is installed but the machine has no TPU.
 
-    Otherwise JAX would search for a TPU and log errors.
+    The command `plan` uses libtpu without a TPU. Without this setting, JAX would search for a TPU and log errors.
     """
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
@@ -127,7 +127,7 @@ def is_single_process() -> bool:
 
 
 def start_any_process(is_so: bool) -> jax.Array:
-    """Returns, asynchronously, whether `is_so` is true in any process (collective); bool() of the result blocks."""
+    """Returns whether `is_so` is true in any process, without waiting (collective). bool() of the result waits."""
     shardings, program = _any_program()
     logged = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
     # Blocks on CPUs: simulated devices can deadlock, see program.Program.runnable.
@@ -147,7 +147,7 @@ def any_process(is_so: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], None]) -> None:
-    """Runs `action` on process 0 while the other processes wait; if it raises, all processes raise (collective)."""
+    """Runs `action` on process 0 while the other processes wait. If it raises, all processes raise (collective)."""
     problem = None
     try:
         if is_primary():

@@ -33,8 +33,8 @@ SCORING_VERSION = 1  # part of the cache key; increase it when scores change
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TASKS = flags.DEFINE_list("tasks", None, "Comma-separated task names; paper: the paper's seven tasks.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, instead of the "
-                                "hub; see docs/evaluation.md.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, which are used "
+                                "instead of the Hugging Face hub; see docs/evaluation.md.")
 _PATHS = flags.DEFINE_string("paths", "all", "For pgpt, paths to evaluate: all, best (largest weight), or "
                              "indices such as 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
@@ -43,10 +43,10 @@ _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Few-shot examples befo
 _LIMIT = flags.DEFINE_float("limit", None, "Questions per task; a number below 1 is a fraction of the task.",
                             lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 1234, "Seed of few-shot examples and sampled texts.")
-_GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings of tasks that generate text, such as "
+_GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings for tasks that generate text, such as "
                                   "temperature=0.8,do_sample=True.")
 _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "Include each question and its scores in the JSON file.")
-_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Maximum positions per device in a batch.",
+_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Maximum number of token positions per device in a batch.",
                                      lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype. Default: as in training.")
 FLAGS = flags.FLAGS
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def model_fingerprint(params, model_state, tokenizer) -> str:
-    """Returns a hash of weights, tokenizer, SCORING_VERSION and the harness's version, for the score cache's name."""
+    """Returns a hash for the name of the score cache: of weights, tokenizer, SCORING_VERSION and lm_eval's version."""
     variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
     content = [SCORING_VERSION, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]

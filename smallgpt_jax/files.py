@@ -14,7 +14,10 @@ from smallgpt_jax.errors import UserError
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Returns the path `name` with `~` expanded. Raises UserError for a URL, naming `field`, a flag or config field."""
+    """Returns the path `name` with `~` expanded.
+
+    Raises UserError if `name` is a URL. The message contains `field`, the name of the flag or config field.
+    """
     if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
         raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported; mount the bucket or "
                         "copy the files, and use a local path")
@@ -71,15 +74,15 @@ def current_umask() -> int:
 
 
 class LockHeldError(Exception):
-    """The lock is held by another process, which the message names."""
+    """Another process, named in the message, holds the lock."""
 
 
 @contextlib.contextmanager
 def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock on the file at `path`, and removes the file on exit.
 
-    If another process holds the lock, waits for it or, without `wait`, raises LockHeldError. The operating system
-    releases the lock when the process ends. On file systems without locks, locks nothing.
+    If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError (`wait=False`). The operating
+    system releases the lock when this process ends. On file systems without locks, no lock is held.
     """
     while True:
         file = path.open("a+")
@@ -90,7 +93,8 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
             raise LockHeldError(file.read().strip() or "another process") from None
         except OSError:  # a file system without locks
             break
-        # The previous holder may have removed the file, and another process may have recreated it.
+        # The previous holder may have removed the file, and another process may have created a new one. A lock on the
+        # old file is then useless, so try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break

@@ -1,8 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-Row numbers are shuffled, differently in each epoch, and divided into groups of batch_size. The n-th group is the batch
-of step n, so any batch can be read without reading the earlier batches. Rows of several stores are interleaved in
-proportion to the weights of the stores.
+The numbers of the training rows are shuffled, differently in each epoch, and divided into groups of batch_size. The
+n-th group gives the rows of step n's batch, so any batch can be read without reading the earlier batches. If a run has
+several token stores, their rows are interleaved in proportion to the weights of the stores.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ READ_AHEAD = 8  # batches
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """The rows of several packings, concatenated and numbered consecutively."""
+    """The packed rows of one or several token stores, numbered consecutively from 0."""
 
-    packings: Sequence[Packing]
-    weights: Sequence[float]  # fraction of the training rows from each packing; the sum is 1
+    packings: Sequence[Packing]  # the rows of each store
+    weights: Sequence[float]  # fraction of the training rows that come from each store; their sum is 1
 
     @property
     def num_rows(self) -> int:
@@ -36,11 +36,11 @@ class Mixture:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """Returns the row number at which each packing begins, (packings,)."""
+        """Returns the row number of each packing's first row, (packings,)."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """Returns the index of each row's packing, (B,)."""
+        """Returns, for each row number, the index of the packing that contains the row, (B,)."""
         return np.searchsorted(self.first_rows, rows_B, side="right") - 1
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
@@ -54,7 +54,7 @@ class Mixture:
                       for arrays in zip(*parts)))
 
     def shuffled(self, seed: int) -> grain.MapDataset:
-        """Returns an endless dataset of row numbers. Each packing is shuffled anew in each of its epochs."""
+        """Returns an endless dataset of shuffled row numbers. Every pass over the rows of a packing has a new order."""
         orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
                   for i, (first, packing) in enumerate(zip(self.first_rows, self.packings))]
         return grain.MapDataset.mix(orders, self.weights) if len(orders) > 1 else orders[0]
@@ -62,7 +62,10 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ReadBatch(grain.transforms.Map):
-    """Maps the row numbers of a global batch, (B,), to a Batch of the rows that this process needs, `rows`."""
+    """Maps the row numbers of a global batch, (B,), to this process's part of the batch.
+
+    The field `rows` selects this part: the slice or the indices of the process's rows in the global batch.
+    """
 
     mixture: Mixture
     rows: slice | np.ndarray
@@ -72,9 +75,9 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i is the row numbers, (batch_size,), of the batch of step i + 1.
+    """Returns an endless dataset. Item i is an array, (batch_size,): the row numbers of the batch of step i + 1.
 
-    Raises UserError if a packing has fewer rows than one batch takes from it.
+    Raises UserError if one batch needs more rows from a store than the store has.
     """
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
@@ -89,14 +92,14 @@ def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np
                   ) -> grain.MapDataset:
     """Returns an endless dataset of training batches. Item i is the batch of step i + 1.
 
-    Reads only the rows that this process needs, `rows` of the global batch. Raises UserError if a packing has fewer
-    rows than one batch takes from it.
+    `rows` selects the rows of the global batch that this process needs; no others are read. Raises UserError if one
+    batch needs more rows from a store than the store has.
     """
     return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
 
 
 def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iterator[Batch]:
-    """Yields the items of `batches` from `first_step` on. `workers` threads read ahead; 0 disables reading ahead."""
+    """Yields the items of `batches`, from item `first_step` on. `workers` threads read ahead; 0: do not read ahead."""
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
     return iter(batches[first_step:].to_iter_dataset(options))
 
@@ -105,20 +108,20 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
                        ) -> grain.MapDataset:
     """Returns at most `limit` batches (0: all) of a validation split. See `sample_rows` and `masked_batches`.
 
-    Raises UserError if a packing has no rows.
+    Raises UserError if packing the validation split of a store gives no rows.
     """
     for packing in mixture.packings:
         if not packing.num_rows:
             raise UserError(
-                f"config.data.validation_fraction: the validation split has {packing.split.tokens:,} tokens, fewer "
-                f"than one row of {packing.context_length} + 1; use more text, or a larger fraction")
+                f"config.data.validation_fraction: the validation split has {packing.split.tokens:,} tokens, but "
+                f"one row needs {packing.context_length} + 1; use more text, or a larger fraction")
     return masked_batches(mixture, sample_rows(mixture, limit * batch_size), batch_size, rows)
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns the numbers of at most `limit` distinct rows (0: no limit), in a fixed shuffled order.
+    """Returns the row numbers of at most `limit` distinct rows (0: no limit), in a fixed random order.
 
-    The number of rows from each packing is proportional to the packing's weight.
+    Each store contributes rows in proportion to its weight.
     """
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
     total = min(limit, most) if limit else most
@@ -131,7 +134,10 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
 
 def masked_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),
                    ) -> grain.MapDataset:
-    """Returns batches of the rows with the numbers `order`, with a loss mask. Masked rows fill up the last batch."""
+    """Returns batches of the rows whose numbers are in `order`. Each batch has a loss mask.
+
+    If the last batch is incomplete, it is filled with rows that its loss mask excludes.
+    """
     def read(first: int) -> Batch:
         chosen = order[first:first + batch_size]
         counts_B = np.arange(batch_size) < len(chosen)

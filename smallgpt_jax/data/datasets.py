@@ -1,4 +1,4 @@
-"""Hugging Face and TensorFlow datasets as `Part`s. Requires the extra dependencies [data]."""
+"""Reads Hugging Face and TensorFlow datasets as lists of `Part`s. Requires the optional dependencies `[data]`."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from smallgpt_jax.formatting import short_reason
 
 
 def hugging_face_parts(source: str) -> list[Part]:
-    """Returns the training split of `hf:NAME[:CONFIG]`, one streamed part per shard."""
+    """Returns the training split of the Hugging Face dataset `hf:NAME[:CONFIG]`: one streamed `Part` per shard."""
     try:
         import datasets
     except ImportError:
@@ -23,7 +23,7 @@ def hugging_face_parts(source: str) -> list[Part]:
             yield
         except UserError:
             raise
-        except Exception as error:  # datasets, the hub and the network raise many types
+        except Exception as error:  # the datasets library and the network raise errors of many types
             raise UserError(f"config.data.source={source!r}: {short_reason(error)}") from None
 
     with name_source_in_errors():
@@ -42,9 +42,10 @@ def hugging_face_parts(source: str) -> list[Part]:
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns the training split of `tfds:NAME`: one part per TFRecord shard, or a single part for other formats.
+    """Returns the training split of the TensorFlow dataset `tfds:NAME`.
 
-    The parts are read without TensorFlow.
+    A dataset in TFRecord files has one `Part` per shard; a dataset in another format is a single `Part`. Reading a
+    part does not need TensorFlow.
     """
     try:
         import tensorflow_datasets as tfds
@@ -67,7 +68,7 @@ def tfds_parts(source: str) -> list[Part]:
 
 
 def tfrecord_part(path, count: int) -> Part:
-    """Returns a part for one shard of a TensorFlow dataset: a TFRecord file of `count` tf.train.Example protos."""
+    """Returns a `Part` that reads one shard of a dataset: a TFRecord file of `count` tf.train.Example protos."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 
@@ -99,7 +100,7 @@ def tfrecord_part(path, count: int) -> Part:
 
 
 def indexed_part(source: str, rows) -> Part:
-    """Returns a part for all rows of a TensorFlow dataset with random access."""
+    """Returns a single `Part` that reads all items of `rows`, a TensorFlow dataset with random access."""
     done = 0
 
     def read(rules: Rules):

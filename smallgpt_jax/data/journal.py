@@ -5,9 +5,11 @@ interruption. The conditions are:
 
 - The settings are unchanged. Exception: invalid items that were refused may now be skipped or repaired, since the text
   read so far contains no invalid items.
-- The text read so far is unchanged. Complete parts (files or shards) are compared by name, size and modification time,
-  the items of the next part by a digest. The text that follows may change: lines may be corrected, files added.
-- If the text has changed and the tokenizer was trained on it, the training used no text beyond the text read so far.
+- The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
+  modification time. The items read from the next part are compared by a digest. The rest of the source may change: for
+  example, lines may be corrected or files added.
+- If the rest of the source has changed and the tokenizer was trained on this source, the training used only text that
+  has been read so far.
 """
 
 import dataclasses
@@ -36,10 +38,10 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass
 class Journal:
-    identity: dict  # the store's format, its settings ("made_from"), fingerprints of "tokenizer" and "texts"
-    learned: Place | None  # end of the text that the tokenizer was trained on; None: end of the source
+    identity: dict  # the store's "format" and settings ("made_from"); hashes of its "tokenizer" files and "texts"
+    learned: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    earlier: Progress | None = None  # the last progress in an earlier part, in case the part of `latest` changes
+    earlier: Progress | None = None  # the last progress in an earlier part, used if the part of `latest` has changed
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:
@@ -69,9 +71,9 @@ def read_journal(folder: Path) -> Journal | None:
 
 
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
-    """Returns the journal in a folder, or None if the preparation of `identity` has to start over.
+    """Returns the journal in a folder, or None if the preparation of the store has to start over.
 
-    The returned journal's `latest` is the progress from which the preparation can resume.
+    `identity` describes the store to prepare. The preparation can resume from the returned journal's `latest` progress.
     """
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
@@ -88,11 +90,11 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 
 
 def can_resume(journal: Journal, identity: dict) -> bool:
-    """Returns whether the text read so far gives the same store with the settings in `identity` as in the journal."""
+    """Returns whether the settings in `identity` and in the journal give the same store for the text read so far."""
     before, now = journal.identity["made_from"], identity["made_from"]
     were_refused = {field for field in RELAXABLE_FIELDS if before[field] == "refuse"}
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)
-        # Items that were skipped because of invalid UTF-8 become documents if invalid bytes are now replaced.
+        # If invalid bytes are now replaced, items that were skipped because of invalid UTF-8 would be documents.
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

@@ -1,8 +1,8 @@
 """Packing of documents into rows of context_length + 1 tokens: `concat` and `best_fit`.
 
 A row's inputs are its first context_length tokens. Its targets are its last context_length tokens, unless the batch has
-explicit targets. If documents are separated, segment ids number the documents of each row from 1, and 0 marks padding.
-Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
+explicit targets. With `separate_documents`, a batch has segment ids, which number the documents of each row from 1; 0
+marks padding. Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from smallgpt_jax.data.store import Split
 
 class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segment_ids_BxT: np.ndarray | None = None  # int32; None: documents attend to earlier documents in the row
+    segment_ids_BxT: np.ndarray | None = None  # int32; None: tokens attend to earlier documents in the row too
     loss_mask_BxT: np.ndarray | None = None  # bool, targets that are included in the loss; None: all
     targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
 
 
 class Packing(Protocol):
-    """The rows of one epoch of a split, in a fixed order."""
+    """The rows into which the documents of a split are packed, in a fixed order. An epoch reads each row once."""
 
     num_rows: int
     padding: float  # fraction of the input tokens that are padding
@@ -34,9 +34,10 @@ class Packing(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Concat:
-    """Concatenates documents, each preceded by an end-of-text token, and cuts rows that overlap by one token.
+    """Concatenates documents, each preceded by an end-of-text token, and cuts the result into rows.
 
-    Every token except the first is a target once per epoch. The remainder after the last full row is dropped.
+    Consecutive rows overlap by one token, so each token except the first is a target once per epoch. The tokens after
+    the last full row are dropped.
     """
 
     split: Split
@@ -71,9 +72,9 @@ class Concat:
 class BestFit:
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
-    Only documents longer than a row are cut. Every token of the split is an input once per epoch. Its target is the
-    next token of its document, whatever follows in the row; the target of a document's last token is end-of-text.
-    Memory: about 30 bytes per document, and 130 bytes per document while packing.
+    Only documents longer than a row are cut. Every token of the split is an input once per epoch. The target of a
+    token is the next token of the same document; the target of a document's last token is end-of-text. Packing needs
+    about 130 bytes of memory per document, of which about 30 bytes are kept.
     """
 
     split: Split
@@ -107,8 +108,9 @@ class BestFit:
             place = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # `text` includes the target of its last token: the next token of a cut document, or the end-of-text
-                # that begins the split's next document. The end of the split has no such token.
+                # `text` is one token longer than the piece, because it includes the target of the piece's last token:
+                # the next token if the document is cut here, else the end-of-text that begins the next document. At
+                # the end of the split there is no further token.
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
                 targets[place:place + len(text) - 1] = text[1:]
@@ -118,7 +120,10 @@ class BestFit:
 
 
 class BestFitPlan(NamedTuple):
-    """Documents, cut into pieces of at most context_length tokens, in the order of the rows."""
+    """The contents of all rows, as pieces of documents in the order of the rows.
+
+    A piece is a whole document, or at most context_length tokens of a longer document.
+    """
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
@@ -126,11 +131,11 @@ class BestFitPlan(NamedTuple):
 
 
 def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
-    """Returns the best-fit decreasing plan for rows of `room` tokens.
+    """Returns the assignment of documents to rows of `room` tokens by best-fit decreasing.
 
-    The documents start at `starts_D` in a stream of `tokens` tokens. The longest pieces are placed first, each into the
-    row where it leaves the least room; equally full rows are filled in order. All pieces of the same length are placed
-    at once: the Python loop runs over lengths, not pieces.
+    The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
+    The longest pieces are placed first, each into the row where it leaves the least room; equally full rows are filled
+    in order. All pieces of the same length are placed at once, so the Python loop runs over lengths, not over pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // room)
@@ -141,7 +146,7 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
 
     by_length = np.argsort(-lengths, kind="stable")
     negative = -lengths[by_length]  # ascending, for searchsorted
-    row_of = np.empty(len(lengths), np.int64)  # in the order of by_length
+    row_of = np.empty(len(lengths), np.int64)  # row of each piece, in the order of by_length
     with_room = {}  # number of tokens that still fit → rows with this much room
     num_rows = first = 0
     while first < len(negative):

@@ -1,7 +1,7 @@
-"""Reading a source: its parts (files or shards), their items, and batches of documents.
+"""Reads the documents of a text source.
 
-An item is one entry of a part, such as a JSON line or a Parquet row. Items with valid, non-empty text are documents.
-Reading can resume at any `Place`.
+A source consists of parts (files or shards), and a part consists of items, such as JSON lines or Parquet rows. An item
+with valid, non-empty text is a document. Reading can resume at any `Place` in the source.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
-NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons to skip items that invalid_utf8="replace" would repair
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons for skipping; invalid_utf8="replace" repairs such items
 
 
 class Skipped(NamedTuple):
@@ -26,7 +26,7 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """How far a source has been read: the number of complete parts, and the number of items of the next part."""
+    """How far a source has been read: the number of complete parts, and the number of items read of the next part."""
 
     parts: int = 0
     items: int = 0
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The text field of items and the handling of invalid items, as in the config's `data` group."""
+    """The name of the items' text field, and what to do with invalid items: fields of the config's `data` group."""
 
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
@@ -48,7 +48,7 @@ class Rules:
                                 f"{' or '.join(map(repr, allowed))}")
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
-        """Returns an invalid item as skipped, or raises UserError if `invalid_items` is "refuse"."""
+        """Returns a Skipped for an invalid item, or raises UserError if `invalid_items` is "refuse"."""
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
         raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
@@ -65,14 +65,14 @@ class Part:
     name: str
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
-    version: tuple = ()  # changes when the items change, if changes can be detected; else ()
+    version: tuple = ()  # differs if the items have changed; () if changes cannot be detected
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
-    """Returns `text`, the value of an item's text field, as valid text, or a Skipped item if it is invalid.
+    """Returns `text`, the value of an item's text field, as a valid string, or a Skipped if the value is invalid.
 
-    `where` and `fields`, the names of the item's fields, are for error messages. Raises UserError if the text is
-    invalid and the rules refuse invalid items.
+    Raises UserError if the value is invalid and the rules refuse invalid items. The error message contains `where`, the
+    position of the item in the source, and `fields`, the names of the item's fields.
     """
     if isinstance(text, bytes):
         try:
@@ -95,7 +95,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
 
 
 class DocumentBatch(NamedTuple):
-    """Consecutive documents, the items skipped between them, and the place after them."""
+    """Consecutive documents, the numbers of items skipped among them, and the place where the next batch begins."""
 
     texts: list[str]
     skipped: Counter  # reason → number of skipped items
@@ -107,7 +107,7 @@ class DocumentBatch(NamedTuple):
 class Digest:
     """A digest of the source read so far.
 
-    Covers the name, size and version of each complete part, and the items read of the next part.
+    It covers the name, size and version of each `Part` that was read completely, and the items read of the next part.
     """
 
     def __init__(self, parts: Iterable[Part] = ()):

@@ -33,7 +33,7 @@ class DataPipeline:
 
 def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_size: int, batch_size: int,
                   eval_steps: int, seed: int) -> DataPipeline:
-    """Returns the pipeline of a config's `data` group, for this process's devices of the mesh.
+    """Returns the data pipeline that a config's `data` group describes. Batches are placed on the devices of `mesh`.
 
     Process 0 prepares a missing store. The other processes then open the store, or prepare their own copy if they do
     not share the file system of process 0. Raises UserError if the text is missing, too short, or not the same in all
@@ -46,7 +46,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
-    distributed.require_equal("a text", json.dumps(corpus.description))
+    distributed.require_equal("the training text", json.dumps(corpus.description))
     rows = sharding.local_rows(mesh, batch_size)
     train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
 
@@ -68,7 +68,7 @@ def pack(corpus: corpora.Corpus, split: str, data, context_length: int) -> batch
 
 def num_validation_targets(corpus: corpora.Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
-    """Returns the number of targets of one evaluation, over all processes."""
+    """Returns the number of target tokens in one evaluation on the validation split, summed over all processes."""
     validation = pack(corpus, "validation", data, context_length)
     return sum(int(np.sum(batch.loss_mask_BxT))
                for batch in batches.validation_batches(validation, batch_size, eval_steps))

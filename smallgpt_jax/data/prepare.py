@@ -1,8 +1,8 @@
-"""Preparation of a token store from a source: parallel and resumable.
+"""Prepares a token store from a text source, in parallel and resumably.
 
 Worker threads tokenize the documents. The main thread appends the tokens to the files of each split, in the order of
-the source. A journal records the progress. An unfinished store is in STORE.partial, which is renamed to STORE on
-completion.
+the source. A journal records the progress. The store is written to the folder STORE.partial, which is renamed to STORE
+on completion.
 """
 
 import functools
@@ -46,15 +46,16 @@ def prepare_store(
     folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
     invalid_utf8: str, invalid_items: str, workers: int | None = None, log=print, unfinished: str = "",
 ) -> TokenStore:
-    """Returns the token store at `folder`. Prepares it from `source` first, atomically, if it does not exist.
+    """Returns the token store at `folder`. If there is none, prepares it from `source` first, atomically.
 
     After an interruption, the same call resumes (see journal.py). Memory: about 10 MB per worker, plus a few times the
-    longest document.
+    size of the longest document.
 
     Args:
-        folder: the store. If it is a symbolic link, the store is its target, and the unfinished store is next to it.
-        workers: the number of tokenizer threads; None: one per core. It does not affect the store.
-        unfinished: the name of the unfinished store, without ".partial"; "": the name of `folder`.
+        folder: the folder of the store. A symbolic link is resolved first. The unfinished store is in the same parent
+            folder as the store.
+        workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on it.
+        unfinished: the name of the unfinished store's folder, without ".partial"; "": the name of `folder`.
 
     The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
     or if the existing store was made from another source or with other settings.
@@ -138,7 +139,7 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
 
 
 def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: dict, log) -> tuple[Tokenizer, Journal]:
-    """Returns the tokenizer and journal of the unfinished store at `partial`; starts over if it cannot be resumed."""
+    """Returns the tokenizer and journal of the unfinished store at `partial`. Starts over if it cannot be resumed."""
     identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
                 "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
     if journal := resume_journal(partial, identity, parts, rules, log):
@@ -174,7 +175,7 @@ def require_documents(made_from: dict, splits: dict[str, dict], skipped: dict[st
 
 
 def remove_partial(partial: Path, log) -> None:
-    """Removes an unfinished store that cannot be resumed. Raises UserError if `partial` is not an unfinished store."""
+    """Removes the folder of an unfinished store, if it exists. Raises UserError if it contains any other files."""
     if not partial.exists():
         return
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
@@ -183,13 +184,13 @@ def remove_partial(partial: Path, log) -> None:
         raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
                         "choose another config.data.store")
     if (partial / JOURNAL_FILE).exists():
-        log(f"{partial}: unfinished store of another text or with other settings; starting over")
+        log(f"{partial}: cannot resume, because the text or the settings have changed; starting over")
     shutil.rmtree(partial)
 
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer and the `Place` where its training text ends; None: the end of the source."""
+    """Returns the tokenizer, and the `Place` in the source where its training text ends (None: at the end)."""
     learned = Place()
 
     def texts() -> Iterator[str]:
@@ -216,14 +217,14 @@ def is_validation(text: str, fraction: float) -> bool:
 class EncodedBatch(NamedTuple):
     """The tokens of consecutive documents of one split."""
 
-    tokens: np.ndarray  # (tokens,), an end-of-text before each document
-    lengths: np.ndarray  # (documents,), in tokens, with the end-of-text
+    tokens: np.ndarray  # (tokens,), with an end-of-text token before each document
+    lengths: np.ndarray  # (documents,), in tokens, including the end-of-text token
     text_bytes: int
 
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
-    """Returns the tokens of a batch's documents: split → EncodedBatch."""
+    """Returns the tokens of a batch's documents, as a dict from the name of each split to an EncodedBatch."""
     ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
     mark = np.array([tokenizer.end_of_text], dtype)
     for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
@@ -238,7 +239,7 @@ def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validatio
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the ids of each text. Splits long texts first, to limit the memory."""
+    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory use."""
     if all(len(text) <= LONG_TEXT for text in texts):
         return tokenizer.encode(texts)
     return [np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)]) for text in texts]
@@ -247,8 +248,8 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 def split_long_text(text: str) -> Iterator[str]:
     """Splits a text into pieces of at most LONG_TEXT characters, before spaces between words if possible.
 
-    Byte-pair tokens do not cross these boundaries. The ids are therefore those of the whole text, unless a
-    SentencePiece model prepends a space to each piece.
+    Byte-pair tokens do not cross the boundaries between these pieces. The ids of the pieces are therefore the ids of
+    the whole text, unless a SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:
@@ -263,7 +264,7 @@ def split_long_text(text: str) -> Iterator[str]:
 
 
 def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """Yields the pairs (item, function(item)) in order, computed by `workers` threads.
+    """Yields (item, function(item)) for each item, in order. `workers` threads compute the function.
 
     If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
     tokenizers release the GIL.
@@ -322,7 +323,7 @@ class StoreWriter:
 
 
 class SplitWriter:
-    """Appends documents to the files of one split. First truncates the files to the sizes recorded in the journal."""
+    """Appends documents to the files of one split, after truncating the files to the sizes recorded in the journal."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
                  text_bytes: int):

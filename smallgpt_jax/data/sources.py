@@ -1,4 +1,4 @@
-"""Text sources: the documents of a source, in a fixed order.
+"""Reads the documents of a text source, in a fixed order.
 
 A source is one of:
 
@@ -7,7 +7,7 @@ A source is one of:
 - `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
 - `tfds:NAME`: the training split of a TensorFlow dataset.
 
-Several sources are separated by commas.
+Several of these, separated by commas, are also a source.
 """
 
 import glob
@@ -33,7 +33,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
 
 PASSAGE_CHARACTERS = (1024, 16_384)  # minimum and maximum size of the passages that text files are split into
-# Folders of tests (which many Python distributions omit), of generated tables, and of other packages.
+# Folders that `python_stdlib` does not read: tests (many Python distributions omit them), generated tables, and
+# installed packages.
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                    "dist-packages", "__pycache__"}
 
@@ -108,7 +109,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
     A folder reached through several links is yielded once, so the function returns even if links form a cycle.
     """
     seen, waiting = set(), [str(root)]
-    for start in waiting:  # the loop appends the links that it finds
+    for start in waiting:  # the loop body appends further links
         for folder, names, files in os.walk(start):
             real = os.path.realpath(folder)
             if real in seen:
@@ -121,7 +122,10 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """Drops duplicate paths through symbolic links: of several paths to the same folder, keeps the shortest."""
+    """Returns `paths` without the files that occur twice because of symbolic links to folders.
+
+    If several paths lead to the same folder, only the files under the shortest of them are kept.
+    """
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}
@@ -129,7 +133,10 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 
 
 def suggest_glob(folder: Path, paths: list[Path]) -> str:
-    """Returns a hint to read a folder's files with a glob on their most common suffix, or "" if none has a suffix."""
+    """Returns a hint for an error message: the glob for the files with the most common suffix in a folder.
+
+    Returns "" if no file has a suffix.
+    """
     shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     suffixes = Counter(path.suffix for path in shown if path.suffix and path.suffix.lower() not in ARCHIVE_SUFFIXES)
     if not suffixes:
@@ -140,7 +147,10 @@ def suggest_glob(folder: Path, paths: list[Path]) -> str:
 
 
 def find_enclosing_folder(source: str, path: Path) -> Path | None:
-    """Returns the folder of a source that contains `path`, or None. Files in such a folder would be read as text."""
+    """Returns a folder that `source` reads and that contains `path`, or None if there is no such folder.
+
+    Files written to `path` could then be read as text of the source.
+    """
     around = set(path.resolve().parents)
     return next((folder for name in split_names(source) if is_local(name)
                  for found, _ in walk_folders(Path(name).expanduser())
@@ -156,8 +166,8 @@ def local_bytes(source: str) -> int:
 def fingerprint(source: str) -> str:
     """Returns a hash of a source.
 
-    It depends on the path, size and modification time of each local file, on the Python version for `python_stdlib`,
-    and only on the name for remote datasets.
+    The hash covers the path, size and modification time of each local file. For `python_stdlib`, it covers the Python
+    version. For a remote dataset, it covers only the name.
     """
     described = []
     for name in split_names(source):

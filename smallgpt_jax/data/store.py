@@ -75,7 +75,7 @@ class TokenStore:
         return tokenizers.load(self.folder / "tokenizer")
 
     def fingerprint(self, split: str) -> str:
-        """Returns the `fingerprint` of a split: from the metadata, or else computed from the split's files."""
+        """Returns a hash of a split: the hash in the metadata if there is one, else a hash computed from the files."""
         if known := self.metadata.get("fingerprints"):
             return known[split]
         return fingerprint(self.folder, split, getattr(self, split).text_bytes)
@@ -93,7 +93,7 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 def open_store(folder: Path) -> TokenStore:
     """Opens the store in `folder`.
 
-    Raises UserError if it is not a store, has another format, or a file is missing or has the wrong size.
+    Raises UserError if the folder is not a store or has another format, or if a file is missing or has the wrong size.
     """
     fix = "remove the folder and rerun smallgpt_jax.prepare"
     try:
@@ -123,7 +123,7 @@ def open_store(folder: Path) -> TokenStore:
 def open_matching_store(folder: Path, expected: dict) -> TokenStore:
     """Opens the store in `folder`, as `open_store` does.
 
-    Also raises UserError if the store was made from another source or with other settings than `expected`.
+    Also raises UserError if the store was made from another source or with other settings than those in `expected`.
     """
     store = open_store(folder)
     made_from = store.metadata["made_from"]

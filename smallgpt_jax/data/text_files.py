@@ -17,7 +17,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-# Suffixes of the files that are read from a folder. A compression suffix may follow.
+# If a source is a folder, only files with these suffixes are read. A compression suffix may follow.
 TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
@@ -71,11 +71,11 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """Converts the errors that libraries raise for a damaged file to a UserError that names the file."""
+    """Turns errors of libraries that read a damaged file into a UserError with the file's path."""
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno:  # an error of the operating system; the file is not damaged
+        if isinstance(error, OSError) and error.errno:  # an error from the operating system; the file is not damaged
             raise UserError(f"{path}: {error.strerror}") from None
         raise UserError(f"{path}: damaged, or of another type than its suffix ({short_reason(error).rstrip('.')}); "
                         "download it again, or remove it") from None
@@ -96,7 +96,7 @@ def read_lines(path: Path, raw) -> Iterator[bytes]:
 def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
     """Decodes UTF-8 block by block. All line endings become newlines.
 
-    Raises UserError with the byte and line of the first invalid byte.
+    Replaces invalid bytes, or raises UserError with the position of the first one if `invalid_utf8` is "refuse".
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     errors = "strict" if invalid_utf8 == "refuse" else "replace"
@@ -123,8 +123,8 @@ def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
     """Splits a text, the concatenation of `pieces`, into documents of at most `most` characters.
 
     Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
-    in the validation split. The cost is an end-of-text token about every 16 thousand characters, or more often in
-    sources below 1.6 MB, which become about a hundred documents.
+    in the validation split. The cost is one additional end-of-text token per document. A document has up to about 16
+    thousand characters, or fewer in sources below 1.6 MB, which become about a hundred documents.
     """
     text = ""
     for piece in pieces:
@@ -162,7 +162,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
         item = json.loads(decoded_line)
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
-    except ValueError as error:  # also raised for integers of thousands of digits
+    except ValueError as error:  # json.loads also raises it for integers with thousands of digits
         return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
     if not isinstance(item, dict):
         return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")
@@ -184,7 +184,7 @@ def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[],
         with name_file_in_errors(path):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
                 column = batch.column(0)
-                # pyarrow does not check that strings are valid UTF-8.
+                # pyarrow does not check that strings are valid UTF-8. Therefore pass bytes to `extract_text`.
                 if types.is_string(column.type) or types.is_large_string(column.type):
                     column = column.cast("binary" if types.is_string(column.type) else "large_binary")
                 yield column.to_pylist()

@@ -33,7 +33,7 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Returns the checksum of `data` as TFRecord files store it: rotated, plus a constant."""
+    """Returns the checksum of `data` in the form that TFRecord files store: CRC-32C, rotated, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

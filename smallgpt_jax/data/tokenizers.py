@@ -1,8 +1,8 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, and bytes.
 
-A tokenizer is stored as a folder in its token store and in each workdir. Its files have the names that other tools
-expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2. `tokenizer_kind.json` has the kind
-of the tokenizer. The end-of-text id marks the beginning of a document; no text encodes to it.
+Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
+tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2. `tokenizer_kind.json`
+contains the kind of the tokenizer. The end-of-text id marks the beginning of a document; no text is encoded as this id.
 """
 
 import functools
@@ -27,7 +27,7 @@ MAX_TRAINING_CHARACTERS = 50_000_000
 MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder: OpenAI's name
+GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         return self.encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids below vocab_size."""
+        """Returns the text that `ids` encode. All ids must be below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
         """Returns the files that `load` needs besides KIND_FILE: file name → content."""
@@ -86,7 +86,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
         marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # Only control pieces are suitable: text never encodes to them.
+        # The end-of-text piece must be a control piece, because text is never encoded as a control piece.
         self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
         if self.end_of_text is None:
             raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
@@ -122,7 +122,7 @@ class SentencePiece(Tokenizer):
 
 
 class GPT2(Tokenizer):
-    """GPT-2's byte-pair encoding, 50,257 ids, through tiktoken."""
+    """GPT-2's byte-pair encoding with 50,257 ids. tiktoken computes the encoding."""
 
     kind = "gpt2"
     unknown = None
@@ -134,7 +134,7 @@ class GPT2(Tokenizer):
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = json.loads(vocab_json)
         self.end_of_text = ids.pop(END_OF_TEXT)
-        # tiktoken merges pairs in the order of their ids, which must therefore be the order of merges.txt.
+        # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
@@ -168,13 +168,13 @@ def gpt2_bytes() -> dict[str, int]:
 
 
 def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer that `spec` (`config.data.tokenizer`) describes. Raises UserError if it is invalid.
+    """Returns the tokenizer that `spec` (`config.data.tokenizer`) describes. Raises UserError if `spec` is invalid.
 
     `spec` is one of:
 
     - "sentencepiece:SIZE": a SentencePiece model, trained on `texts`
-    - "gpt2": downloaded by tiktoken
-    - "bytes"
+    - "gpt2": GPT-2's tokenizer, downloaded by tiktoken
+    - "bytes": one id per byte
     - a path: a SentencePiece model file, a folder with GPT-2's two files, or the tokenizer folder of a run or store
     """
     kind, _, size = spec.partition(":")
@@ -232,7 +232,7 @@ def spec_fingerprint(spec: str) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the files that `load` reads to a folder, durably."""
+    """Saves a tokenizer in a folder, from which `load` reads it. The files survive a power loss."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
         write_atomically(folder / name, content)
@@ -253,10 +253,10 @@ def read_sentencepiece(path: Path) -> SentencePiece:
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model, trained on `texts`, that preserves all whitespace and encodes unseen characters as
-    bytes.
+    """Returns a byte-pair model, trained on `texts`.
 
-    If the text is too short for `size` pieces, the model has fewer. Raises UserError if there is no text.
+    The model preserves all whitespace and encodes unseen characters as bytes. If the text is too short for `size`
+    pieces, the model has fewer. Raises UserError if there is no text.
     """
     def lines():
         read = 0
@@ -282,7 +282,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
 
 def download(name: str) -> bytes:
-    """Returns one of GPT-2's two files, downloaded through tiktoken's cache (TIKTOKEN_CACHE_DIR)."""
+    """Returns one of GPT-2's two files. tiktoken downloads it, or reads it from its cache (TIKTOKEN_CACHE_DIR)."""
     import tiktoken.load
 
     try:

@@ -2,7 +2,7 @@
 
 import os
 
-# Set before tqdm and huggingface_hub are imported: no progress bars, and no warnings before the error if the hub is
-# unreachable.
+# These must be set before tqdm and huggingface_hub are imported. They turn off progress bars, and the warnings that
+# would precede the error message if the hub is unreachable.
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

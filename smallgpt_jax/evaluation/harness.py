@@ -25,14 +25,14 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 class SmallGPT(TemplateLM):
     """A model for lm-evaluation-harness, equivalent to its `hf` backend with a causal language model.
 
-    An empty context becomes the end-of-text token; other contexts do not start with that token. Contexts are truncated
-    on the left if they exceed the model's context length. Text to score is never truncated.
+    An empty context is replaced by the end-of-text token; other contexts do not start with this token. Contexts are
+    truncated on the left if they exceed the model's context length. Text to score is never truncated.
 
     Args:
       scorer: computes log-likelihoods.
       params, model_state: variables of the scorer's model.
       progress: called with a label, the number of finished texts and the total.
-      seed: of sampled texts.
+      seed: seed for sampling texts.
     """
 
     def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
@@ -45,7 +45,10 @@ class SmallGPT(TemplateLM):
 
     @cached_property
     def _text_model(self) -> TextModel:
-        """The model in the layout for decoding. It copies the weights, so it is built only for tasks that need it."""
+        """The model with its weights in the decoding layout.
+
+        Building it copies the weights, so it is built only for tasks that generate text.
+        """
         return build_text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
 
     @property

@@ -1,4 +1,4 @@
-"""Benchmark data from the benchmarks' original files, for machines without a network.
+"""Reads benchmark data from the benchmarks' original files, for machines without a network.
 
 Each reader returns rows in the format of the Hugging Face dataset that the harness's task uses. Each task has a single
 split; few-shot examples are taken from it too.
@@ -14,7 +14,7 @@ from smallgpt_jax.errors import UserError
 
 
 class LocalTask(NamedTuple):
-    """Files and reader of one of the harness's tasks."""
+    """One of the harness's tasks: its data files, and the function that reads them."""
 
     files: tuple[str, ...]  # paths in --data_dir
     rows: Callable[..., list[dict]]  # reader: maps the contents of the files to rows
@@ -27,7 +27,7 @@ def json_rows(text: str) -> list[dict]:
 
 
 def hellaswag(text: str) -> list[dict]:
-    """Returns HellaSwag's rows, preprocessed by the harness's code, which removes WikiHow's brackets.
+    """Returns HellaSwag's rows. The harness's code preprocesses them: it removes WikiHow's markup in brackets.
 
     A query is the activity label, a colon and the context.
     """
@@ -86,7 +86,7 @@ TASKS = {
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    """Raises UserError if tasks are not in TASKS, or if files are missing. The message lists all of them."""
+    """Raises UserError if tasks are not in TASKS or files are missing. The message lists all these tasks or files."""
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
                         "out to download the data from the hub")

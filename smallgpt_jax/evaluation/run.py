@@ -14,11 +14,12 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.formatting import short_reason
 
-# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, the table gives the size of the validation split, which
-# the harness evaluates if there is no test split.
+# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, the table gives the size of the validation split. The
+# harness evaluates the validation split only if the task has no test split, so PAPER_SPLITS removes the test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 PAPER_SPLITS = {"arc_easy": {"test_split": None}}
-# Folders in the harness, for faster loading: reading the descriptions of all tasks takes six seconds.
+# The harness's folder of each task. Only the folders of the requested tasks are read, because reading the descriptions
+# of all tasks takes six seconds.
 FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa": "commonsense_qa",
            "anli_r1": "anli", "piqa": "piqa", "copa": "super_glue/copa", "arc_easy": "arc",
            "lambada_openai": "lambada", "wikitext": "wikitext"}
@@ -32,7 +33,7 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
       model: returns the `lm_eval` model; called after tasks and data are loaded.
       tasks: the harness's task names; `paper` stands for the paper's seven tasks.
       data_dir: folder with the benchmarks' original files (see `local_data`). None: data comes from the hub.
-      cache: path of stored scores, with which an interrupted evaluation resumes.
+      cache: path at which scores are stored. An interrupted evaluation resumes from them.
       settings: arguments of `lm_eval.simple_evaluate`.
 
     Raises UserError for unknown tasks, missing data, and more few-shot examples than a task has.
@@ -60,7 +61,10 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
 
 
 def quiet_logging():
-    """Returns a context manager that hides Python warnings. Also sets the log level of three libraries to ERROR."""
+    """Returns a context manager that hides Python warnings.
+
+    Also sets the log level of lm_eval, datasets and huggingface_hub to ERROR, permanently.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -79,7 +83,7 @@ def expand_tasks(tasks: Sequence[str]) -> list[str]:
 
 
 def task_manager(names: Sequence[str]):
-    """Returns a TaskManager that knows `names`, or all tasks of the harness if FOLDERS lacks one of them."""
+    """Returns a TaskManager that reads only the folders of the tasks `names`, or all folders if FOLDERS lacks one."""
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -98,7 +102,7 @@ def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """Returns a task as `TaskManager.load` accepts it: its name, or a modified config."""
+    """Returns what `TaskManager.load` accepts for a task: its name, or its config if this has to be changed."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}

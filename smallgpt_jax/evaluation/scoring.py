@@ -1,6 +1,6 @@
-"""Log-likelihoods of token sequences, on all devices.
+"""Computes log-likelihoods of token sequences, on all devices.
 
-Sequences are sorted by length and padded to one of a few static lengths. Each static length compiles one program.
+Sequences are sorted by length and padded to one of a few static lengths. One program is compiled per static length.
 """
 
 import functools
@@ -21,7 +21,7 @@ CHUNK = 256  # positions per chunk of logits, per device
 
 
 class TokenSequence(NamedTuple):
-    """Tokens of a sequence. The last `scored` tokens are scored, each given all tokens before it."""
+    """A sequence of tokens. Only the last `scored` tokens are scored, each given all tokens before it."""
 
     tokens: Sequence[int]
     scored: int
@@ -53,7 +53,7 @@ class Scorer:
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
-        """Yields (index, score) of each sequence as it is computed, longest sequences first."""
+        """Yields (index, score) of each sequence when its score is computed, longest sequences first."""
         pending = None  # the previous batch: its results are read after the next batch is dispatched
         for batch in self.batches(sequences):
             results = self.run(batch)
@@ -64,7 +64,7 @@ class Scorer:
             yield from _scores(*pending)
 
     def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[ScoringBatch]:
-        """Yields batches, longest sequences first. Each is padded to the static length that fits its first sequence."""
+        """Yields batches, longest sequences first. Pads each batch to the smallest static length that fits."""
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
@@ -98,9 +98,10 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 
 
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
-    """Returns (B, T) arrays: log-probabilities of the next tokens, and whether each is the most likely token.
+    """Returns two (B, T) arrays: log-probabilities of the next tokens, and whether each is the most likely token.
 
-    Logits are computed at scored positions only, CHUNK positions at a time. Other positions are 0 and True.
+    Logits are computed only at scored positions, CHUNK positions at a time. At the other positions, the first array is
+    0 and the second is True.
     """
     batch, time = scored_BxT.shape
     x_BxTxW, head_VxW = model.apply(
@@ -145,7 +146,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i]: (positions with padding, static lengths) for the sequences of the first i candidate lengths.
+    # best[i]: (positions including padding, static lengths) for the sequences that have the first i candidate lengths.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
@@ -158,7 +159,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 def windows(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
     """Splits a text into the fewest sequences that score each of tokens[first:] once.
 
-    A sequence has at most context_length + 1 tokens, and starts with as many preceding tokens as fit.
+    A sequence has at most context_length + 1 tokens. Before its scored tokens, it has as many preceding tokens as fit.
     """
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)

@@ -30,14 +30,14 @@ from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
-# Text in the error message of a mistyped flag → the value that the flag expects.
+# Maps a part of absl's error message for a flag value of the wrong type to the kind of value that the flag expects.
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
-flags.disclaim_key_flags()  # --help lists --config under the command that defines it
+flags.disclaim_key_flags()  # --help then lists --config as a flag of the command, not of this module
 
 
 def define_config():
-    """Defines the flag --config. Its value is a ConfigDict with all overrides applied."""
+    """Defines the flag --config, whose value is a ConfigDict with all overrides applied."""
     return config_flags.DEFINE_config_file(
         "config", None, "A recipe: configs/NAME.py or configs/NAME.py:SIZE. Override any field with "
         "--config.group.field=value; configs/base.py documents the fields. configs/run.py:WORKDIR is the config of "
@@ -54,7 +54,7 @@ def run(main: Callable[[], None]) -> None:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
         if jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-            # An unwritable cache is harmless: programs are compiled again.
+            # If the cache cannot be written, programs are compiled again in the next run. No warning is needed.
             warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
         distributed.skip_tpu_search()
         run_command(main)
@@ -64,7 +64,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Calls `main`; turns errors and stop requests into a message and an exit status."""
+    """Calls `main`. If `main` fails or is stopped, prints a message and exits with the matching status."""
     # Print characters missing from the terminal's encoding as escapes; accept input that is not UTF-8.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -112,9 +112,10 @@ RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns `argv` with the run names in overrides quoted as Python strings, as ml_collections expects them.
+    """Returns `argv` with the run names in --config.runs.NAME.… quoted as Python strings, as ml_collections expects.
 
-    --config.runs.lr 0.1.model.d_model=8 becomes --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
+    For the run "lr 0.1", --config.runs.lr 0.1.model.d_model=8 becomes
+    --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
     def quoted(name: str) -> str:
         if name.isidentifier() and not keyword.iskeyword(name):
@@ -126,7 +127,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Undoes the quoting of `quote_run_names` in a message."""
+    """Returns a message with its run names as the user wrote them: inverts `quote_run_names`."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
@@ -166,7 +167,7 @@ def error_message(error: Exception) -> str:
 
 
 def error_location(error: Exception) -> str:
-    """Returns 'FILE, line N: ' for the innermost frame in the user's code, or '' if there is none."""
+    """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or '' if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: "
     ours = (__file__, "/site-packages/", "<frozen")

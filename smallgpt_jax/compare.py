@@ -7,7 +7,7 @@ The first form trains the runs of a comparison one after another, each in its ow
 command to resume. Several processes with the same command divide the runs among themselves. The second form reports on
 one or more existing runs. Both write report.html, report.md and results.json.
 
-configs/compare/base.py explains budgets, seeds and texts.
+configs/compare/base.py documents the config of a comparison: its runs, its budget, its seeds and its measurements.
 """
 
 import glob
@@ -31,7 +31,7 @@ _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, inst
                               "expanded.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
 _LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss: losses logged by the "
-                              "paper's authors (524,288 tokens per step), added to the plot against tokens.")
+                              "paper's authors (524,288 tokens per step), added to the plot of loss against tokens.")
 flags.mark_flags_as_required(["output"])
 
 BUDGET_DESCRIPTIONS = {
@@ -53,22 +53,25 @@ def main() -> None:
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
     output = local_path("--output", _OUTPUT.value)
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
-    read_runs(named_folders)  # raises errors before the folder is created
+    read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one at a time, so the last report has all runs
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # so the process that finishes last reports all runs
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
 def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
-    """Returns the results of runs. Raises UserError for folders without a run, and for runs that cannot be compared."""
+    """Returns the results of the runs. Raises UserError if a folder has no run, or if the runs are not comparable."""
     runs = [results.read_run(name, folder) for name, folder in named_folders]
     results.require_comparable(runs)
     return runs
 
 
 def find_runs(output: Path) -> list[tuple[str, Path]]:
-    """Returns (name, folder) for each run in --workdirs."""
+    """Returns (name, folder) for each run in --workdirs.
+
+    Raises UserError if the list is empty or if `output` contains the report of other runs.
+    """
     for pattern in _WORKDIRS.value:
         local_path("--workdirs", pattern)
     patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
@@ -78,19 +81,19 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     own = output / budget.RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
             folder.resolve().parent == own.resolve() for folder in folders):
-        raise UserError(f"--output={output}: contains the report of other runs, in {own}; use another --output")
+        raise UserError(f"--output={output}: contains the report of other runs, those in {own}; use another --output")
     return results.name_workdirs(folders)
 
 
 def train_runs(output: Path) -> list[tuple[str, Path]]:
-    """Trains the unfinished runs of --config, and takes the measurements that config.compare enables.
+    """Trains the unfinished runs of --config, and measures each finished run as configured in config.compare.
 
     Returns (name, folder) for each run that has started.
     """
     configs, compare = budget.resolve_runs(_CONFIG.value), _CONFIG.value.compare
     print_ignored_overrides()
     texts = measure.parse_texts(compare.texts)
-    corpora = measure.open_texts(next(iter(configs.values())), texts)  # raises errors before training starts
+    corpora = measure.open_texts(next(iter(configs.values())), texts)  # raises UserError before training starts
     for name, corpus in corpora.items():
         for config in configs.values():
             measure.TextSample(corpus, config, compare.contexts, name)
@@ -107,7 +110,7 @@ def train_runs(output: Path) -> list[tuple[str, Path]]:
             if reason := train_run(run):
                 print(reason, flush=True)
                 continue
-        with file_lock(run.folder / workdir.LOCK_FILE, wait=True):  # another process may be measuring it
+        with file_lock(run.folder / workdir.LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
                 measure.measure_decoding(run.folder)
@@ -115,13 +118,13 @@ def train_runs(output: Path) -> list[tuple[str, Path]]:
 
 
 def print_ignored_overrides() -> None:
-    """Prints the --config.GROUP.FIELD flags that do not apply to a run, because the run sets the field itself."""
+    """Prints each --config.GROUP.FIELD flag that does not apply to a run, because the run overrides that field."""
     for path, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         group, _, field = path.partition(".")
         for name in budget.run_names(_CONFIG.value):
             own = _CONFIG.value.runs[name].get(group, {})
             if field in own:
-                print(f"--config.{path}={value}: does not apply to {name}, which sets {own[field]!r}; use "
+                print(f"--config.{path}={value}: does not apply to {name}, which sets the field to {own[field]!r}; use "
                       + shlex.quote(f"--config.runs.{name}.{path}"))
 
 
@@ -151,7 +154,7 @@ def train_run(run: budget.PlannedRun) -> str:
 
 
 def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
-    """Returns the report's title, budget (a sentence) and command."""
+    """Returns {"title": …, "budget": …, "command": …} for the report; "budget" is a sentence that describes it."""
     command = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
     if _CONFIG.value is None:
         names = dict.fromkeys(name for name, _ in named_folders)

@@ -7,11 +7,13 @@
 
 Formats:
 
-    hf              a Hugging Face folder of a GPT-2 or of a model exported here; --from=hf also takes a name on the hub
+    hf              a Hugging Face folder of a GPT-2 or of a model that this command exported; --from=hf also accepts
+                    the name of a model on the hub
     gpt_variations  a .pt file of the paper's released code
     run             another workdir, to train its model further on other text
 
---from writes a workdir for generate, evaluate and convert, and for main with --config=configs/run.py:WORKDIR.
+--from writes a workdir. The commands generate, evaluate and convert read it, and main trains its model further with
+--config=configs/run.py:WORKDIR.
 """
 
 import datetime
@@ -29,15 +31,15 @@ from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export --workdir to --output in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Import --input of this format to --workdir.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Run directory: with --to an existing one, with --from a new one.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
 _OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or model name on the hub.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer. Default: the "
     "tokenizer in the input folder, else GPT-2's. With --to: 'skip' exports without a tokenizer.")
 _STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the checkpoint. Default: the newest.")
-_PATHS = flags.DEFINE_string("paths", "all", "With --to, for pgpt: paths to export: all, best (largest weight), or "
-                             "indices such as 0,1.")
+_PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: the paths to export, given as all, best (the "
+                             "path with the largest weight), or indices such as 0,1.")
 flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
@@ -95,14 +97,14 @@ def export_model(source: Path, output: Path) -> None:
 
 
 def import_model(source: str, folder: Path) -> None:
-    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0 with origin.json."""
+    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0. Adds origin.json."""
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read_folder(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
-        # Adds how the source run was trained, and its own origin.
+        # Records how the source run was trained and, if its weights were imported, from where.
         origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
     else:
         model, params, facts = gpt_variations.read_checkpoint(Path(source).expanduser())

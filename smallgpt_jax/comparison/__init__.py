@@ -1,1 +1,1 @@
-"""Comparisons: budgets (budget.py), measurements (measure.py, results.py), reports (figures.py, report.py)."""
+"""Compares models: plans runs (budget.py), measures them (measure.py, results.py), reports (figures.py, report.py)."""

@@ -1,4 +1,4 @@
-"""The runs of a comparison and their configs, at equal tokens, FLOPs, parameters or seconds."""
+"""Plans the runs of a comparison: configures them to use equal tokens, FLOPs, parameters or seconds."""
 
 import bisect
 import copy
@@ -61,7 +61,10 @@ def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """Returns {name: config} before the budget is applied. Raises UserError unless all runs have the same text."""
+    """Returns {name: config} before the budget is applied.
+
+    Raises UserError for an invalid comparison and for runs with different training texts.
+    """
     validate_comparison(config)
     runs = {name: resolve_run(config, name) for name in run_names(config)}
     require_same_text(runs)
@@ -113,11 +116,11 @@ def run_names(config: ConfigDict) -> list[str]:
 
 
 def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
-    """Returns the config of a run before the budget is applied: the common fields, overridden by the run's own."""
+    """Returns a run's config before the budget is applied: the common fields, overridden by the run's own fields."""
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
     architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
     own_fields = models.field_names(architecture)
-    if architecture != run.model.architecture:  # drops fields that this architecture lacks
+    if architecture != run.model.architecture:  # drop the fields that the run's architecture does not have
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
@@ -148,7 +151,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     return run
 
 
-_trainable: set[str] = set()  # digests of configs accepted by build_program, which takes seconds to trace a model
+_trainable: set[str] = set()  # digests of the configs that build_program, which takes seconds, has accepted
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
@@ -159,11 +162,11 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot be "
-                                "compared; use the same text, and add texts to measure in config.compare.texts")
+                                "compared; use the same text, and name other evaluation texts in config.compare.texts")
 
 
 def num_parameters(config: ConfigDict) -> int:
-    """Returns the number of parameters of a config's model. Cached, because it traces the model."""
+    """Returns the number of parameters of a config's model. Cached, because counting traces the model."""
     return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # scanned layers trace faster
 
 
@@ -173,8 +176,9 @@ _num_parameters = functools.cache(models.num_parameters)
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
     """Returns the runs with their widths changed so that their numbers of parameters are within 2% of each other.
 
-    The common number is `wanted`. If a run has no width for this number, the nearest number that the run can have
-    replaces it. Raises UserError if the common number would differ from `wanted` by more than 10%.
+    Each run gets the width whose number of parameters is nearest to a common target, which is `wanted` at first. While
+    the runs differ by more than 2%, the target is replaced by the number of the run that is farthest from it. Raises
+    UserError if this finds no suitable widths with a target within 10% of `wanted`.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -187,17 +191,18 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
         if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
     model = found[worst].model
-    raise UserError(f"config.compare.budget='parameters': {worst} has no width within {PARAMETER_TOLERANCE:.0%} of "
-                    f"{missed:,} parameters; the nearest has {target:,} ({target / missed - 1:+.1%}), with "
-                    f"model.d_model={model.d_model}, model.num_heads={model.num_heads}. Change config.model.d_model of "
-                    f"the reference, or config.runs.{worst}.model")
+    raise UserError(f"config.compare.budget='parameters': {worst} has no width that gives {missed:,} parameters "
+                    f"within {PARAMETER_TOLERANCE:.0%}; the nearest width gives {target:,} "
+                    f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, model.num_heads="
+                    f"{model.num_heads}. Change config.model.d_model of the reference, or config.runs.{worst}.model")
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
-    """Returns `config` with the width whose number of parameters is nearest to `target`.
+    """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    The number of heads is kept if it allows a width within 2% of `target`. Otherwise it becomes the nearest number that
-    allows such a width and changes the recipe's head width by less than a factor of two.
+    The number of heads is kept if one of its widths gives a number of parameters within 2% of `target`. Otherwise it is
+    replaced by the nearest number of heads that has such a width and changes the head width by less than a factor of
+    two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
@@ -213,9 +218,9 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
             num_heads_of.setdefault(width, num_heads)
         return widths
 
-    # Counting parameters traces the model, which takes seconds for deep models. So each width is counted once, since
-    # the number of heads does not change the count. One search over the widths covers all numbers of heads, since
-    # parameters are monotonic in the width.
+    # Counting parameters traces the model, which takes seconds for deep models. The number of heads does not change the
+    # count, so each width is counted only once. The count grows with the width, so one search over the widths covers
+    # all numbers of heads.
     @functools.cache
     def count(width: int) -> int:
         return num_parameters(resize(config, width, num_heads_of[width]))
@@ -243,7 +248,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
 
 def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index.
+    """Returns the index of the first width with at least `target` parameters, or the last index if there is none.
 
     `count` maps a width to its number of parameters; the search starts at the width `start`.
     """
@@ -251,7 +256,7 @@ def first_at_least(widths: list[int], start: int, target: float, count: Callable
     while low < high:
         i = min(max(guess, low), high - 1)
         low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
-        # Parameters grow almost quadratically with the width, so this guess is close.
+        # The number of parameters grows almost quadratically with the width, so this guess is close.
         guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
     return low
 
@@ -266,7 +271,7 @@ def nearest_width(widths: list[int], start: int, target: int, count: Callable[[i
 
 
 def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
-    """Returns a copy of `config` with this width and number of heads."""
+    """Returns a copy of `config` with width `d_model` and `num_heads` heads."""
     config = config.copy_and_resolve_references()
     config.model.update(d_model=d_model, num_heads=num_heads)
     return config
@@ -282,9 +287,9 @@ def is_valid_model(fields: dict) -> bool:
 
 
 def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:
-    """Sets the run's steps according to the budget, and scales its learning rate schedule.
+    """Sets the run's number of steps according to the budget, and scales its learning rate schedule in proportion.
 
-    `speed` is the run's steps per second, needed for the budget "seconds" only.
+    `speed` is the run's speed in steps per second. Only the budget "seconds" needs it.
     """
     before = run.train.steps
     if compare.budget == "seconds":
@@ -297,9 +302,9 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
     error = steps * step_cost / target - 1
     if abs(error) > BUDGET_TOLERANCE:
         raise UserError(
-            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} {unit}, the budget "
-            f"is {target:,.4g}: the nearest number of steps, {steps}, is {error:+.1%} off (limit: "
-            f"{BUDGET_TOLERANCE:.0%}); "
+            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} {unit} and the "
+            f"budget is {target:,.4g}, so the nearest number of steps, {steps}, misses the budget by {error:+.1%} "
+            f"(limit: {BUDGET_TOLERANCE:.0%}); "
             + ("increase config.compare.seconds" if compare.budget == "seconds" else
                "increase config.train.steps or decrease config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
@@ -309,12 +314,12 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 def cost_per_step(config: ConfigDict, budget: str) -> float:
     """Returns the cost of a training step: its FLOPs for the budget "flops", else its tokens.
 
-    Padding is included in FLOPs, not in tokens.
+    FLOPs include padding; tokens exclude it.
     """
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         return inputs * train_flops_per_token(models.build(**config.model))
-    if config.data.packing == "concat":  # no padding, so the text is not read
+    if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = data.load_or_prepare(config.data)
     return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
@@ -323,7 +328,7 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
 def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
     """Returns {name: steps per second}, measured once per run and stored in speeds.json.
 
-    Raises UserError if a run has started without a measured speed.
+    Raises UserError if a run has already started but no speed is stored for its config.
     """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)

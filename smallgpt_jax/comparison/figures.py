@@ -21,13 +21,13 @@ STYLES = ("-", (0, (4, 3)))
 MARKERS = "os^Dv"
 SIZE = (5.2, 3.7)  # inches
 AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
-PAPER_TOKENS_PER_STEP = 524_288  # of the authors' runs (arXiv 2404.14462, the released code)
+PAPER_TOKENS_PER_STEP = 524_288  # in the runs of the paper's authors (arXiv 2404.14462, released code)
 
 
 def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None = None) -> Figure:
     """Returns a plot of the validation loss against `axis`, a key of AXES.
 
-    Lines are means over seeds, bands reach from the lowest to the highest seed. `logged` contains additional curves,
+    Lines show means over seeds; bands reach from the lowest to the highest seed. `logged` contains additional curves,
     {name: [(tokens, loss)]}.
     """
     figure, plot = new_plot(AXES[axis], "validation loss, nats per token")
@@ -61,7 +61,7 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
 
 
 def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
-    """Returns a plot of bits per byte on a text against the context length. `label` names the text on the axis."""
+    """Returns a plot of the bits per byte of a text against the context length. `label` names the text on the axis."""
     figure, plot = new_plot("context length, tokens", f"bits per byte, {label}")
     ticks = set()
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
@@ -97,7 +97,7 @@ def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def line_styles():
-    """Yields plot styles without end, one per model."""
+    """Yields an endless sequence of plot styles, one for each model."""
     for i in itertools.count():
         yield {"color": COLORS[i % len(COLORS)], "linestyle": STYLES[i % len(STYLES)],
                "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
@@ -133,7 +133,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def render(figure: Figure, **options) -> bytes:
-    """Returns the content of an image file, reproducible to the byte. `$` in labels is literal."""
+    """Returns the content of an image file, with equal bytes for equal figures. `$` in labels is not parsed as math."""
     file = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)

@@ -1,4 +1,4 @@
-"""Measurements of a finished run: its loss on further texts and in longer contexts, and its decoding speed."""
+"""Measures finished runs: the loss on further texts and with longer contexts, and the decoding speed."""
 
 import functools
 import json
@@ -31,21 +31,21 @@ def parse_texts(texts: str) -> dict[str, str]:
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source or name in {OWN_TEXT, *found}:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; use a "
-                            f"different name for each text, and not {OWN_TEXT!r}")
+            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE with a new "
+                            f"name; use a different name for each text, and not {OWN_TEXT!r}")
         local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
 
 
 def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]:
-    """Returns {name: corpus}: a run's own text, then `texts` (name: source), all tokenized with the run's tokenizer.
+    """Returns {name: corpus} for a run's own text and for `texts`, all tokenized with the run's tokenizer.
 
-    Prepares missing token stores. Raises UserError for sources that cannot be read.
+    `texts` maps names to sources. Prepares missing token stores. Raises UserError for sources that cannot be read.
     """
     own = data.load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
-    tokenizer = cache_folder() / "tokenizers" / name  # the same path for all runs, which thus share stores
+    tokenizer = cache_folder() / "tokenizers" / name  # runs with the same tokenizer share stores
     if texts:
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(tokenizer.with_suffix(".lock"), wait=True):
@@ -61,12 +61,12 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
 
 
 class TextSample:
-    """A random sample of a validation split, which can be read in rows of several lengths.
+    """A random sample of a validation split that can be cut into rows of several lengths.
 
-    Row lengths are multiples (`contexts`) of the config's context length. The sample consists of windows whose length
-    is divisible by all row lengths, so the tokens are the same for all of them. It has as many tokens as an evaluation
-    during training. The stores of a mixture are sampled by weight. Raises UserError, with the text's `name`, if a
-    validation split is shorter than one window.
+    The row lengths are the multiples `contexts` of the config's context length. The sample consists of windows whose
+    length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
+    tokens as an evaluation during training. If the corpus is a mixture, its stores are sampled in proportion to their
+    weights. Raises UserError, with `name` as the name of the text, if a validation split is shorter than one window.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -87,7 +87,7 @@ class TextSample:
                                self._corpus.weights)
 
     def batches(self, times: int, batch_size: int) -> Iterator[Batch]:
-        """Yields batches of the sample in rows of `times` the context length."""
+        """Yields the sample in batches whose rows are `times` times the context length long."""
         parts, rows = self.longest // times, self._rows(times)
         packing_of = self._windows.packing_of(self._chosen)
         first_parts = rows.first_rows[packing_of] + parts * (self._chosen - self._windows.first_rows[packing_of])
@@ -96,15 +96,15 @@ class TextSample:
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
-    """Writes evaluations/texts.json: a run's loss on the validation splits of its own text and of `texts`.
+    """Measures a run's loss on the validation splits of its own text and of `texts`; writes evaluations/texts.json.
 
-    The loss is measured at several row lengths: the multiples `contexts` of the run's context length. Stored results
-    for the same checkpoint and the same text content are reused.
+    The loss is measured at several row lengths, the multiples `contexts` of the run's context length. Results that the
+    file already contains for the same checkpoint and the same content of a text are reused.
     """
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
-    is_learned = config.model.position == "learned"  # there are no positions beyond the context length
+    is_learned = config.model.position == "learned"  # without embeddings for positions beyond the context length
     found = open_texts(config, texts)
     if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
@@ -126,16 +126,17 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 
 def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, float]:
-    """Returns the loss of a run's newest checkpoint on a sample, in rows of `times` the run's context length.
+    """Returns the loss of a run's newest checkpoint on a sample, with rows `times` times the run's context length long.
 
-    Keys: "loss" in nats per token, "bits_per_byte", and "tokens", the number of targets.
+    The keys are "loss" (nats per token), "bits_per_byte" and "tokens" (the number of targets).
     """
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
     config.model.context_length *= times
-    config.data.packing = "concat"  # the packing of TextSample
+    config.data.packing = "concat"  # TextSample packs its rows like this
     mesh = build_program(config).mesh
     parts = sharding.num_batch_shards(mesh)
-    # At most as many tokens as a training microbatch, so that evaluation fits in memory; at least one row per device.
+    # A batch has at most as many tokens as a training microbatch, so that the evaluation fits in memory. But it has at
+    # least one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * parts * times)
     config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * parts, 1
     program = build_program(config)
@@ -166,7 +167,10 @@ def measure_decoding(folder: Path, log=print) -> None:
 
 
 def decoding_speed(text_model: inference.TextModel, count: int) -> float:
-    """Returns the tokens per second of decoding `count` tokens, prefill excluded. End-of-text does not end the text."""
+    """Returns the speed of decoding `count` tokens, in tokens per second, without the prefill.
+
+    Decoding goes on after an end-of-text token.
+    """
     sampling = Sampling(temperature=0.0)
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
                                     [[text_model.tokenizer.end_of_text]])

@@ -1,4 +1,4 @@
-"""Reports: content blocks from the results of runs, rendered as Markdown and HTML."""
+"""Writes reports: builds content blocks from the results of runs and renders them as Markdown and HTML."""
 
 import base64
 import dataclasses
@@ -21,7 +21,7 @@ MISSING = "–"
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
-# Config fields that determine the validation rows, and config fields that determine the number of targets in them.
+# ROWS: config fields that determine the validation rows. TARGETS: config fields that determine the number of targets.
 ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
     "train.eval_steps", "train.batch_size")
 
@@ -58,8 +58,8 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
                  logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
-    `about` has "title", "budget" (a sentence) and "command". `logged` contains additional curves for the plot against
-    tokens. Returns the start of the report, up to and including the first table, as plain text.
+    `about` contains "title", "budget" (a sentence) and "command". `logged` contains additional curves for the plot of
+    the loss against tokens. Returns the start of the report, up to and including the first table, as plain text.
     """
     blocks = report_blocks(runs, about, logged)
     for block in blocks:
@@ -101,7 +101,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
                 f"context-{safe_name(text)}", figures.loss_against_context(text, label, runs),
                 f"Bits per byte of {label} by context length, on other tokens than the validation loss. Models with "
                 "learned positions are limited to the context length of training."), table]
-        elif text != OWN_TEXT:  # the own text has the validation loss
+        elif text != OWN_TEXT:  # the summary table has the loss on a run's own text
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
@@ -145,7 +145,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def conclusion(groups: dict[str, list[Run]]) -> str:
-    """Returns a sentence about the two models with the lowest loss, and whether all seeds agree on their order."""
+    """Returns text that names the two models with the lowest loss and says whether all seeds agree on their order."""
     last_losses = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
                    if all(run.is_finished for run in group) and results.final_spread(group, "loss")}
     if len(last_losses) < 2:
@@ -198,7 +198,10 @@ def unfinished_note(group: list[Run]) -> str:
 
 
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
-    """Returns mean and range as text, followed by "N of M seeds" if only N of M=`seeds` runs have the number."""
+    """Returns the mean and the range as text.
+
+    If only N of the M=`seeds` runs have the number, "N of M seeds" is appended.
+    """
     if numbers is None:
         return MISSING
     return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")

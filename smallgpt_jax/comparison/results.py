@@ -17,7 +17,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
-OWN_TEXT = "own"  # name of a run's training text among the measured texts
+OWN_TEXT = "own"  # the name of a run's own training text in the list of texts on which the run is measured
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 
@@ -26,7 +26,8 @@ RESULTS_FILE = "results.json"  # in a comparison's folder
 class Point:
     """An evaluation of a run.
 
-    `tokens`, `flops` and `seconds` are totals of the training before it. Padding is included in FLOPs, not in tokens.
+    `tokens`, `flops` and `seconds` are totals of the training before the evaluation. FLOPs include padding; tokens
+    exclude it.
     """
 
     step: int
@@ -35,7 +36,7 @@ class Point:
     seconds: float | None  # None before the first logged speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # number of tokens that `loss` averages; None in runs of older versions
+    targets: int | None  # number of tokens whose mean is `loss`; None in runs of older versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Run:
     tokens_per_second: float | None  # mean training speed of the whole run
     memory_bytes: int | None  # per device, of the compiled training step
     sessions: tuple[dict, ...]
-    texts: tuple[dict, ...]  # of the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
+    texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
 
@@ -68,7 +69,7 @@ class Run:
 
 
 def read_run(name: str, folder: Path) -> Run:
-    """Returns the results of the run in `folder`. Raises UserError if there is none."""
+    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
@@ -108,7 +109,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 @functools.cache
 def _size(model: models.LanguageModel) -> tuple[dict[str, int], float]:
-    """Returns the parameters by component and the training FLOPs per token. Cached, because it traces the model."""
+    """Returns the parameters by component and the training FLOPs per token. Cached, because this traces the model."""
     return memory.components(model), train_flops_per_token(model)
 
 
@@ -134,7 +135,10 @@ def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[
 
 
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
-    """Returns the training seconds up to `step`: interpolated between logged steps, extrapolated at the last speed."""
+    """Returns the training seconds up to `step`, or None if no speed is logged.
+
+    Interpolates between logged steps. After the last one, extrapolates at the last speed.
+    """
     if len(steps) < 2:
         return None
     if step <= steps[-1]:
@@ -145,11 +149,11 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} of a checkpoint, from lm-evaluation-harness's result files.
 
-    Uses only results on all examples, of the full model in its own dtype. The newest result of a task is used. The
-    metric is acc_norm if present, else acc.
+    Uses only evaluations of the full model, in its own dtype, on all examples of a task. If a task has several such
+    results, the newest is used. The metric is acc_norm if present, else acc.
     """
     scores = {}
-    # File names show the paths and the dtype, unless these are the model's own.
+    # Skips evaluations of single paths or in another dtype. Their file names show the paths or the dtype.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
@@ -186,9 +190,10 @@ def read_json(path: Path):
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs. A name is the folder's name without the seed.
+    """Returns (name, workdir) pairs. A run's name is its folder's name without the ending -seedN.
 
-    A number is appended to the name if runs of this name differ in more than the seed.
+    If two runs would get the same name but their configs differ in more than the seed, a number is appended to the name
+    of the second.
     """
     names: dict[str, dict] = {}
     found = []
@@ -235,7 +240,7 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 
 def text_identity(folder: Path) -> tuple[dict, str]:
-    """Returns the store's description and the tokenizer's fingerprint, which identify a run's text."""
+    """Returns the token store's description and the tokenizer's fingerprint, which together identify a run's text."""
     store = read_json(folder / workdir.STORE_FILE)
     if store is None:
         raise UserError(f"{folder}: the run has not started; train it first")
@@ -243,7 +248,7 @@ def text_identity(folder: Path) -> tuple[dict, str]:
 
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns {name: runs}. Runs with the same name are seeds of one model."""
+    """Returns {name: runs}. Runs with the same name train the same model with different seeds."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -268,7 +273,10 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns mean and range, over seeds, of a field of the last evaluation. None unless all seeds end at one step."""
+    """Returns the mean and range, over seeds, of a field of the last evaluation.
+
+    Returns None unless the last evaluations of all seeds are of the same step.
+    """
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
     return spread([getattr(run.last, field) for run in runs])
@@ -277,7 +285,7 @@ def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
     """Returns (mean of `axis`, spread of the loss) over seeds, for each step at which all seeds were evaluated.
 
-    Leaves out evaluations with another number of targets than the run's last evaluation.
+    Leaves out evaluations whose number of targets differs from that of the run's last evaluation.
     """
     at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
     curve = []
@@ -289,9 +297,9 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the last losses are means over different rows: whether their numbers of targets differ by more than 1%.
+    """Whether the numbers of targets of the runs' last evaluations differ by more than 1%.
 
-    False if a number of targets is not recorded.
+    If so, the losses are means over different rows. False if a number of targets is not recorded.
     """
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)

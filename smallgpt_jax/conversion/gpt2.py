@@ -1,8 +1,8 @@
 """Names and layouts of tensors in Hugging Face's GPT2LMHeadModel.
 
-GPT-2 has biases everywhere, an output head tied to the embedding, and the tanh approximation of GELU. nanoGPT and the
-paper's code use the same block names, but their linear weights are (outputs, inputs), as usual in PyTorch; GPT-2's are
-(inputs, outputs).
+GPT-2 has biases everywhere, an output head tied to the embedding, and the tanh approximation of GELU. Its linear
+weights are (inputs, outputs). nanoGPT and the paper's code use the same block names, but their linear weights are
+(outputs, inputs), as usual in PyTorch.
 """
 
 import re
@@ -35,7 +35,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the outputs of a QKV projection, the first axis of `x`, from (3, H, K) to (H, 3, K), flattened.
+    """Reorders the first axis of `x`, the outputs of a QKV projection, from the order (3, H, K) to the order (H, 3, K).
 
     H is the number of heads, K the head width.
     """
@@ -43,7 +43,7 @@ def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Inverts `heads_first`: reorders from (H, 3, K) to (3, H, K)."""
+    """Inverts `heads_first`: reorders the first axis of `x` from the order (H, 3, K) to the order (3, H, K)."""
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -73,7 +73,7 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
     renamed = {}
     for name, x in tensors.items():
         if re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
-            continue  # the causal mask, stored in old files
+            continue  # the causal mask, which old files contain
         full = name if name in ours else f"transformer.{name}"
         if name == "lm_head.weight" and "head.weight" not in names:
             continue  # a copy of the tied embedding

@@ -1,8 +1,9 @@
-"""Import of `.pt` files of the paper's released code (SkAndMl/gpt-variations), all four architectures.
+"""Imports models of all four architectures from `.pt` files of the paper's released code (SkAndMl/gpt-variations).
 
 A file contains {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are inferred from the
-tensors, because the saved config of an lgpt or cgpt has the width of the last stage: the released code overwrites it
-while it builds the model. Only the number of heads comes from the config, because no tensor's shape depends on it.
+tensors, because the saved config of an lgpt or cgpt has the wrong width: while the released code builds the model, it
+overwrites the config's width with that of the last stage. Only the number of heads comes from the config, because no
+tensor's shape depends on it.
 """
 
 import re
@@ -28,12 +29,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Returns the model in a `.pt` file of the released code. Raises UserError for other files."""
     saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
-        raise UserError(f"{path}: not a checkpoint of the paper's code: no 'model' entry")
+        raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
     theirs = {name.removeprefix("_orig_mod."): x
               for name, x in torch_file.require_tensors(saved["model"], path).items()}
     num_heads = getattr(saved.get("config"), "n_head", None)
     if not isinstance(num_heads, int):
-        raise UserError(f"{path}: not a checkpoint of the paper's code: its config has no n_head")
+        raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
     model = models.build(**model_fields(theirs, num_heads, path))
     names = {name: gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
     ours = {theirs_: name for name, theirs_ in names.items()}
@@ -55,8 +56,8 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         mlp_ratio = first_mlp.shape[0] / first_mlp.shape[1]
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
     except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
-        raise UserError(f"{path}: not a checkpoint of the paper's code: no transformer.wte, transformer.wpe or "
-                        "MLP tensor") from None
+        raise UserError(f"{path}: not a checkpoint of the paper's code (no transformer.wte, transformer.wpe or "
+                        "MLP tensor)") from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     fields = dict(
         vocab_size=vocab_size, context_length=context_length, d_model=width, mlp_ratio=mlp_ratio,
@@ -75,7 +76,10 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 
 
 def own_fields(architecture: str, fields: dict, **own) -> dict:
-    """Returns all fields of the `model` config group: the given ones, and constants of all released models."""
+    """Returns all fields of the `model` config group.
+
+    These are the given fields, and the fields that have the same value in every model of the released code.
+    """
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: export and import.
+"""Exports models to and imports models from Hugging Face folders.
 
 A gpt with GPT-2's features (`gpt2.is_gpt2`) is exported as a GPT2LMHeadModel. All other models are exported with this
 project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are float32, in
@@ -78,7 +78,7 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
-        tokenizers.save(tokenizer, folder)  # original files, for `read_folder` and other programs
+        tokenizers.save(tokenizer, folder)  # the tokenizer's own files; read_folder and other programs read them
     (folder / "README.md").write_text(card)
 
 
@@ -116,7 +116,7 @@ def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
     elif kind == "smallgpt":
         described = models.upgrade_fields(described)
         if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
-            raise UserError(f"{path}: damaged, or not written by this project: no {', '.join(missing)}")
+            raise UserError(f"{path}: damaged, or not written by this project (missing: {', '.join(missing)})")
         fields = {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
             ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()} | dict(scan_layers=False)
     else:
@@ -149,7 +149,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors in a folder's weight files, and the path to name in error messages."""
+    """Returns all tensors in a folder's weight files, and the path that error messages about them name."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
@@ -190,7 +190,7 @@ def download_folder(name: str) -> Path:
 
 
 def import_library(name: str):
-    """Imports a library of the extra `hf`. Raises UserError with the install command if it is missing."""
+    """Imports a library that the pip extra `hf` installs. Raises UserError with the pip command if it is missing."""
     try:
         return import_module(name)
     except ImportError:

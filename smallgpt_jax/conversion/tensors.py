@@ -18,7 +18,7 @@ from flax import linen as nn
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 
-MAX_LISTED = 3  # tensor names in an error message
+MAX_LISTED = 3  # maximum number of tensor names in an error message
 STACKED = ("layers", "path")
 TABLES = ("token_embedding", "position_embedding", "head")  # parameters without a module of their own
 
@@ -26,11 +26,11 @@ TABLES = ("token_embedding", "position_embedding", "head")  # parameters without
 class TensorSlot(NamedTuple):
     """A tensor, and where the parameter tree stores it."""
 
-    name: str  # of the tensor
-    path: tuple[str, ...]  # of the parameter array that contains the tensor
-    index: tuple[int, ...]  # in this array: (), (layer,) or (path, layer)
+    name: str
+    path: tuple[str, ...]  # the place, in the parameter tree, of the array that contains the tensor
+    index: tuple[int, ...]  # the tensor's index in this array: (), (layer,) or (path, layer)
     axes: tuple[str, ...]  # logical axis names of the tensor
-    shape: tuple[int, ...]  # in this project's layout
+    shape: tuple[int, ...]  # shape of the tensor in this project's layout
 
 
 def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
@@ -51,8 +51,8 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
     """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
 
-    Raises UserError for missing and unexpected tensors and for wrong shapes. Its message starts with the path `where`,
-    and `their_name` maps our tensor names to the names in that file.
+    Raises UserError for missing and unexpected tensors and for wrong shapes. Its message starts with `where`, the
+    path of the imported file, and uses the tensor names of that file. `their_name` maps our tensor names to them.
     """
     wanted = shapes(model)
 
@@ -85,8 +85,8 @@ def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
 def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
     """Yields the slots of a subtree at `path` in the parameter tree.
 
-    `index` is the subtree's index in the stacks (of layers or paths) that contain it, `prefix` the dotted name of the
-    innermost stack.
+    `index` is the subtree's index in the stacks (of layers or paths) that contain it. `prefix` is the dotted name of
+    the innermost stack.
     """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
@@ -108,12 +108,15 @@ def _children(tree, path, index, name) -> Iterator[TensorSlot]:
 
 
 def dotted(path: tuple[str, ...]) -> str:
-    """Returns the dotted name of a module, trailing numbers separated: blocks_1 → blocks.1."""
+    """Returns the dotted name of a module. A trailing number becomes a part of its own: blocks_1 → blocks.1."""
     return ".".join(re.sub(r"_(?=\d)", ".", part) for part in path)
 
 
 def tensor_name(leaf: str, name: str) -> str:
-    """Returns PyTorch's name of the parameter `name`, which ends in `leaf`. Kernels, scales, tables become weights."""
+    """Returns PyTorch's name for the parameter `name`, whose last part is `leaf`.
+
+    Kernels, scales and embedding tables are named `weight`.
+    """
     if leaf in TABLES:
         return f"{name}.weight"
     return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name

@@ -1,4 +1,4 @@
-"""Export of tokenizers to Hugging Face's `tokenizer.json`, with the same ids."""
+"""Exports tokenizers as Hugging Face's `tokenizer.json`. The token ids stay the same."""
 
 import json
 
@@ -6,7 +6,7 @@ from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
-# Texts on which a tokenizer.json is compared with the original.
+# Texts on which an exported tokenizer is compared with the original tokenizer.
 PROBES = [
     "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n", "  leading and trailing  ",
     "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n", "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
@@ -43,14 +43,14 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
 
 
 def bytes_tokenizer(library, tokenizer: Tokenizer):
-    """Returns the byte tokenizer, built with the `tokenizers` library, and its end-of-text token."""
+    """Returns the byte tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     vocabulary = {character: byte for character, byte in gpt2_bytes().items()} | {
         END_OF_TEXT: tokenizer.end_of_text}
     return byte_level(library, vocabulary, [], use_regex=False), END_OF_TEXT
 
 
 def gpt2_tokenizer(library, tokenizer: Tokenizer):
-    """Returns GPT-2's tokenizer, built with the `tokenizers` library, and its end-of-text token."""
+    """Returns GPT-2's tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     files = tokenizer.files()
     merges = [tuple(line.split(" ")) for line in files["merges.txt"].decode().splitlines()
               if not line.startswith("#version") and line]
@@ -65,7 +65,7 @@ def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):
 
 
 def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
-    """Returns the SentencePiece tokenizer, built with the `tokenizers` library, and its end-of-text token."""
+    """Returns the SentencePiece tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
@@ -97,7 +97,11 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns a byte-pair model's merges, highest score first. SentencePiece stores only scores of merged pieces."""
+    """Returns the merges of a byte-pair model, given {piece: score}, in order of decreasing score.
+
+    SentencePiece does not store merges, only a score for each piece. So each split of a piece into two other pieces is
+    a merge, and has the score of the whole piece.
+    """
     found = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

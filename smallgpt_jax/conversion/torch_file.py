@@ -1,12 +1,12 @@
-"""Reader of files written by `torch.save`, which needs no PyTorch and runs no code in them.
+"""Reads files written by `torch.save`, without PyTorch and without running code in the files.
 
-A `.pt` file is a zip archive: a pickle with the structure, and one member per tensor storage. A pickle can call any
-function by name. This reader supports the few names that tensors need, turns instances of classes that the caller
-expects into inert `Record`s, and refuses all other names.
+A `.pt` file is a zip archive. One member is a pickle of the saved object, in which each tensor refers to a storage.
+Each storage is a member of its own. A pickle can call any function by name. This reader supports the few names that
+tensors need, turns instances of classes that the caller expects into inert `Record`s, and refuses all other names.
 
 Sizes in the file are not trusted either. A member is read only if it is uncompressed and not larger than the file, and
-tensors are views of the bytes read. So a file can allocate at most a few times its own size, plus a few hundred bytes
-per byte of its pickle, whose length is limited.
+tensors are views of the bytes read. So reading a file allocates at most a few times the file's size, plus a few hundred
+bytes per byte of the pickle. The length of the pickle is limited.
 """
 
 import io
@@ -27,12 +27,12 @@ DTYPES = {
     "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
-MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes
-MAX_SHARING = 8  # maximum bytes of all tensors per byte of the file; tied weights need up to 2
+MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
+MAX_SHARING = 8  # maximum ratio of the size of all tensors to the file size; tied weights, stored once, need up to 2
 
 
 class Record:
-    """An instance of a class that is not imported; has only its attributes."""
+    """Stand-in for an instance of a class that is not imported. It has the attributes of the instance, no methods."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -60,8 +60,8 @@ class Storage(NamedTuple):
 class Members:
     """Reader of a zip archive's members, which must be uncompressed, as torch.save writes them.
 
-    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds memory for
-    archives that declare false sizes or overlapping members.
+    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds the
+    memory even if an archive declares false sizes or overlapping members.
     """
 
     def __init__(self, archive: zipfile.ZipFile, archive_bytes: int):
@@ -114,10 +114,10 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 
 
 def check_pickle(program: bytes) -> None:
-    """Raises ValueError for a truncated pickle, and for memo indices above the number of preceding opcodes.
+    """Raises ValueError if a pickle is truncated or has a memo index above the number of preceding opcodes.
 
-    Unpickling such a pickle would allocate too much memory: a memo as long as its largest index, or a buffer of a
-    string's declared length.
+    Unpickling such a pickle could allocate too much memory. A memo is as long as its largest index, and the buffer for
+    a string has the length that the pickle declares, even if the string is truncated.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:
@@ -133,7 +133,10 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler with few allowed globals, created anew per file, so that no file can change those of the next."""
+    """Unpickler that allows only a few globals.
+
+    The globals are created anew for each file, so that no file can change those of the next file.
+    """
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
                  tensor_bytes: int):

@@ -58,10 +58,10 @@ class Corpus:
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two `Corpus.description`s are of the same tokens, even if their sources differ.
+    """Returns whether two `Corpus.description`s describe the same tokens, even if the sources of the tokens differ.
 
-    Compares the fingerprints of the stores. If a store was prepared by an older version without fingerprints, compares
-    all other metadata.
+    Compares the fingerprints of the stores. If a store has no fingerprints, because an older version prepared it,
+    compares all other metadata.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):
@@ -74,7 +74,7 @@ def same_text(one: dict, other: dict) -> bool:
 
 
 def open_existing(data) -> Corpus | None:
-    """Returns the corpus of a config's `data` group, or None if its store does not exist.
+    """Returns the corpus of a config's `data` group, or None if the group's token store does not exist.
 
     Raises UserError if the store was prepared from another source or with other settings.
     """
@@ -89,7 +89,7 @@ def open_existing(data) -> Corpus | None:
 
 
 def open_mixture(text: str) -> Corpus:
-    """Returns the corpus of a mixture, "FOLDER=WEIGHT,FOLDER=WEIGHT,…". Raises UserError if it is invalid."""
+    """Returns the corpus of a mixture, "FOLDER=WEIGHT,FOLDER=WEIGHT,…". Raises UserError if `text` is invalid."""
     stores, weights = [], []
     for item in text.split(","):
         folder, _, weight = item.strip().rpartition("=")

@@ -191,7 +191,7 @@ def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monke
 def test_names_runs_that_ignore_a_common_field(tmp_path):
     done = call("compare", "--config=configs/compare/paper.py:quickstart", "--config.compare.names=gpt,lgpt",
                 "--config.model.d_model=64", "--config.compare.texts=wrong", f"--output={tmp_path / 'out'}")
-    assert done.stdout == ("--config.model.d_model=64: does not apply to lgpt, which sets 192; use "
+    assert done.stdout == ("--config.model.d_model=64: does not apply to lgpt, which sets the field to 192; use "
                            "--config.runs.lgpt.model.d_model\n")
     assert done.returncode == 1 and "is not NAME=SOURCE" in done.stderr and not (tmp_path / "out").exists()
 

@@ -124,7 +124,7 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     config.model.d_model = 128  # new configs, not measured yet
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
     config.compare.seconds = 0.1
-    with pytest.raises(UserError, match=r"gpt takes 0.2 seconds, the budget is 0.1: .* steps, 1, is \+100.0% off"):
+    with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
         budget.plan_runs(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
     budget.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
@@ -168,7 +168,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
 
 @pytest.mark.parametrize("fields, message", [
     (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
-    (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, is .*% off \(limit: 1%\)"),
+    (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, misses .*% \(limit: 1%\)"),
     (dict(compare__budget="seconds"), "config.compare.seconds=0: must be above 0"),
     (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
     (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
@@ -207,8 +207,9 @@ def test_refuses_parameters_that_no_width_has(tmp_path):
     config = base.comparison(
         load_config("gpt"), {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}}, budget="parameters",
         reference="gpt")
-    with pytest.raises(UserError, match=r"deep has no width within 2% of 266,816 parameters; the nearest has [\d,]+ "
-                                        r"\([+-][\d.]+%\), with model.d_model=\d+, model.num_heads=\d+"):
+    with pytest.raises(UserError, match=r"deep has no width that gives 266,816 parameters within 2%; the nearest "
+                                        r"width gives [\d,]+ \([+-][\d.]+%\), with "
+                                        r"model.d_model=\d+, model.num_heads=\d+"):
         budget.plan_runs(config, tmp_path)
 
 

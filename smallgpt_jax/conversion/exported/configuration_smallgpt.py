@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 class SmallGPTConfig(PretrainedConfig):
     """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by smallgpt_jax.
 
-    Fields have the names of smallgpt_jax's `model` config group. `num_hidden_layers` is the number of layers with a
-    cache: blocks, and convolutions over more than one position.
+    The fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers` is the number of layers
+    with a cache, namely the blocks and the convolutions over more than one position.
     """
 
     model_type = "smallgpt"
@@ -51,7 +51,7 @@ class SmallGPTConfig(PretrainedConfig):
 
     @property
     def num_compressions(self) -> int:
-        """The number of times that the width is halved."""
+        """The number of layers that halve the width."""
         if not self.blocks_per_stage:
             return 0
         return self.num_stages if self.compress_last_stage else self.num_stages - 1

@@ -18,9 +18,9 @@ from .configuration_smallgpt import SmallGPTConfig
 class Places(NamedTuple):
     """The attention mask and positions of a forward pass."""
 
-    mask: torch.Tensor  # (B or 1, 1, T, S): visible keys per query
+    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
-    slots: torch.Tensor  # (B or 1, S): positions of all keys, cached and new, in their texts
+    slots: torch.Tensor  # (B or 1, S): positions of the keys, both cached and new, in their texts
 
 
 def apply_rope(x, positions):
@@ -44,7 +44,7 @@ def alibi_bias(places, heads):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the outputs of `qkv` are ordered by head, then queries, keys, values."""
+    """Causal self-attention. `qkv` returns query, key and value of the first head, then those of the second, and so on."""
 
     def __init__(self, config, width, heads, layer):
         super().__init__()
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class CausalConv(nn.Conv1d):
-    """A causal convolution over time. Its inputs are stored as a layer of the cache."""
+    """A causal convolution over time. Its past inputs are cached like the keys of an attention layer."""
 
     def __init__(self, width, features, taps, layer):
         super().__init__(width, features, taps)
@@ -102,7 +102,8 @@ class CausalConv(nn.Conv1d):
     def forward(self, x, is_text, cache):  # x (B, T, D), is_text (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
-            x = x * is_text  # padding is zero, like the positions before a text
+            # Zero the padding, so that a padded text has the same inputs before its first token as an unpadded one.
+            x = x * is_text
         if cache is not None and past:
             x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
         x = F.pad(x[:, -(time + past):], (0, 0, max(0, time + past - x.shape[1]), 0))

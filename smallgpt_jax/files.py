@@ -1,4 +1,4 @@
-"""Paths from users, atomic writes and file locks."""
+"""Paths given by users, atomic writes and file locks."""
 
 import contextlib
 import fcntl

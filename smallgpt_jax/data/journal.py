@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     """How far a source has been read, and the size of the store so far."""
 
     place: Place
-    digest: str  # of the source up to `place`
+    digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
     splits: dict[str, dict]  # split → numbers of "tokens", "documents" and "text_bytes"
@@ -41,7 +41,7 @@ class Journal:
     identity: dict  # the store's "format" and settings ("made_from"); hashes of its "tokenizer" files and "texts"
     learned: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    earlier: Progress | None = None  # the last progress in an earlier part, used if the part of `latest` has changed
+    earlier: Progress | None = None  # last progress before the part of `latest`; used if this part has changed
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:

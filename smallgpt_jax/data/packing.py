@@ -127,7 +127,7 @@ class BestFitPlan(NamedTuple):
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
-    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece
+    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece, then the number of pieces
 
 
 def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:

@@ -101,11 +101,11 @@ class DocumentBatch(NamedTuple):
     skipped: Counter  # reason → number of skipped items
     place: Place
     done: float  # fraction of the source that has been read, 0 to 1
-    digest: str  # of the source up to `place`
+    digest: str  # digest of the source up to `place`
 
 
 class Digest:
-    """A digest of the source read so far.
+    """A digest of what has been read of a source so far.
 
     It covers the name, size and version of each `Part` that was read completely, and the items read of the next part.
     """

@@ -1,4 +1,4 @@
-"""Prepares a token store from a text source, in parallel and resumably.
+"""Prepares a token store from a text source, in parallel. An interrupted preparation can be resumed.
 
 Worker threads tokenize the documents. The main thread appends the tokens to the files of each split, in the order of
 the source. A journal records the progress. The store is written to the folder STORE.partial, which is renamed to STORE
@@ -190,7 +190,7 @@ def remove_partial(partial: Path, log) -> None:
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the `Place` in the source where its training text ends (None: at the end)."""
+    """Returns the tokenizer, and the `Place` where its training stopped reading the source (None: at the end)."""
     learned = Place()
 
     def texts() -> Iterator[str]:

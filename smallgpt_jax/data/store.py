@@ -75,7 +75,7 @@ class TokenStore:
         return tokenizers.load(self.folder / "tokenizer")
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of a split: the hash in the metadata if there is one, else a hash computed from the files."""
+        """Returns a hash of a split: the hash in the metadata if there is one, else a hash of the split's files."""
         if known := self.metadata.get("fingerprints"):
             return known[split]
         return fingerprint(self.folder, split, getattr(self, split).text_bytes)

@@ -36,7 +36,7 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
       cache: path at which scores are stored. An interrupted evaluation resumes from them.
       settings: arguments of `lm_eval.simple_evaluate`.
 
-    Raises UserError for unknown tasks, missing data, and more few-shot examples than a task has.
+    Raises UserError for unknown tasks and missing data, or if a task has too few examples for `num_fewshot`.
     """
     with quiet_logging():
         import lm_eval

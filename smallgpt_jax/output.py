@@ -1,4 +1,4 @@
-"""Best-effort standard output and standard error: write errors are ignored, so that the command continues."""
+"""Best-effort standard output and standard error: a command ignores write errors and continues."""
 
 import contextlib
 import os
@@ -28,7 +28,10 @@ class BestEffortStream:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Ignores write errors (full disk, closed pipe) of `sys.stdout` or `sys.stderr`; `name` is "stdout" or "stderr"."""
+    """Ignores errors of writing to `sys.stdout` or `sys.stderr` inside the context, such as a full disk or closed pipe.
+
+    `name` is "stdout" or "stderr".
+    """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, BestEffortStream(stream))
     try:

@@ -34,7 +34,7 @@ def main() -> None:
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
-            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips of known memory; "
+            raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
                             "choose a TPU topology")
         config.train.batch_size = largest_batch(
             functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def batch_divisor(config, devices) -> int:
-    """Returns the number that must divide the batch size: data-parallel devices × microbatches."""
+    """Returns data-parallel devices × microbatches; the batch size must be a multiple of this number."""
     return sharding.num_batch_shards(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
 
 
@@ -105,7 +105,10 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Returns the lines of a table of memory per device: the compiler's figures beside those of the formula."""
+    """Returns a table of the memory per device, as lines.
+
+    It compares the compiler's figures with those of the formula in analysis/memory.py.
+    """
     formula = result.account
     state = formula["weights"] + formula["moments"]
     rest = sum(size for name, size in formula.items() if name not in ("weights", "moments"))

@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM (schedulers, preempted machines) and Ctrl-C.
+"""Stop requests: Ctrl-C, and SIGTERM, which schedulers and preempted machines send.
 
 After a stop request, the run finishes its step, saves and exits. It exits immediately, without saving, on a second
 request or if there is nothing to save yet, for example during compilation.
@@ -17,7 +17,7 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # a repeated signal in this time is no second request: `timeout` sends two
+REPEAT_SECONDS = 0.5  # the same signal within this time is not a second request: `timeout` sends it twice
 
 
 class StopRequest:
@@ -32,8 +32,8 @@ class StopRequest:
     def is_requested_anywhere(self) -> bool:
         """Returns whether any process of this run has been asked to stop (collective).
 
-        The result is equal in all processes. With several processes, it covers requests up to the previous call, so
-        that no process waits for another.
+        The result is equal in all processes. With several processes, it is the answer to the previous call, so that no
+        process waits for another: a request is reported one call later.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -60,7 +60,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def handle_signals() -> Iterator[StopRequest]:
-    """Turns SIGTERM and Ctrl-C into a StopRequest inside the context. Has no effect outside the main thread."""
+    """Yields a StopRequest that records SIGTERM and Ctrl-C inside the context.
+
+    Outside the main thread, it records nothing.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop

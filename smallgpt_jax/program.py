@@ -1,6 +1,6 @@
 """Builds the program of a config: model, mesh, optimizer, state shardings and compiled steps.
 
-Used by training, planning and comparison. No arrays are allocated before `Program.initial_state`.
+Training, planning and comparison use this module. No arrays are allocated before `Program.initial_state`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Program:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
-    abstract_params: Any  # models.abstract_params(model), stored because it requires a trace
+    abstract_params: Any  # models.abstract_params(model), stored because computing it traces the model
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -86,14 +86,14 @@ class Program:
             shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
 
     def open_pipeline(self) -> DataPipeline:
-        """Returns the data pipeline of this process. Raises UserError, see `data.pipeline.open_pipeline`."""
+        """Returns the data pipeline of this process. Raises UserError like `data.pipeline.open_pipeline`."""
         c = self.config
         return open_pipeline(
             c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
 
     def runnable(self, compiled: jax.stages.Compiled):
-        """Returns the compiled function; on simulated CPU devices, it blocks until its result is available.
+        """Returns the compiled function; on simulated CPU devices, the function blocks until its result is available.
 
         Simulated devices share a few threads, so two programs in flight can deadlock: each holds threads that the
         other's collectives wait for.
@@ -104,7 +104,7 @@ class Program:
 
 
 def build_program(config: ConfigDict, devices=None) -> Program:
-    """Returns the program of `config`, on all devices by default. Raises UserError for an invalid config."""
+    """Returns the program of `config` for `devices`, by default all. Raises UserError for an invalid config."""
     model = models.build(**config.model)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     validate_train(config.train, model.config, mesh)
@@ -132,7 +132,7 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
     parts = sharding.num_batch_shards(mesh) * train.microbatches
     if train.batch_size % parts:
         raise UserError(
-            f"config.train.batch_size={train.batch_size}: must be a multiple of {parts}: "
+            f"config.train.batch_size={train.batch_size}: must be a multiple of {parts}, which is "
             f"{sharding.num_batch_shards(mesh)} devices (config.mesh.data × fsdp) × "
             f"{train.microbatches} microbatches")
     if model.context_length % train.loss_chunks:
@@ -149,7 +149,7 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether `error` says that a program does not fit into a device's main memory.
 
-    Errors about TPU vmem and smem are excluded: kernels' use of vmem and smem does not depend on the batch size.
+    Errors about TPU vmem and smem are excluded, because a smaller batch does not reduce what kernels use of them.
     """
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text

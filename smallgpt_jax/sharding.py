@@ -28,9 +28,9 @@ RULES = (
 
 
 def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
-    """Returns the mesh with these axis lengths, the config's `mesh` group; −1 means the remaining devices.
+    """Returns the mesh with the axis lengths of the config's `mesh` group; −1 means the remaining devices.
 
-    Raises UserError if the lengths do not multiply to the number of devices.
+    Raises UserError if the product of the lengths is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     lengths = dict(data=data, fsdp=fsdp, tensor=tensor, path=path)
@@ -63,7 +63,7 @@ def use_mesh(mesh: Mesh):
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a (batch, …) array: rows over `data` and `fsdp`."""
+    """Returns the sharding of a (batch, …) array: rows are sharded over the mesh axes `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(dict(RULES)["batch"]))
 
 
@@ -79,7 +79,7 @@ def param_shardings(mesh: Mesh, boxed_params):
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the PartitionSpec for logical axes `names`; dimensions that the mesh does not divide are replicated."""
+    """Returns the PartitionSpec for logical axes `names`; replicates dimensions that their mesh axes do not divide."""
     spec = nn.logical_to_mesh_axes(names, RULES)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
@@ -100,7 +100,7 @@ def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
                         shardings):
-    """Returns the shardings of the optimizer state: moments like their parameters, counts replicated."""
+    """Returns the shardings of the optimizer state: moments are sharded like parameters, counts are replicated."""
     return optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, abstract_params),
         shardings, transform_non_params=lambda _: replicated(mesh))
@@ -115,8 +115,8 @@ def current_mesh():
 def gather_fsdp(weight, names: tuple[str, ...]):
     """Returns the weight gathered over the mesh axis `fsdp`, still sharded over the other mesh axes.
 
-    Without an explicit gather, the compiler splits products into parts that are too small to be fast, and exchanges
-    shards between them.
+    Without an explicit gather, the compiler splits matrix products into parts that are too small to be fast, and
+    exchanges shards between these parts.
     """
     mesh = current_mesh()
     if not mesh:
@@ -129,8 +129,8 @@ def gather_fsdp(weight, names: tuple[str, ...]):
 def per_device(function, names: tuple[tuple[str, ...], ...]):
     """Returns `function` under shard_map: each device computes it on its shards of the arguments.
 
-    For kernels, which the compiler cannot partition. `names` are the logical axes of each argument. The result is
-    sharded like the first argument.
+    Kernels need this, because the compiler cannot partition them. `names` are the logical axes of each argument. The
+    result is sharded like the first argument.
     """
     mesh = current_mesh()
     if not mesh:
@@ -151,7 +151,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
-    """Returns the global (batch, …) array; `local` contains this process's rows, `rows` their indices."""
+    """Returns the global (batch, …) array; `local` contains this process's rows, and `rows` contains their indices."""
     def part(index):
         return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 

@@ -52,7 +52,7 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
 
 
 def target_weights(batch, total):
-    """Returns the weight of each target, (B, T) float32: 1/total if it is in the loss mask, otherwise 0."""
+    """Returns the weight of each target, (B, T) float32: 1/total if the target is in the loss mask, otherwise 0."""
     shape = batch.tokens_BxT1[:, 1:].shape
     loss_mask_BxT = jnp.ones(shape) if batch.loss_mask_BxT is None else batch.loss_mask_BxT
     return loss_mask_BxT.astype(jnp.float32) / total
@@ -80,7 +80,7 @@ def train_step(
     - grad_norm: norm of the gradient before clipping
     - learning_rate
     - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
-      parameters are not finite; this would take a second pass over the optimizer.
+      parameters are not finite, because undoing it would take a second pass over the optimizer.
     - skipped: number of updates skipped so far
     - values that modules sowed into "metrics"
     """
@@ -91,7 +91,7 @@ def train_step(
         loss, collections = weighted_loss(
             params, model_state, model, part, target_weights(part, total), loss_chunks,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
-        # Each sown loss is a mean over one microbatch.
+        # Each sown loss is a mean over one microbatch. The sum over all microbatches must be the mean over the batch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))

@@ -1,4 +1,4 @@
-"""Messages at the start and end of a run, and the facts in sessions.jsonl.
+"""Messages at the start and end of a run, and the fields of sessions.jsonl.
 
 Training uses analysis/ only through this module.
 """
@@ -40,7 +40,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Returns one line per weight dimension that the mesh does not divide, and per fallback of attention to XLA."""
+    """Returns one line per weight axis that the mesh does not divide, and one per fallback of attention to XLA."""
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(
         f"attention with head width {layers.head_width} uses plain XLA: {layers.why}"
@@ -70,7 +70,7 @@ def peak_tokens_per_second(program: Program) -> float | None:
 
 @best_effort("stdout")
 def print_final_message(workdir: str) -> None:
-    """Prints a sample of the model, the last evaluation and the generate command.
+    """Prints a text sampled from the model, the last evaluation and the generate command.
 
     Multi-process runs print no sample.
     """

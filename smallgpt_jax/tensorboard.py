@@ -14,7 +14,7 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int):
-        """Starts a new file; for steps after `first_step`, it replaces older files in the folder."""
+        """Starts a new file; TensorBoard then ignores older files in the folder for steps after `first_step`."""
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog

@@ -1,7 +1,7 @@
 """Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
 
-The loop keeps no state besides the train state: `metrics.Logger` holds the previous step's metrics, `checkpoint.py` the
-write in progress, `preemption.py` the stop request.
+The loop keeps no state besides the train state. The previous step's metrics are in `metrics.Logger`, the write in
+progress in `checkpoint.py`, and the stop request in `preemption.py`.
 """
 
 import functools
@@ -32,8 +32,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
     Raises:
-      UserError: the config or workdir is invalid (nothing has been written), the run does not fit into device memory,
-        or its last step cannot be saved.
+      UserError: the config or workdir is invalid (and nothing has been written), the run does not fit into device
+        memory, or its last step cannot be saved.
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
@@ -46,7 +46,7 @@ def train(config: ConfigDict, workdir: str) -> None:
         with run_folder.lock(folder):
             # Check again: another run may have started before the lock was acquired.
             distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
-            # Must precede `initialize`, which replaces the workdir's config.
+            # This must precede `initialize`, which replaces the workdir's config.
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:
@@ -105,7 +105,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     checkpoints.wait_until_finished()
     if step > first_step and step not in checkpoints.steps():
-        # The run was stopped during an evaluation between two checkpoints, or a save has failed and is retried.
+        # The run was stopped during an evaluation at a step that is not saved, or a save has failed and is retried.
         checkpoints.save(step, state, logger.losses)
     checkpoints.close()
     logger.close()
@@ -119,7 +119,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainState:
     """Returns the state of the newest undamaged checkpoint, or the initial state if there is no checkpoint.
 
-    The checkpoint of an imported model has no optimizer state; it is replaced by the initial optimizer state.
+    The checkpoint of an imported model has no optimizer state; the initial optimizer state is used instead.
     """
     state = checkpoints.restore_latest(program.abstract_state) or program.initial_state()
     if state.opt_state is None:
@@ -193,7 +193,7 @@ def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: Dat
 
 def mean_loss(eval_step: Callable, batches: Iterable, is_stopped: Callable[[], bool] = lambda: False,
               ) -> tuple[float, int] | None:
-    """Returns the mean loss in nats per target in the loss mask, and the number of targets, or None if stopped."""
+    """Returns (mean loss in nats per target in the loss mask, number of these targets), or None if stopped."""
     sums = []
     for batch in batches:
         if is_stopped():

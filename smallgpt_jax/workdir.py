@@ -69,7 +69,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
         return
     before, now = flatten(read_config(workdir)), flatten(config)
     fields, may_change = before.keys() | now.keys(), MAY_CHANGE
-    if not (workdir / STORE_FILE).exists():  # an imported model, not trained yet: only the model group is fixed
+    if not (workdir / STORE_FILE).exists():  # an imported model that is not trained yet: only the model group is fixed
         fields = {field for field in fields if field.startswith("model.")}
         may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
         if before.get("model.position") != "learned":  # no parameter depends on the context length
@@ -115,11 +115,11 @@ def lock(workdir: Path) -> Iterator[None]:
 def initialize(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
     """Writes the files of a new run, or updates the config of an existing run.
 
-    Raises UserError if the existing run was trained on another text; see `check_same_text`.
+    Raises UserError if the existing run was trained on a text other than `corpus`; see `check_same_text`.
     """
     check_same_text(workdir, corpus)
     write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
-    if not (workdir / STORE_FILE).exists():  # written last: if it exists, the other files exist too
+    if not (workdir / STORE_FILE).exists():  # store.json is written last: if it exists, the other files exist too
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 
@@ -173,7 +173,7 @@ def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
 def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
     """Returns the steps whose last evaluation used the validation rows that `config` selects.
 
-    The rows are identified by their number of targets. Older versions did not log this number: their evaluations are
+    The rows are identified by their number of targets. Older versions did not log this number; their evaluations are
     included if `train.eval_steps` is the same in `config` and in the workdir's config.
     """
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}

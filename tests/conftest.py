@@ -6,7 +6,7 @@ from importlib.metadata import version
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling these programs takes far longer than running them, so they are compiled without optimization.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
-if version("jaxlib").startswith("0.10."):  # compiles four times as fast; later versions reject the flag
+if version("jaxlib").startswith("0.10."):  # the flag makes compilation four times as fast; later versions reject it
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -52,7 +52,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
-ARCHITECTURES = sorted(models.ARCHITECTURES)  # one added to the table is included in the tests that use this list
+ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every entry of the table
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +98,7 @@ def build(name: str, **fields) -> models.LanguageModel:
 def init(model, seed: int = 0):
     """Returns random parameters of about their initial size, with biases other than 0 and norm scales other than 1.
 
-    NumPy draws them, since compiling `model.init` takes seconds.
+    NumPy draws the parameters, since compiling `model.init` takes seconds.
     """
     rng = np.random.default_rng(seed)
 
@@ -111,7 +111,7 @@ def init(model, seed: int = 0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model, params, tokens_BxT):
-    """Returns the model's logits, (B, T, V). Jitted, since it takes longer without jit."""
+    """Returns the model's logits, (B, T, V). The function is jitted because it is slower without jit."""
     return model.apply({"params": params}, tokens_BxT)
 
 
@@ -131,7 +131,7 @@ def spaced_tokenizer(remove_extra_whitespaces: bool):
 
 
 def spaced_model(tokenizer, **fields):
-    """Returns a gpt of one layer and parameters that prefer tokens that begin with a space."""
+    """Returns a gpt with one layer, and parameters with which it prefers tokens that begin with a space."""
     model = build("gpt", num_layers=1, **fields)
     params, first = init(model), tokenizer.encode(["a"])[0].tolist()
     has_space_V = [i < tokenizer.vocab_size and tokenizer.decode([*first, i]).startswith("a ")
@@ -204,7 +204,10 @@ ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # absl's own flags, without th
 
 
 def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subprocess.CompletedProcess:
-    """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices: faster than `run` by seconds."""
+    """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices.
+
+    This is seconds faster than `run`, which starts a process.
+    """
     before, argv, folder, stdin = dict(flags.FLAGS.__dict__), sys.argv, Path.cwd(), sys.stdin
     flags.FLAGS.__dict__.update(copy.deepcopy(ABSL_FLAGS))
     out, err, status = io.StringIO(), io.StringIO(), 0
@@ -216,7 +219,7 @@ def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subproc
             runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0
-    except Exception:  # a user would see a traceback
+    except Exception:  # the command would print a traceback and exit with status 1
         status = 1
         err.write(traceback.format_exc())
     finally:

@@ -1,7 +1,8 @@
 """Error messages for unusable texts, stores and workdirs, and their table in docs/bad-input.md.
 
-CASES has one entry per row of the table: the problem, a function that writes the files, the settings, the message.
-Training on them fails with the message, leaves existing files unchanged, and creates no workdir.
+CASES has one entry per row of the table: the problem, a function that writes the files, the config's settings, and the
+message. Training with these files and settings fails with the message, leaves existing files unchanged, and creates no
+workdir.
 """
 
 import bz2
@@ -38,7 +39,10 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 
 @pytest.fixture(scope="session")
 def good_run(shared_folder, trained_run) -> Path:
-    """Returns a folder, shared by all workers, with the text and store of GOOD and `run`, a workdir trained on them."""
+    """Returns a folder that is shared by all workers.
+
+    It contains the text and the store that the settings GOOD name, and `run`, the workdir of a run trained on them.
+    """
     folder = shared_folder / "good"
     folder.mkdir(exist_ok=True)
     with file_lock(folder / "lock", wait=True):
@@ -50,7 +54,7 @@ def good_run(shared_folder, trained_run) -> Path:
 
 
 def replace_here(folder: Path, settings: dict) -> dict:
-    """Returns the settings with HERE replaced by `folder`."""
+    """Returns the settings with the placeholder HERE replaced by `folder`."""
     return {field: value.replace("HERE", str(folder)) if isinstance(value, str) else value
             for field, value in settings.items()}
 
@@ -72,7 +76,7 @@ def files(**contents):
 
 
 def damaged_store(damage):
-    """Returns a function that makes a store in a folder and applies `damage` to it."""
+    """Returns a function that prepares a token store in a folder and calls `damage` on the store's folder."""
     return lambda folder: damage(good_store(folder))
 
 
@@ -81,7 +85,7 @@ def rewrite(path: Path, change) -> None:
 
 
 class Run:
-    """A case that applies `change` to a folder with a copy of `good_run`."""
+    """A case for which `good_run` is copied into a folder; `change` then changes this folder."""
 
     def __init__(self, change=lambda folder: None):
         self.change = change

@@ -1,4 +1,4 @@
-"""The compare command: reports, resumption, refusals, and measurements of tiny models."""
+"""The compare command: reports, resumption, refused input, and measurements of tiny models."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def fake_train(config, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text_file):
-    """Returns the output folder of a comparison of gpt and pgpt with `fake_train`, which tests must not change."""
+    """Returns the output folder of a comparison of gpt and pgpt by `fake_train`. Tests must not change the folder."""
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train", fake_train)
@@ -105,7 +105,7 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             shown = f"{sum(values) / 2:.4f} ({min(values):.4f} to {max(values):.4f})"
             assert f"| {shown} |" in markdown and f"<td>{shown}</td>" in page
     assert "Lowest validation loss: " in markdown
-    # Fields that all runs share.
+    # The report lists the fields that all runs share.
     assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown
     assert (compared / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
@@ -172,7 +172,7 @@ def test_a_diverged_run_is_reported_and_not_trained_again(text_file, tmp_path):
 
 
 def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monkeypatch):
-    """The first run of gpt diverges, the second is locked by another process; the runs of pgpt are trained."""
+    """The first run of gpt diverges and the second is locked by another process; the runs of pgpt are still trained."""
     errors = {1337: DivergenceError("training has diverged"), 1338: WorkdirBusyError("busy", by="process 1")}
 
     def failing_train(config, folder: str) -> None:
@@ -197,7 +197,7 @@ def test_names_runs_that_ignore_a_common_field(tmp_path):
 
 
 def test_refuses_runs_of_different_texts(text_file, tmp_path):
-    """Equal texts under different names are accepted."""
+    """Runs trained on different texts are refused; equal texts under different names are accepted."""
     for name, first in (("a", 1000), ("b", 1000), ("c", 2000)):
         (tmp_path / f"{name}.txt").write_text(numbers(first))
         untrained_run(tmp_path / name, tmp_path / f"{name}.txt")
@@ -234,7 +234,10 @@ def test_bad_flags(arguments, message, status, text_file, tmp_path):
 # ------------------------------------------------------------------ Measurements
 @pytest.mark.slow
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
-    """Losses match a float64 formula on the same tokens at each context length, measured once per checkpoint."""
+    """Losses at each context length match a float64 formula on the same tokens.
+
+    They are measured once per checkpoint.
+    """
     folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
                            model__num_layers=1, model__d_model=16, data__packing="best_fit")
     config, other = workdir.read_config(folder), tmp_path / "other.txt"
@@ -255,7 +258,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
     sample = measure.TextSample(corpus, config, (1, 4), "other")
     starts = sample._chosen * 4 * TIME
-    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # eval_steps · batch_size rows
+    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # windows that hold eval_steps · batch_size rows
     for times, row in ((1, rows[2]), (4, rows[3])):
         windows = np.stack([tokens[start:start + times * TIME + 1] for first in starts
                             for start in range(first, first + 4 * TIME, times * TIME)])
@@ -302,7 +305,7 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
 
 
 def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, monkeypatch):
-    """Texts are identified by content, not by name, size or modification time."""
+    """A text is identified by its content, not by its name, size or modification time."""
     losses = iter(range(1, 9))
     monkeypatch.setattr(measure, "measure_loss", lambda *_: {"loss": 1.0, "bits_per_byte": next(losses)})
     one, other = (untrained_run(tmp_path / name, text_file) for name in ("one", "other"))
@@ -316,7 +319,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    assert measured(one) == measured(one) == 2  # 1 was given to the run's own text
+    assert measured(one) == measured(one) == 2  # the first value, 1, is that of the run's own text
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())
     assert measured(one, again) == 2
@@ -327,7 +330,8 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
     assert measured(one) == 5
     check()
 
-    path = one / "evaluations" / "texts.json"  # rewritten as by an older version, without fingerprints
+    # An older version would have written the file without fingerprints.
+    path = one / "evaluations" / "texts.json"
     rows = [{key: value for key, value in row.items() if key != "fingerprint"} for row in json.loads(path.read_text())]
     path.write_text(json.dumps(rows))
     check()
@@ -345,10 +349,10 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    assert of_one > 4 * of_four  # so the index of the second store's first row differs between context lengths
+    assert of_one > 4 * of_four  # so the second store's first row has different indices at different context lengths
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]
     assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
-    # Two windows of 256 tokens are from the first store, six from the second.
+    # Two of the eight windows of 256 tokens are from the first store, and six are from the second.
     share = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
-    assert 0.7 < share <= 0.75  # the other tokens of the digits store are line breaks
+    assert 0.7 < share <= 0.75  # below 0.75, because the digits store also contains line breaks

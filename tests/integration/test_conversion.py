@@ -28,7 +28,7 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
-# Covers each setting, and each position encoding in each trunk that treats it differently.
+# The variants cover every setting, and every position encoding in every trunk that implements it in its own way.
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
     "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
@@ -114,9 +114,10 @@ def test_refuses_architectures_without_pytorch_code(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_and_import(variant, tmp_path):
-    """Compares an exported model in PyTorch: logits with and without cache, left-padded rows, loss, saving again.
+    """An exported model has the same loss and logits in PyTorch.
 
-    The imported model has bitwise equal parameters and the same config.
+    The logits are the same with cache, without cache, and after saving the model again in PyTorch. A left-padded row
+    generates the same tokens as the row alone. The imported model has bitwise equal parameters and the same config.
     """
     model = build_variant(variant)
     params = init(model)
@@ -129,7 +130,7 @@ def test_export_and_import(variant, tmp_path):
     with torch.no_grad():
         whole = theirs(torch.tensor(tokens), use_cache=False).logits
         np.testing.assert_allclose(whole, ours, atol=1e-4)
-        # With the cache, in four calls.
+        # The logits are also the same with the cache, in four calls.
         cache, pieces = None, []
         for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
             output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
@@ -213,7 +214,7 @@ def exported_gpt(tmp_path_factory):
 
 
 def test_folders_without_a_position_field_have_learned_positions(exported_gpt, tmp_path):
-    """Folders exported before the field `position` existed lack it."""
+    """A config.json without the field `position` was exported before this field existed."""
     source, model, params = exported_gpt
     folder = shutil.copytree(source, tmp_path / "out")
     described = json.loads((folder / "config.json").read_text())
@@ -302,7 +303,7 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
     for text in english:
         ids = tokenizer.encode([text])[0].tolist()
         assert theirs.encode(text) == ids, text[:50]
-        if kind != "unigram":  # its normalization removes extra spaces
+        if kind != "unigram":  # the unigram tokenizer's normalization removes extra spaces
             assert theirs.decode(ids) == tokenizer.decode(ids)
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
     back = hugging_face.read_folder(str(folder)).tokenizer
@@ -313,7 +314,7 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
 
 
 def other_sentencepiece(texts: list[str], kind: str):
-    """Returns a SentencePiece tokenizer: "unigram" with normalization of texts, or BPE with byte fallback."""
+    """Returns a SentencePiece tokenizer of kind "unigram", which normalizes texts, or "byte fallback", which is BPE."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -330,7 +331,10 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 @pytest.mark.slow
 def test_a_run_survives_every_conversion(text_file, tmp_path):
-    """A run is exported, imported, and exported with its best path only. --from=run copies the run, then the copy."""
+    """A run is exported, the export is imported, and the best path of the imported model is exported.
+
+    Then --from=run copies the run to a new workdir, and copies this copy.
+    """
     config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
     params = init(models.build(**config.model))
     saved = save_run(tmp_path / "saved", config, params)
@@ -363,12 +367,12 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    assert expected == {"weights from: steps": None}  # the source of the second copy was not trained
+    assert expected == {"weights from: steps": None}  # the second copy's source, the first copy, was not trained
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
 def with_large_embedding(params):
-    """Returns parameters that no initializer gives: the embedding, tied to the head, is ten times as large."""
+    """Returns `params` with the embedding, which is also the head, times ten; no initializer gives such values."""
     return {**params, "token_embedding": 10 * params["token_embedding"]}
 
 

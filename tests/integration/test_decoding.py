@@ -1,4 +1,7 @@
-"""Decoding: cached logits against the full forward pass; batched rows and multi-step calls against single ones."""
+"""Decoding: cached logits are compared with the full forward pass.
+
+Batched rows are compared with single rows, and calls of several steps with calls of single steps.
+"""
 
 import re
 
@@ -21,7 +24,7 @@ from smallgpt_jax.models.pgpt import with_paths
 
 CONTEXT = 24
 GREEDY = Sampling(temperature=None)
-# Covers every option that affects decoding.
+# The variants cover every option that affects decoding.
 VARIANTS = [
     ("gpt", {"use_bias": True, "tie_embeddings": True}),
     ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
@@ -49,15 +52,16 @@ def random_rows(model, lengths, seed=0):
 
 
 def session(model, params, ids, **settings):
-    # Slicing NumPy arrays compiles nothing, unlike JAX arrays.
+    # NumPy arrays, since slicing them compiles nothing, unlike slicing JAX arrays.
     weights = layout.pack(model, jax.device_get(params))
     return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
 
 
 def assert_cache_matches_forward(model, params):
-    """Compares the logits after each call of a decoding session of three rows with a full forward pass.
+    """Decodes three rows; after each call, compares the logits with those of a full forward pass.
 
-    The prompts have 1, 5 and 9 tokens. Later calls read one to three tokens per row, then one token per row.
+    The prompts have 1, 5 and 9 tokens. Later calls read one to three tokens per row, and from the tenth token on one
+    token per row.
     """
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
@@ -66,7 +70,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # not with cgpt, whose tests cover growing caches
+        texts.reserve(CONTEXT)  # not for cgpt, whose cache therefore grows during the test
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
@@ -101,7 +105,7 @@ def test_a_long_prompt():
 
 @pytest.mark.slow
 def test_selected_paths():
-    """A model with selected paths equals the full model with weight zero for the other paths."""
+    """A model with some of the paths gives the same logits as the full model with weight zero for the others."""
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
@@ -161,7 +165,10 @@ class FailsInDecoding(nn.Module):
     (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
     (GPT, None)])
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
-    """The model is untrained and has no position encoding, so that only attention depends on positions."""
+    """Two trunks that decode wrongly are refused, and gpt's trunk is accepted.
+
+    The model has no position encoding, so that only attention depends on positions.
+    """
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
     model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
@@ -224,7 +231,10 @@ def test_nothing_is_compiled_twice():
 
 @pytest.mark.slow
 def test_several_steps_draw_the_same_tokens_as_single_steps():
-    """One compiled program makes all steps, also past the end of the context, where half of it is prefilled again."""
+    """All calls of several steps share one compiled program.
+
+    The texts continue past the end of the context, where the newer half of the tokens is prefilled again.
+    """
     model, params = small("cgpt")
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
     numbers = []
@@ -245,7 +255,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, the row with 1 later.
+    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, the row with 1 in 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]
@@ -253,7 +263,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 
 @pytest.mark.slow
 def test_finished_rows_do_not_disturb_the_others():
-    """One of three rows ends within the steps of a call, another at the end of the context."""
+    """Of three rows, one ends in the middle of a multi-step call, and one at the end of the context."""
     model, params = small("cgpt")
     rows = random_rows(model, [3, 6, CONTEXT - 4])
     alone = session(model, params, rows[:1])

@@ -33,7 +33,7 @@ def request(kind: str, *arguments) -> Instance:
 
 @pytest.fixture(scope="module")
 def gpt():
-    """Returns a model with a context of 32 tokens, and parameters that prefer letters and spaces."""
+    """Returns a model with a context of 32 tokens, and parameters with which it prefers letters and spaces."""
     model = build("gpt", num_layers=1, context_length=CONTEXT)
     params = init(model)
     preferred_V = np.isin(np.arange(512), list(f"{string.ascii_lowercase} ".encode()))
@@ -41,7 +41,7 @@ def gpt():
 
 
 def logits_of(model, params, tokens) -> np.ndarray:
-    """Returns the logits after each token, (T, V) float64. All calls share one compiled program."""
+    """Returns the logits after each token, (T, V) float64. Tokens are padded, so that all calls share one program."""
     padded = np.array([[*tokens, *[0] * (CONTEXT - len(tokens))]])
     return np.asarray(forward(model, params, padded)[0, :len(tokens)], np.float64)
 
@@ -57,7 +57,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
     random = np.random.default_rng(0)
     sequences = [TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
                  for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]]
-    # Sequences that end with the most likely tokens.
+    # Three more sequences end with the most likely tokens.
     greedy = [random.integers(0, 512, 5).tolist() for _ in range(3)]
     for tokens in greedy:
         for _ in range(4):
@@ -76,7 +76,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
 
 
 def test_a_rolling_score_is_that_of_the_whole_text(gpt):
-    """A text longer than the context is scored window by window, each byte once."""
+    """A text that is longer than the context is scored window by window; each byte is scored once."""
     text = "A text that is longer than what the model can see at once. " * 2
     result, = harness_model(*gpt).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     tokens, expected = [256, *text.encode()], 0.0
@@ -101,9 +101,9 @@ def test_blank_and_empty_texts(gpt):
 
 @pytest.mark.slow
 def test_generates_until_the_first_stop_string(gpt):
-    """Greedy texts match token-by-token decoding, also for contexts that are too long and are truncated on the left.
+    """Greedy texts match token-by-token decoding up to the first stop string.
 
-    Sampled texts differ between requests and depend on the seed.
+    Contexts that are too long are truncated on the left. Sampled texts differ between requests and depend on the seed.
     """
     contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
     for context in contexts:
@@ -219,7 +219,10 @@ def test_a_uniform_model_prefers_short_options(shared_data):
 
 @pytest.mark.slow
 def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
-    """An exported lgpt has the same score in PyTorch for each option. One question is longer than the context."""
+    """An lgpt and its export in PyTorch give each option the same score.
+
+    One question is longer than the context.
+    """
     pytest.importorskip("torch")
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from smallgpt_jax.conversion import hugging_face
@@ -285,7 +288,7 @@ def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
     shutil.copytree(trained_run("gpt"), tmp_path / "run")
     flags = [flag.replace("DATA", str(questions)) for flag in flags]
     result = call("evaluate", f"--workdir={tmp_path / 'run'}", "--tasks=piqa", *flags)
-    *_, last = result.stderr.splitlines()  # a progress bar may come before it
+    *_, last = result.stderr.splitlines()  # a progress bar may precede the last line
     assert result.returncode == 1 and last.startswith("error: ") and message in last, result.stderr
 
 

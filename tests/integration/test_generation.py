@@ -68,7 +68,10 @@ def test_stop_strings(model):
 
 
 def test_text_keeps_its_leading_space():
-    """The tokenizers add a space before each text; one removes extra spaces, the other keeps them."""
+    """A space at the start of a generated text is kept.
+
+    Covers two tokenizers, which add a space before each text that they encode; one of them removes extra spaces.
+    """
     prompts, greedy, loaded = ["the model is", "a cat", "on text"], {"temperature": 0}, None
     for remove_extra_whitespaces in (True, False):
         tokenizer = spaced_tokenizer(remove_extra_whitespaces)
@@ -97,7 +100,10 @@ def cgpt():
 
 
 def test_a_batch_with_convolutions(cgpt):
-    """One prompt is empty, and the texts are long enough for rows to drop tokens at different times."""
+    """A batch gives the same texts as single prompts.
+
+    One prompt is empty, and the rows are so long that they drop their oldest tokens, each at another step.
+    """
     prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
     alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
     assert [texts[0] for texts in cgpt.generate_batch(prompts, 30, samples=2, **settings)] == alone
@@ -121,7 +127,7 @@ def test_an_empty_turn_continues_the_text(model):
 
 
 def test_text_continues_past_the_context(model):
-    """Past the context, the newer half of the tokens is prefilled like a new prompt."""
+    """When the context is full, the newer half of its tokens is prefilled like a new prompt."""
     text = decoder.DecodeSession(model.model, model.weights, 257, [[256, *b"the cat sat " * 2]])
     while len(text.ids[0]) <= 32:
         text.ids[0].append(int(text.sample(GREEDY)[0]))
@@ -144,11 +150,11 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     monkeypatch.setattr(decoder, "decode_step", counting)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt: end-of-text and 8 bytes; then every new token except the last
+    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt has end-of-text and 8 bytes; the last new token is not read
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
-    assert computed == [11, 1, 1]  # the last token of the first answer, and 10 bytes
+    assert computed == [11, 1, 1]  # first the last token of the first answer and the 10 bytes of the turn
 
     ids = conversation._session.ids[0]
     monkeypatch.undo()

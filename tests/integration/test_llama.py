@@ -20,7 +20,7 @@ from smallgpt_jax.train import train
 
 
 def llama(qk_norm: bool = False):
-    """Returns the tiny model of configs/llama.py with two layers: four query heads, two heads of keys and values."""
+    """Returns the tiny model of configs/llama.py with two layers, four query heads and two key-value heads."""
     return models.build(**{**load_config("llama").model, "qk_norm": qk_norm, "num_layers": 2})
 
 
@@ -71,7 +71,7 @@ def test_logits_match_transformers(name):
 
 
 def test_parameters_and_flops_at_full_size():
-    """Per layer: query and output matrices, keys and values a third as wide, and three MLP matrices of width 2048."""
+    """A layer has query and output matrices, keys and values a third as wide, and three MLP matrices of width 2048."""
     model = models.build(**load_config("llama", "paper").model)
     width, layers, vocabulary = 768, 12, 50_304
     multiplied = layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
@@ -89,7 +89,7 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     trained = inference.load_trained(tmp_path)
     assert trained.step == 2
     check_decoding(trained.model, trained.params)
-    # Half as many key heads as query heads halve the cache.
+    # The cache has half the usual size, because there are half as many key heads as query heads.
     session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
     session.reserve(63)
     session.sample(Sampling())

@@ -1,4 +1,4 @@
-"""Logits of every architecture against plain NumPy; longer contexts, bfloat16 and dropout."""
+"""Logits of every architecture compared with plain NumPy; longer contexts, bfloat16 and dropout."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from scipy.special import erf, softmax
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# Covers scanned and unrolled layers, and every option in each architecture that it could interact with.
+# The variants cover scanned and unrolled layers, and every option in each architecture with which it may interact.
 VARIANTS = [
     ("gpt", {}),
     ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
@@ -43,7 +43,7 @@ def random_tokens(model, batch=2, time=None, seed=0):
 @pytest.mark.parametrize("architecture, fields", [
     pytest.param(*variant, marks=() if variant[1] == {} else pytest.mark.slow) for variant in VARIANTS])
 def test_logits_match_the_formulas(architecture, fields):
-    """The NumPy formulas use float64, one sequence and one head at a time. No logit depends on a later token."""
+    """The NumPy formulas compute one sequence and one head at a time, in float64. No logit depends on a later token."""
     model = build(architecture, **fields)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
     first, other = random_tokens(model, 2, time=24)
@@ -93,9 +93,9 @@ def plain_layers(stack):
         length = len(stack["mlp_norm"]["scale"])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
-    if len({len(part) for part in parts}) == 1:  # a Pattern: one block of each part in turn
+    if len({len(part) for part in parts}) == 1:  # a Pattern, which repeats: take one block of each part in turn
         return [part[i] for i in range(len(parts[0])) for part in parts]
-    return [block for part in parts for block in part]  # runs of equal blocks, one after another
+    return [block for part in parts for block in part]  # the parts are runs of equal blocks
 
 
 def plain_blocks(config, stack, x, num_heads=None, first=0):

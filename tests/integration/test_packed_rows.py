@@ -1,4 +1,4 @@
-"""Rows of several documents: separation in the model, loss mask, explicit targets; runs on mixtures."""
+"""Rows that contain several documents: separation of the documents in the model, loss mask, targets; mixtures."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ def random_params(model):
 
 
 def variants():
-    """Yields every architecture and every position encoding, and splash attention with a wider convolution."""
+    """Yields every architecture, every position encoding, and a cgpt with splash attention and a wider convolution."""
     for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
         yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")
     yield pytest.param("cgpt", {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
@@ -45,7 +45,8 @@ def test_separated_documents_do_not_see_each_other(name, fields):
     lengths = [time // 4, time // 2 - 3, time // 8]
     tokens = np.random.default_rng(0).integers(0, 257, (5, time))
     segments = np.ones((5, time), np.int32)
-    # Row 0: three documents and padding. Rows 1 to 3: one of them each, then other tokens. Row 4: row 0, unseparated.
+    # Row 0 has three documents and padding. Rows 1 to 3 have one of these documents each, followed by other tokens.
+    # Row 4 has the tokens of row 0 as a single document.
     segments[0] = np.repeat([1, 2, 3, 0], [*lengths, time - sum(lengths)])
     starts = np.cumsum([0, *lengths])
     for row, (start, length) in enumerate(zip(starts, lengths), 1):
@@ -56,7 +57,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
         np.testing.assert_allclose(logits[0, start:start + length], logits[row, :length], atol=2e-5, rtol=1e-4)
 
     other = tokens.copy()
-    other[[0, 4], :lengths[0]] = (other[0, :lengths[0]] + 1) % 257  # in the first document only
+    other[[0, 4], :lengths[0]] = (other[0, :lengths[0]] + 1) % 257  # only the first document changes
     changed = np.abs(apply(other, segments) - logits).max(axis=2)
     assert (changed[[0, 4], :lengths[0]] > 0).all()
     assert not changed[0, lengths[0]:].any() and changed[4, lengths[0]:].max() > 0.01
@@ -91,7 +92,7 @@ def test_separated_documents_on_a_mesh_with_paths():
 
 @pytest.mark.slow
 def test_loss_is_the_mean_over_targets_in_the_mask():
-    """Evaluation and training match the formula, although microbatches have different numbers of targets."""
+    """Losses of evaluation and training match the formula, although microbatches have different numbers of targets."""
     model, rng = build("gpt", num_layers=1, d_model=16, context_length=16), np.random.default_rng(0)
     params = random_params(model)
     tokens, targets = rng.integers(0, 257, (4, 17), np.int32), rng.integers(0, 257, (4, 16), np.int32)
@@ -129,7 +130,7 @@ def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separat
 
 
 def test_a_run_on_a_mixture(mixture, tmp_path):
-    """Padding is not counted as tokens, the stores are logged and recorded, and changed weights are refused."""
+    """Padding is not counted as tokens, stores are logged and recorded, and changed mixture weights are refused."""
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()

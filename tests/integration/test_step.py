@@ -19,7 +19,7 @@ from smallgpt_jax.step import eval_step, weighted_loss
 pytestmark = pytest.mark.slow
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
              model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
-# Fields per architecture. Together they test every kind of position on a mesh.
+# Further fields per architecture. Together they cover learned positions, RoPE and ALiBi on a mesh.
 EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
                 "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1},
                 "cgpt": {"model__blocks_per_stage": 1}}
@@ -27,7 +27,7 @@ EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
 
 @functools.cache
 def compiled_program(architecture, devices, **fields):
-    """Returns a program with the fields SMALL, and its compiled training step."""
+    """Returns a program with the config fields SMALL, and its compiled training step."""
     program = build_program(load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields}),
                             jax.devices()[:devices])
     return program, program.compile_train_step()
@@ -97,7 +97,7 @@ def test_paths_are_joined_by_one_all_reduce():
 
 
 def test_bfloat16_gradients_match_float32():
-    """One token occurs over a thousand times: its embedding gradient has more terms than bfloat16 can sum."""
+    """One token occurs over a thousand times: its embedding gradient has too many terms for a sum in bfloat16."""
     tokens = np.random.default_rng(0).integers(0, 257, (64, 65))
     tokens[np.random.default_rng(1).random(tokens.shape) < 0.3] = 7
     gradients = {}
@@ -138,10 +138,11 @@ def test_microbatches_save_memory_in_evaluation():
 # ---------------------------------------------------------------------- dropout
 
 class DropoutMasks:
-    """Runs two training steps of a pgpt and records the dropout masks: two paths of three blocks, two microbatches.
+    """Runs two training steps of a pgpt and records the dropout masks.
 
-    A mask that nn.scan shared between blocks would be computed twice per path, since flax first checks which values
-    are shared. With two blocks per path the number of masks would not reveal the sharing, so there are three.
+    The pgpt has two paths of three blocks, and each step has two microbatches. If nn.scan shared a mask between the
+    blocks of a path, the mask would be computed twice per path, since flax first checks which values are shared. With
+    two blocks per path, the number of masks would be the same without sharing. With three blocks, it differs.
     """
 
     def __init__(self, devices: int = 1, **fields):
@@ -161,7 +162,7 @@ class DropoutMasks:
         return args[0] * scale
 
     def run(self, restart=lambda state: state) -> list[list[tuple[str, bytes]]]:
-        """Returns, per step, sorted pairs (module name, mask of kept entries).
+        """Returns sorted pairs (module name, mask of kept entries) for each of the two steps.
 
         The state after each step is replaced by `restart(state)`.
         """
@@ -178,7 +179,7 @@ class DropoutMasks:
 
 
 def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
-    """Every path, microbatch and step has its own masks of the embedding and of each block's attention and MLP."""
+    """Every step and microbatch has its own mask for the embedding, and for attention and MLP of each block."""
     one = DropoutMasks()
     expected = one.run()
     masks = [mask for step in expected for _, mask in step]

@@ -70,7 +70,10 @@ def losses_in(workdir, split="train", metric="loss"):
 
 @pytest.fixture
 def optimized(monkeypatch):
-    """Compiles training steps with optimization and for one device, which saves time in runs of a hundred steps."""
+    """Makes training steps compile with optimization and for one device.
+
+    This saves time in runs of a hundred steps.
+    """
     devices, compile_step = jax.devices()[:1], Program.compile_train_step
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(Program, "compile_train_step",
@@ -114,17 +117,21 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
 
 @pytest.fixture
 def copy_of(trained_run, tmp_path):
-    """Returns a function (architecture, **fields) → tmp_path/run, a writable copy of the workdir of `trained_run`."""
+    """Returns a function (architecture, **fields) → tmp_path/run, a copy of a `trained_run` that tests may change."""
     return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
 
 
-RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)  # log_every must not divide checkpoint_every
+# log_every must not divide checkpoint_every, so that a checkpoint has losses that are not logged yet.
+RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["damaged", "full disk"])
 def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
-    """The last checkpoint is damaged or cannot be written. Resuming gives the same state and metrics without it."""
+    """The last checkpoint is damaged or cannot be written, so its steps are lost.
+
+    The resumed run repeats them from the previous checkpoint, with the same state and metrics.
+    """
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
     if failure == "damaged":
@@ -137,7 +144,7 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
         file.write('{"step": 50, "spl')  # truncated
     if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # Below the size of opt_state/_METADATA: the sizes of data files vary with the order of writes.
+        # The limit is below the size of opt_state/_METADATA, since sizes of data files vary with the order of writes.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
         try:
             with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
@@ -167,7 +174,10 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 
 @pytest.mark.slow
 def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
-    """Evaluations are compared by `targets` in metrics.jsonl, or by the saved config if older lines lack `targets`."""
+    """A finished run is evaluated again if train.eval_steps selects other validation rows.
+
+    Rows are compared by `targets` in metrics.jsonl, or by the saved config for older lines, which lack `targets`.
+    """
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32
     before = path.read_bytes()
@@ -197,7 +207,7 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
 
 @pytest.mark.slow
 def test_resumes_runs_of_older_versions(text_file, copy_of):
-    """The saved config lacks fields of newer versions: they get the values that older versions used."""
+    """A saved config may lack fields of newer versions; they get the values that older versions used."""
     workdir = copy_of("gpt", **SMALL)
     path = workdir / "config.json"
     groups = json.loads(path.read_text())
@@ -214,7 +224,7 @@ def test_resumes_runs_of_older_versions(text_file, copy_of):
 
 @pytest.mark.slow
 def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp_path, monkeypatch):
-    """A model with RoPE trains at a longer context in a new workdir. With learned positions this is refused."""
+    """A model with RoPE trains at a longer context in a new workdir; a model with learned positions is refused."""
     monkeypatch.chdir(ROOT)
     fields = dict(**SMALL, model__position="rope")
     short = trained_run("gpt", **fields)
@@ -268,7 +278,7 @@ def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monkeypatch):
-    """Covers preparing data, training, and printing the final message."""
+    """A closed standard output does not end data preparation, training or the final message."""
 
     class ClosedStream:
         def isatty(self):
@@ -288,7 +298,7 @@ def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monk
 
 @pytest.mark.slow
 def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
-    """Skipped updates are counted and logged; earlier checkpoints are kept."""
+    """A run that diverges counts and logs the updates that it skipped, and keeps its finite checkpoints."""
     config = config_for(
         text_file, optimizer__learning_rate=1e30, optimizer__warmup_steps=22, optimizer__clip_norm=0.0,
         train__checkpoint_every=1, train__log_every=1, train__on_nonfinite="skip", train__max_nonfinite=3)
@@ -313,7 +323,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_readme_architecture_trains(text_file, tmp_path, monkeypatch, optimized):
-    """The README's example, which applies its blocks twice, has twice the FLOPs of gpt in its blocks, and trains."""
+    """The README's example trains. It applies its blocks twice, so they have twice the FLOPs of gpt's blocks."""
     readme = (ROOT / "README.md").read_text()
     names = {}
     exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
@@ -373,7 +383,7 @@ def test_bigram_loss():
     import bigram
 
     train_tokens, validation = np.array([0, 1, 2, 0, 1, 1]), np.array([0, 1, 2, 2])
-    # Counts: 0→1 twice, 1→2 once, 1→1 once, 2→0 once; the last token begins no pair.
+    # The bigram 0→1 occurs twice, and 1→2, 1→1 and 2→0 occur once; the last token begins no bigram.
     expected = -np.mean(np.log([(2 + 0.5) / (2 + 1.5), (1 + 0.5) / (2 + 1.5), 0.5 / (1 + 1.5)]))
     found = bigram.bigram_loss(train_tokens, validation[:-1], validation[1:], 3, k=0.5)
     assert found == pytest.approx(expected)
@@ -469,7 +479,7 @@ def test_refuses_workdirs_of_other_runs(text_file, tmp_path, copy_of):
 
 
 def test_refuses_unwritable_workdirs(text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # os.access allows root everything
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # os.access always returns True for root
     for workdir in (tmp_path, tmp_path / "run"):
         with pytest.raises(UserError, match="not a writable folder"):
             train(config_for(text_file), str(workdir))

@@ -106,7 +106,7 @@ def test_own_blocks_and_mixers(architecture, fields):
 
 
 def test_own_losses_metrics_and_state():
-    """Loss, metric and state of the example `Calm` reach the training step, with and without scan and microbatches."""
+    """The training step uses loss, metric and state of the example `Calm`, with and without scan and microbatches."""
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
     for scan, microbatches in ((True, 1), (False, 2)):
@@ -114,7 +114,8 @@ def test_own_losses_metrics_and_state():
                             train__microbatches=microbatches, train__batch_size=4)
         program = build_program(config, jax.devices()[:1])
         state = program.initial_state()
-        # With initial weights, the penalty is smaller than the rounding error of the loss, so kernels are enlarged.
+        # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of the whole loss, so
+        # kernels are enlarged.
         state = state._replace(params=jax.tree_util.tree_map_with_path(
             lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
@@ -123,7 +124,8 @@ def test_own_losses_metrics_and_state():
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
-        # `energy` sums over microbatches. The metric averages layers and microbatches. The loss sums over layers.
+        # `energy` is summed over microbatches. The metric is averaged over layers and microbatches. The loss is summed
+        # over layers.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)

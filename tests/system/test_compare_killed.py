@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
-    """The comparison is killed while it trains the second of three seeds. Two processes then share the rest."""
+    """The comparison is killed while it trains the second of three seeds. Two processes then train the rest."""
     output = tmp_path / "out"
     arguments = (
         "compare", "--config=configs/compare/paper.py:tiny", "--config.compare.names=gpt", "--config.compare.seeds=3",

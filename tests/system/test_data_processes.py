@@ -18,7 +18,7 @@ from smallgpt_jax.program import build_program
 
 pytestmark = pytest.mark.slow
 
-# Runs smallgpt_jax.prepare, which writes its journal after every batch and hangs in the eleventh batch.
+# Runs smallgpt_jax.prepare, changed so that it writes its journal after every batch and hangs in the eleventh.
 HANGING_PREPARE = """
 import runpy, threading
 from smallgpt_jax.data import parts, prepare
@@ -71,7 +71,10 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 
 
 def test_global_batches_do_not_depend_on_processes(text_file):
-    """Two processes with two devices each, starting at a later step, get the batches of one process with eight."""
+    """Two processes with two devices each read the same batches as one process with eight devices.
+
+    They start at a step after the first.
+    """
     first, last = 23, 31
     config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)
     pipeline = build_program(config).open_pipeline()

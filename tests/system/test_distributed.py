@@ -20,7 +20,7 @@ FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, 
 CONFIG = ("--config=configs/gpt.py:tiny",
           *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()))
 
-# Process 1 runs this program, which is smallgpt_jax.main with the faults in the environment variable FAULT.
+# Process 1 runs this program: smallgpt_jax.main with the faults that the environment variable FAULT names.
 FAULTY = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
@@ -80,9 +80,10 @@ def saved_steps(workdir) -> list[int]:
 
 
 def test_two_processes_train_as_one(tmp_path, text_file, cluster):
-    """Losses match those of one process, also after process 1 is killed, cannot read a checkpoint, or is stopped.
+    """Losses of two processes match those of one process.
 
-    A single process can resume the run.
+    They also match after process 1 is killed, cannot read a checkpoint, or is stopped, and after a single process
+    resumes the run.
     """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)

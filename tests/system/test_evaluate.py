@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_evaluate(trained_run, tmp_path):
-    """Prints and writes a table, and writes the JSON of lm-evaluation-harness, with few-shot examples and a limit.
+    """The command prints and writes a table, and writes the JSON of lm-evaluation-harness.
 
-    Standard error contains only progress.
+    Covers few-shot examples and a limit. Standard error contains only progress.
     """
     workdir = tmp_path / "run"
     shutil.copytree(trained_run("gpt"), workdir)

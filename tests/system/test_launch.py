@@ -1,4 +1,4 @@
-"""The launch scripts: dry runs, and real runs with fakes of gcloud, srun and python.
+"""The launch scripts: dry runs, and real runs with fake programs in place of gcloud, srun and python.
 
 A fake program records its arguments and then runs Python code of the test. The fake gcloud runs the commands for a
 worker in a local shell, with another home folder.
@@ -55,7 +55,7 @@ if args[0] == "venv":
 
 
 class Machine:
-    """A PATH that begins with fake programs, and a record of their calls."""
+    """A folder of fake programs, which come first in PATH, and a record of their calls."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -293,7 +293,7 @@ START = [ssh(f"{WORKER_SCRIPT} ready mine"), ssh(f"{WORKER_SCRIPT} start --confi
 
 
 class Cloud(Machine):
-    """A machine with a fake gcloud, a repository that contains the launch scripts, and one worker."""
+    """A machine with a fake gcloud, a repository with the launch scripts, and a folder for the only TPU worker."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -394,8 +394,8 @@ def test_tpu_run_from_install_to_stop(cloud):
     call, = cloud.calls("python")
     assert call["args"] == [*MAIN, RUN[0], f"--workdir={cloud.worker}/bucket/runs/a b", *RUN[2:]]
     assert call["cwd"] == str(cloud.worker / "smallgpt_jax")
-    assert os.getsid(call["pid"]) == call["pid"]  # it outlives the ssh session
-    assert len(cloud.calls("gcsfuse")) == 1  # mounted once
+    assert os.getsid(call["pid"]) == call["pid"]  # a new session, so the process outlives the ssh session
+    assert len(cloud.calls("gcsfuse")) == 1  # the bucket is mounted once
 
     (cloud.worker / "smallgpt_jax.log").write_text("step 1\nstep 2\n")
     assert "running; step 2" in cloud.tpu("status").stdout
@@ -436,7 +436,7 @@ def test_tpu_resume_recreates_the_slice(cloud):
 
 
 def test_tpu_resume_creates_a_missing_slice(cloud):
-    """A slice is missing if an earlier resume was interrupted after deleting it."""
+    """A slice is missing if an earlier `resume` was interrupted after it had deleted the slice."""
     cloud.states("BROKEN", "ACTIVE")
     assert cloud.tpu("resume", *ACCELERATOR, "--", "--x").returncode == 0
     assert [args[3] for args in cloud.args("gcloud")][:3] == ["describe", "create", "describe"]
@@ -451,7 +451,7 @@ def test_tpu_resume_keeps_an_existing_slice(cloud):
 
 
 def test_tpu_delete_asks_for_confirmation(cloud):
-    result = cloud.tpu("delete")  # standard input is closed
+    result = cloud.tpu("delete")  # nobody confirms: standard input is empty
     assert (result.returncode, result.stderr) == (1, "error: nothing was deleted\n")
     assert cloud.calls("gcloud") == []
     assert cloud.tpu("delete", "--yes").returncode == 0

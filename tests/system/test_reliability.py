@@ -20,9 +20,10 @@ def one_device_for_child_processes(monkeypatch):
 
 
 def test_stops_and_kills_do_not_change_a_run(text_file, tmp_path):
-    """One run is stopped by SIGTERM and Ctrl-C while compiling, training and evaluating, and killed while training.
+    """A run that is stopped and killed ends like an uninterrupted run.
 
-    benchmarks/chaos.py kills runs at random moments.
+    It is stopped by SIGTERM and Ctrl-C while compiling, training and evaluating, and killed while training. (The
+    command benchmarks/chaos.py kills runs at random moments.)
     """
     overrides = (f"--config.data.source={text_file}", "--config.model.d_model=16", "--config.model.num_layers=1",
                  "--config.model.context_length=32", "--config.train.eval_steps=0",
@@ -52,7 +53,7 @@ def test_stops_and_kills_do_not_change_a_run(text_file, tmp_path):
     assert status == 143 and 10 <= int(saved[1]) < 100
     interrupted.start()
     interrupted.wait_for("step  60/200")
-    assert interrupted.kill() in ("training", "evaluating")  # `kill` infers "evaluating" after a multiple of ten steps
+    assert interrupted.kill() in ("training", "evaluating")  # after a multiple of ten steps, `kill` assumes evaluation
     status, last = interrupt("step 100/200", signal.SIGINT)
     saved = re.fullmatch(stopped, last)
     assert status == 130 and int(saved[1]) == 100  # saved before the evaluation

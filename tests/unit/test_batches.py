@@ -35,7 +35,7 @@ def sorted_rows(rows):
 # ---------------------------------------------------------------------- both packings
 
 def numbered(lengths):
-    """Returns a split in which each token is its position in the stream; end-of-text tokens are 0."""
+    """Returns a split in which the id of each token is its position in the stream, except that end-of-text is 0."""
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
@@ -46,9 +46,9 @@ def numbered(lengths):
 @pytest.mark.parametrize("context", [5, 16, 64])
 @pytest.mark.parametrize("kind", packing.PACKINGS)
 def test_targets_of_an_epoch(kind, context, separate):
-    """Each token of the stream is an input once, and its target is in the loss mask, even an end-of-text target.
+    """Each token of the stream is an input once per epoch. Its target is in the loss mask, even if it is end-of-text.
 
-    `concat` drops the remainder after its last window.
+    The packing `concat` leaves out the tokens after its last full window.
     """
     lengths = np.random.default_rng(0).integers(2, 50, 300)
     split = numbered(lengths)
@@ -61,7 +61,7 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        position = token or target - 1  # an end-of-text is 0: its position is before its target
+        position = token or target - 1  # the position of end-of-text, id 0, follows from its target
         assert target == (0 if position in ends else position + 1)
         positions.append(position)
     used = packed.num_rows * context if kind == "concat" else split.tokens
@@ -108,7 +108,7 @@ def test_share_of_cut_documents(tmp_path):
 
 @pytest.mark.parametrize("room", [7, 40, 100])
 def test_best_fit_decreasing(room):
-    """Free space per row matches a plain implementation that places one piece at a time."""
+    """The free space of the rows matches a plain implementation, which places one piece of a document at a time."""
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 60, seed * 3 + 1)
         pieces = sorted([room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True)
@@ -237,7 +237,7 @@ def test_rows_of_a_mixture_follow_its_weights(two_stores):
     np.testing.assert_allclose(is_small.sum(axis=1), 4, atol=1)  # of 16 rows per batch
     assert is_small.mean() == pytest.approx(0.25, abs=0.005)
     assert all(np.array_equal(order[7][i], batches.train_batches(texts, 16, seed=5)[7][i]) for i in (0, 1))
-    # Each store goes through its own epochs.
+    # Each store has its own epochs: it repeats no row before all its rows have been read.
     small = texts.packings[0]
     numbers = np.concatenate([batches.row_numbers(texts, 16, 5)[i] for i in range(100)])
     numbers = numbers[numbers < small.num_rows][:2 * small.num_rows]

@@ -55,7 +55,7 @@ def main() -> None:
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # so the process that finishes last reports all runs
+    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one at a time writes a report, so the last has all runs
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
@@ -154,7 +154,7 @@ def train_run(run: budget.PlannedRun) -> str:
 
 
 def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
-    """Returns {"title": …, "budget": …, "command": …} for the report; "budget" is a sentence that describes it."""
+    """Returns {"title": …, "budget": …, "command": …} for the report. The budget is described in a sentence."""
     command = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
     if _CONFIG.value is None:
         names = dict.fromkeys(name for name, _ in named_folders)

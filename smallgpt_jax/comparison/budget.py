@@ -124,8 +124,8 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
-            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, and "
-                            "contain the fields that the run overrides")
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
+                            "the fields that the run overrides")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
             if group == "model" and field in own_fields and field not in run.model:

@@ -104,7 +104,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
-    is_learned = config.model.position == "learned"  # without embeddings for positions beyond the context length
+    is_learned = config.model.position == "learned"  # learned positions end at the context length
     found = open_texts(config, texts)
     if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")

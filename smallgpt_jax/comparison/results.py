@@ -33,7 +33,7 @@ class Point:
     step: int
     tokens: int
     flops: float
-    seconds: float | None  # None before the first logged speed
+    seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: int | None  # number of tokens whose mean is `loss`; None in runs of older versions
@@ -74,7 +74,7 @@ def read_run(name: str, folder: Path) -> Run:
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
     if "train" not in config:
-        raise UserError(f"{folder}: an imported model without training; train it first")
+        raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     model = models.build(**config.model)
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     inputs_per_step = config.train.batch_size * config.model.context_length
@@ -225,7 +225,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
         measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
         recorded = [(row, run) for row, run in measured if "fingerprint" in row]
         require_same_content(recorded, "fingerprint")
-        if len(recorded) < len(measured):  # an older version recorded only the source
+        if len(recorded) < len(measured):  # an older version recorded the source, but no fingerprint
             require_same_content(measured, "source")
 
 

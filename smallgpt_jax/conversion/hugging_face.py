@@ -43,7 +43,7 @@ class Imported(NamedTuple):
 
 
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
-    """Writes a model to an empty folder; `card` is its README.md.
+    """Writes a model to an empty folder; `card` becomes the folder's README.md.
 
     Raises UserError if libraries are missing, if the exported code does not support the model, or if the tokenizer
     cannot be exported.

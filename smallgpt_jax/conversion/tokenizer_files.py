@@ -32,8 +32,8 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
         theirs, ours = converted.encode(text, add_special_tokens=False).ids, tokenizer.encode([text])[0].tolist()
         if theirs != ours:
             raise UserError(
-                f"this {tokenizer.kind} tokenizer cannot be exported as a tokenizer.json, which would encode "
-                f"{text[:20]!r} as {theirs[:5]}…, not {ours[:5]}… (the libraries split and normalize text "
+                f"this {tokenizer.kind} tokenizer cannot be exported, because the tokenizer.json would encode "
+                f"{text[:20]!r} as {theirs[:5]}… instead of {ours[:5]}… (the libraries split and normalize text "
                 "differently); use --tokenizer=skip to export without it")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_of_text, "eos_token": end_of_text,

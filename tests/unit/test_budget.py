@@ -32,7 +32,7 @@ def comparison(size: str = "tiny", **fields) -> ConfigDict:
 def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
-    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice the tokens per step
+    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice the tokens per step of the other runs
     planned = budget.plan_runs(config, tmp_path)
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
@@ -42,8 +42,11 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
-    """With equal tokens, `best_fit` gets more steps than `concat`. With equal FLOPs, both get the same number."""
-    source = tmp_path / "source.jsonl"  # documents of 41 tokens: one per row of 64
+    """A `best_fit` run, which has padding, gets more steps than a `concat` run of equal tokens.
+
+    With equal FLOPs, both runs get the same number of steps.
+    """
+    source = tmp_path / "source.jsonl"  # every document has 41 tokens, so a row of 64 tokens has room for only one
     source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
     common = load_config("gpt", data__source=str(source), train__steps=200)
     for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
@@ -65,14 +68,16 @@ def test_flops_are_equal_within_one_percent(tmp_path):
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
         assert abs(flops(run.config) / target - 1) < 0.01, run.name
-    # Multiplications per token, counted by hand: 4 blocks with 12·D² for weights and 2·D·T for attention, and the head.
-    # pgpt has 2·D² more for the dense layers and 2·D more for the weighted sum of its two paths.
+    # Multiplications per token, counted by hand. In gpt, each of the 4 blocks has 12·D² for weights and 2·D·T for
+    # attention, and the head has D·V. pgpt has 2·D² more for its dense layers and 2·D more for the weighted sum of its
+    # two paths.
     D, T, V = 64, 64, 512
     gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
 
 
-# At the paper's size, lgpt can be matched only within 5%, so gpt's width is changed to match lgpt.
+# At size `paper`, no width of lgpt has gpt's number of parameters within 2%. So gpt's width is changed to match the
+# nearest number of parameters that lgpt can have.
 @pytest.mark.parametrize("size, names, target", [
     ("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)])
 @pytest.mark.slow
@@ -93,14 +98,14 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
 
 
 @pytest.mark.parametrize("target, d_model, num_heads", [
-    (10_240, 32, 4),  # the recipe itself
-    (2_560, 16, 4),  # another width, same number of heads
-    (6_250, 25, 5),  # no multiple of 4 within 2%
+    (10_240, 32, 4),  # the recipe's own width
+    (2_560, 16, 4),  # another width, for the recipe's 4 heads
+    (6_250, 25, 5),  # no width for 4 heads is within 2% of the target
     (12_250, 35, 5),
-    (5_000, 22, 2),  # no width within 2%: the nearest one
+    (5_000, 22, 2),  # no width for any number of heads is within 2%; 22 is the nearest
 ])
 def test_width_search(target, d_model, num_heads, monkeypatch):
-    """The search needs at most six parameter counts, which take seconds each for deep models."""
+    """The search counts parameters at most six times, because each count takes seconds for deep models."""
     counted = []
 
     def count(config) -> int:
@@ -121,7 +126,7 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
     config.compare.seconds = 60.0
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [180, 120] * 2
-    config.model.d_model = 128  # new configs, not measured yet
+    config.model.d_model = 128  # the speeds of these new configs have not been measured yet
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
@@ -147,7 +152,7 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
 
 
 def test_names_with_dots_and_spaces(tmp_path):
-    """Tests the examples in configs/compare/base.py."""
+    """Covers run names such as "lr 0.001", as in the learning rate example of configs/compare/base.py."""
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
     planned = budget.plan_runs(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path)
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
@@ -219,7 +224,7 @@ def test_refuses_misspelt_comparison_fields():
 
 
 def validate(config: ConfigDict) -> None:
-    """Replaces `build_program`, which takes seconds: validates a config without tracing the model."""
+    """Validates a config without tracing the model. Replaces `build_program`, which takes seconds."""
     validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
 
 

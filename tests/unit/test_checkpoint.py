@@ -1,4 +1,4 @@
-"""Checkpoints of small arrays: damage, failed writes, checksums. Also benchmarks/chaos.py, without training."""
+"""Tests of checkpoints (damage, failed writes, checksums) and of benchmarks/chaos.py, without training."""
 
 import collections
 import json
@@ -64,7 +64,10 @@ def truncate(path, place):
 
 @pytest.mark.slow
 def test_damage_to_any_file_is_detected(saved, tmp_path):
-    """After damage to any file of the newest checkpoint, the restored state is intact: the newest or the older one."""
+    """Damages each file of the newest checkpoint, one at a time. The restored state is always intact.
+
+    It is the state of the older checkpoint, or of the newest one if the damage does not affect the state.
+    """
     names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
              if path.is_file() and path.stat().st_size]
     assert len(names) > 15
@@ -172,7 +175,10 @@ def test_checksums_do_not_depend_on_the_mesh():
 
 
 def test_chaos_finds_every_difference(tmp_path):
-    """A copy of a run has no differences. Another weight, another loss and a duplicate line are each found."""
+    """`differences` finds a changed weight, a changed loss and a duplicate line of metrics.jsonl.
+
+    It finds nothing for an unchanged copy of a run.
+    """
     runs = {name: chaos.Run(tmp_path / name, "gpt", 10) for name in ("one", "copy", "weights", "loss", "line")}
     for name, run in runs.items():
         checkpoints = Checkpoints(run.workdir / "checkpoints", keep=1)
@@ -190,7 +196,7 @@ def test_chaos_finds_every_difference(tmp_path):
 
 
 def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
-    """Processes are fakes. After its third start, a run finishes before it can be killed."""
+    """The training processes are fakes. Each run is killed at most twice, because it finishes after its third start."""
     events = []
 
     class Run:

@@ -38,7 +38,7 @@ def full_disk() -> int:
 @pytest.mark.parametrize("output, status, message", [
     (closed_pipe, 141, ""), (full_disk, 1, "error: input or output: No space left on device\n")])
 def test_unwritable_output(monkeypatch, capsys, is_buffered, output, status, message):
-    """A closed pipe ends the command with status 141 and no message. A full disk is an error."""
+    """A closed pipe ends the command with status 141 and no message, a full disk with status 1 and a message."""
     raw = io.FileIO(output(), "wb")
     unwritable = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
     monkeypatch.setattr(sys, "stdout", unwritable)

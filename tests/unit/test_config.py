@@ -1,4 +1,4 @@
-"""The shipped configs, and error messages for wrong flags and config files."""
+"""Tests of the shipped configs, and of the error messages for wrong flags and config files."""
 
 import importlib
 
@@ -20,7 +20,7 @@ def test_every_architecture_has_a_recipe():
     assert set(ARCHITECTURES) <= set(RECIPES)
 
 
-# Other tests train the remaining sizes.
+# Other tests train models of the sizes that are not listed here.
 @pytest.mark.parametrize("recipe, size", [(recipe, "paper") for recipe in RECIPES] + [("lgpt", "quickstart")])
 def test_every_recipe_builds(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
@@ -45,7 +45,7 @@ def test_every_recipe_is_a_valid_config(recipe, size):
 
 
 def test_cgpt_kernel():
-    """The small recipes have a kernel of 3; the paper's recipe and configs/compare/paper.py a kernel of 1."""
+    """cgpt has kernel size 1 at size `paper` and in configs/compare/paper.py. Its smaller sizes have kernel size 3."""
     assert {size: load_config("cgpt", size).model.conv_kernel for size in base.SIZES} == {
         "paper": 1, "quickstart": 3, "tiny": 3}
     comparison = importlib.import_module("configs.compare.paper")
@@ -59,7 +59,7 @@ def test_paper_recipes_differ_only_in_the_model():
         for config in others:
             for group in ("data", "mesh", "train"):
                 assert config[group] == others[0][group]
-            # In the quickstart, lgpt and cgpt have a learning rate of their own.
+            # At size `quickstart`, lgpt and cgpt have another learning rate than gpt and pgpt.
             narrows = size == "quickstart" and config.model.architecture in ("lgpt", "cgpt")
             assert config.optimizer == others[2 if narrows else 0].optimizer
 

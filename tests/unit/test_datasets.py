@@ -17,12 +17,12 @@ from smallgpt_jax.errors import UserError
 
 @pytest.mark.slow
 def test_hugging_face_dataset(tmp_path, monkeypatch):
-    """In a local folder, each file is a shard."""
-    monkeypatch.setenv("USE_TORCH", "0")  # saves two seconds if the library is imported here first
+    """Reads a dataset from a local folder, where each file is a shard."""
+    monkeypatch.setenv("USE_TORCH", "0")  # `datasets` is then imported two seconds faster
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
-    for module in (datasets.config, constants):  # both read the environment at import
+    for module in (datasets.config, constants):  # both read HF_HUB_OFFLINE from the environment only at import
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     datasets.utils.logging.set_verbosity_error()
     for shard in range(3):
@@ -42,7 +42,10 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
 
 
 def write_tfds(folder, file_format: str, shards: list[list[dict]], monkeypatch) -> list[Path]:
-    """Writes a TensorFlow dataset `words` to `folder`, the data folder of tfds from now on. Returns the shard files."""
+    """Writes the TensorFlow dataset `words` to `folder` and returns its shard files.
+
+    Also makes `folder` the data folder of tfds until the end of the test.
+    """
     pytest.importorskip("tensorflow_datasets")
     from tensorflow_datasets.core import constants
     from tensorflow_datasets.proto import tf_example_pb2
@@ -87,7 +90,7 @@ def tfrecord_bytes(record: bytes) -> bytes:
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 def test_tensorflow_dataset(file_format, tmp_path, monkeypatch):
-    """A dataset gives the same store as JSON lines of the same texts."""
+    """A TensorFlow dataset gives the same token store as JSON lines of the same texts."""
     shards = [[{"text": f"text {i} ü of {shard}".encode(), "url": b"-"} for i in range(count)]
               for shard, count in enumerate((30, 0, 20))]
     items = [item for shard in shards for item in shard]
@@ -153,14 +156,17 @@ def test_prepare_resumes_after_a_damaged_shard_is_replaced(tmp_path, monkeypatch
     files[1].write_bytes(whole)
     logged = []
     prepare_store(tmp_path / "one", "tfds:words", log=logged.append)
-    assert "61% done" in logged[0], logged  # up to the last complete batch of the second shard
+    assert "61% done" in logged[0], logged  # resumes after the last complete batch of the second shard
     prepare_store(tmp_path / "other", "tfds:words")
     assert all((tmp_path / "one" / f"{split}.bin").read_bytes() == (tmp_path / "other" / f"{split}.bin").read_bytes()
                for split in store.SPLITS)
 
 
 def test_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
-    """A C4 sample written by tfds gives the same store as its texts read by grain and decoded by tfds."""
+    """A TensorFlow dataset of 1,000 C4 documents gives the same token store as JSON lines of its texts.
+
+    The texts for the JSON lines are read by grain and decoded by tfds.
+    """
     tfds = pytest.importorskip("tensorflow_datasets")
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(shared_data / "tfds"))
     name = "c4_minimal/en:3.0.1"

@@ -1,4 +1,4 @@
-"""Layers and model configs: positions, activations, initial weights, selected paths, refused configs."""
+"""Tests of layers and model configs: positions, activations, initial weights, selected paths, refused configs."""
 
 import functools
 import math
@@ -19,7 +19,10 @@ rotate = functools.partial(apply_rope, base=10_000.0)
 
 
 def complex_rope(x_BxHxTxK, positions_BxT, base=10_000.0):
-    """Returns Su et al.'s R_t·x_t: entries n and n + K/2 are a complex number, multiplied by exp(i·t·θ)."""
+    """Returns R_t·x of Su et al. (arXiv 2104.09864): x rotated by its positions t, computed with complex numbers.
+
+    Entries n and n + K/2 of x are the real and imaginary parts of a number, which is multiplied by exp(i·t·θ_n).
+    """
     half = x_BxHxTxK.shape[-1] // 2
     thetas = base ** (-2 * np.arange(half) / (2 * half))
     points = x_BxHxTxK[..., :half] + 1j * x_BxHxTxK[..., half:]
@@ -35,7 +38,7 @@ def test_rope_matches_complex_rotation():
     assert np.abs(rotated - x).max() > 1
     slower = apply_rope(jnp.array(x), jnp.array(positions), base=500_000.0)
     np.testing.assert_allclose(slower, complex_rope(x, positions, base=500_000.0), atol=5e-4)
-    # In bfloat16 only the input and the output are rounded.
+    # With a bfloat16 input, the rotation is computed in float32, and only its result is rounded to bfloat16.
     coarse = jnp.array(x, "bfloat16")
     exact = rotate(coarse.astype("float32"), jnp.array(positions))
     assert np.array_equal(rotate(coarse, jnp.array(positions)), exact.astype("bfloat16"))
@@ -50,7 +53,10 @@ def test_rope_scores_depend_on_distance_alone():
 
 
 def test_alibi_slopes_match_the_paper():
-    """Slopes in section 3 of the paper: 1/2, 1/4, … 1/256 for 8 heads; 1/√2, 1/2, 1/(2√2), … for 16 heads."""
+    """The slopes for 8 and 16 heads are those in section 3 of arXiv 2108.12409.
+
+    They are 1/2, 1/4, … 1/256 for 8 heads and 1/√2, 1/2, 1/(2√2), … for 16 heads.
+    """
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     np.testing.assert_allclose(alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
     np.testing.assert_allclose(alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
@@ -62,7 +68,7 @@ def test_gelu_and_its_derivative():
     density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
     np.testing.assert_allclose(gelu(x), x * cdf, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), cdf + x * density, rtol=1e-5, atol=2e-6)
-    # bfloat16 keeps the negative tail, which 1 + erf(x) in bfloat16 would round to 0.
+    # The result for a bfloat16 input has the negative tail; 1 + erf computed in bfloat16 would be rounded to 0 there.
     tail = jnp.array([-3.0], "bfloat16")
     assert float(gelu(tail)[0]) == pytest.approx(-3 * math.erfc(3 / math.sqrt(2)) / 2, rel=0.01)
 
@@ -87,7 +93,10 @@ def test_gpt2_initialization():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
 def test_initial_loss_is_uniform(architecture, d_model):
-    """Covers narrow and wide models, whose head and trunk have different initial scales."""
+    """The initial loss of narrow and wide models is that of a uniform distribution over the vocabulary.
+
+    Both are tested, because the initial std of some weights depends on the width.
+    """
     model = build(architecture, d_model=d_model, num_layers=2, mlp_ratio=1.0)
     tokens, targets = np.random.default_rng(0).integers(0, 512, (2, 4, 64))
 

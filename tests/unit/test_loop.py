@@ -1,4 +1,4 @@
-"""The order of events in the training loop, with fakes and without compilation."""
+"""Tests of the order of events in the training loop. Everything that the loop calls is a fake; nothing is compiled."""
 
 import contextlib
 import math
@@ -11,10 +11,11 @@ from smallgpt_jax.train import Schedule, train_loop
 
 
 class Run:
-    """Fakes of everything that the training loop calls. They append to `events`.
+    """Stands in for everything that the training loop calls: logger, checkpoints, evaluation, stop request.
 
-    The state is the number of updates. A stop is requested after step `stop_after`, or during the evaluation of step
-    `stop_in_evaluation`. The losses of `bad_steps` are non-finite.
+    The fake methods append what they do to `events`. The train state is the number of updates made so far. A stop is
+    requested after step `stop_after`, or during the evaluation after step `stop_in_evaluation`. The losses of the steps
+    in `bad_steps` are non-finite.
     """
 
     def __init__(self, stop_after=None, stop_in_evaluation=None, bad_steps=(), on_nonfinite="stop", max_nonfinite=2):
@@ -37,7 +38,7 @@ class Run:
         self.events.append(f"update {batch}")
         return state + 1, batch
 
-    # Methods of the logger.
+    # Methods of `Logger`.
     def exchange(self, step, metrics):
         previous = self.take() if self._pending else None
         self._pending = metrics
@@ -59,18 +60,18 @@ class Run:
         yield
         self.events.append("unpause")
 
-    # Method of the checkpoints.
+    # Method of `Checkpoints`.
     def save(self, step, state, losses):
         assert step == state
         self.events.append(f"save {step}")
 
-    # The evaluation function.
+    # Replaces the function `train.evaluate`.
     def evaluate(self, step, state):
         assert step == state
         self.events.append(f"evaluate {step}")
         return step != self._stop_in_evaluation
 
-    # Method of the stop request.
+    # Method of `StopRequest`.
     def is_requested_anywhere(self):
         assert self.can_save
         updates = [event for event in self.events if event.startswith("update")]
@@ -84,7 +85,7 @@ def test_metrics_are_read_after_the_next_update_is_dispatched():
 
 
 def test_saving_and_evaluating_at_one_step():
-    """The step's metrics are checked before it is saved; it is saved before it is evaluated."""
+    """A step that is saved and evaluated has its metrics checked first, is then saved, and is evaluated last."""
     run = Run()
     run.loop(steps=4, eval_every=2, checkpoint_every=2)
     assert run.events == [
@@ -117,7 +118,7 @@ def test_a_finished_run_does_nothing():
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
 def test_a_stopped_run_saves_and_does_not_evaluate(stop_after):
-    """Stops after a step without other events, a checkpoint step, an evaluation step, and the last step."""
+    """Covers a stop after an ordinary step, a checkpoint step, an evaluation step, and the last step."""
     run = Run(stop_after=stop_after)
     assert run.loop(steps=6, eval_every=4, checkpoint_every=3) == (stop_after, stop_after, True)
     assert run.events[-5:] == [f"read {stop_after}", f"log {stop_after}", "pause", f"save {stop_after}", "unpause"]
@@ -129,12 +130,15 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    assert (f"save {step}" in run.events) == is_saved  # otherwise `train` saves it after the loop
+    assert (f"save {step}" in run.events) == is_saved  # `train.run` saves step 2 after the loop
 
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
-    """Metrics of step 3 are read before its checkpoint is saved, those of step 2 after step 3 is dispatched."""
+    """Covers an ordinary step (2) and a checkpoint step (3), whose metrics are read before it is saved.
+
+    The metrics of step 2 are read after step 3 is dispatched.
+    """
     run = Run(bad_steps=(bad_step,))
     with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):
         run.loop(steps=9, eval_every=3, checkpoint_every=3)

@@ -41,7 +41,7 @@ def test_cross_entropy_and_its_gradients(chunks):
 
 
 def test_improbable_tokens():
-    """Losses above 70 nats are exact in evaluation. In training they are understated, but finite."""
+    """In evaluation, losses above 70 nats are exact. In training, they are understated, but finite."""
     x, head = jnp.ones((1, 1, 1)), jnp.array([[0.0], [200.0], [190.0]])
     arguments = head, jnp.array([[0]]), jnp.ones((1, 1)), 1
     assert float(cross_entropy(x, *arguments)) == pytest.approx(200, rel=1e-6)
@@ -85,7 +85,10 @@ def updates_of(model, params, gradients, **fields):
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_update_matches_the_paper(name):
-    """First update of AdamW (arXiv 1711.05101, algorithm 2) and Lion (arXiv 2302.06675, algorithm 2), with clipping."""
+    """The first update with clipped gradients equals that of algorithm 2 in the optimizer's paper.
+
+    AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675.
+    """
     model = build("pgpt", use_bias=True, num_layers=2)
     params = init(model)
     gradients = jax.tree.map(lambda x: 3 * np.sin(100 * np.asarray(x)), params)
@@ -95,7 +98,9 @@ def test_update_matches_the_paper(name):
     for (path, update), g, p in zip(jax.tree_util.tree_leaves_with_path(updates),
                                     jax.tree.leaves(gradients), jax.tree.leaves(params)):
         decay = 0.1 if path[-1].key not in ("bias", "scale", "path_logits") else 0
-        g = np.asarray(g, np.float64) / norm  # clipped: the norm is above 1; bias correction cancels
+        # Clipping divides the gradients by their norm, which is above 1. With bias correction, the moments of AdamW are
+        # g and g² at the first update.
+        g = np.asarray(g, np.float64) / norm
         direction = g / (np.abs(g) + 1e-8) if name == "adamw" else np.sign(g)
         np.testing.assert_allclose(update, -0.01 * (direction + decay * np.asarray(p)), rtol=1e-3, atol=1e-6)
 
@@ -124,7 +129,7 @@ def test_axis_rules_place_weights():
     assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
     assert blocks["attention"]["out"]["kernel"].spec == P("path", None, "tensor", None, "fsdp")
     assert params["token_embedding"].spec == P("tensor", "fsdp")
-    # A dimension is replicated if the axis does not divide it: 3 heads over 2 devices.
+    # The 3 heads are replicated, because the mesh axis of 2 devices does not divide them.
     odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
         None, "fsdp", None, None, None)
@@ -162,7 +167,10 @@ def test_flops_of_a_matrix_product():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_flops_of_gpt(scan_layers):
-    """Per token: 6 per weight in matrix products, 12·layers·width·context in attention (arXiv 2204.02311, app. B)."""
+    """A token takes 6 FLOPs per weight of the matrix products, and 12·layers·width·context FLOPs in attention.
+
+    The formula is that of arXiv 2204.02311, appendix B.
+    """
     config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size
     expected = 6 * weights + 12 * 12 * 768 * 1024

@@ -1,4 +1,4 @@
-"""Logging of given metrics: files, full disks, closed outputs, divergence, the final message."""
+"""Tests of logging with made-up metrics: files, full disks, closed outputs, divergence, the final message."""
 
 import json
 import math
@@ -22,7 +22,10 @@ LOSSES = [5 / step for step in range(1, 21)]
 
 
 def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> Logger:
-    """Logs 20 steps as the training loop does, 0.5 s per step, with a save of 1,000 s after step 15."""
+    """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
+
+    If `first_step` is 0, returns the losses that were not yet logged at the save.
+    """
     logger = Logger(workdir, first_step, Progress(20), log_every=log_every, tokens_per_step=512, bytes_per_token=1.0,
                     peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
     for step in range(first_step + 1, 21):
@@ -53,7 +56,7 @@ def lines_of(workdir, split="train"):
 
 
 def test_logged_lines(tmp_path, clock, capsys):
-    """Lines contain the loss, its mean since the previous line, total tokens, and the speed without the save."""
+    """A line contains the loss, its mean since the previous line, the total tokens, and the speed without saves."""
     each, tenth = tmp_path / "each", tmp_path / "tenth"
     each.mkdir(), tenth.mkdir()
     log_run(each, 1, clock)
@@ -73,7 +76,7 @@ def test_logged_lines(tmp_path, clock, capsys):
     assert list(tenth.glob("events.out.tfevents*"))
     assert "step 20/20   validation loss 2.0000, 2.8854 bits per byte\n" in capsys.readouterr().out
 
-    # A run resumed from the checkpoint of step 15 logs the same.
+    # A run that resumes from the checkpoint of step 15 logs the same mean losses.
     assert unlogged == LOSSES[10:15]
     log_run(tenth, 10, clock, first_step=15, unlogged_losses=unlogged)
     assert {step: line["loss_mean"] for step, line in lines_of(tenth).items()} == {
@@ -100,7 +103,7 @@ def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
 
 
 def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
-    """tensorboardX's own writer would hang on a full disk."""
+    """Events are written without tensorboardX's own thread, which would hang after a failed write."""
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -151,7 +154,7 @@ def test_removed_metrics_do_not_end_a_run(tmp_path, failure):
 
 
 class ClosedStream:
-    """A stream that cannot be written."""
+    """A stream whose `write` and `flush` raise `error`."""
 
     def __init__(self, error):
         self.error = error
@@ -175,7 +178,7 @@ def test_best_effort_ignores_write_errors(monkeypatch, error):
 
 @pytest.mark.parametrize("stream, status", [("stdout", 0), ("stderr", 143)])
 def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
-    """Python flushes at exit, and exits with status 120 if that fails."""
+    """Covers the flush at exit: if it fails, Python replaces the exit status by 120."""
     program = (f"import sys; from smallgpt_jax.output import best_effort\n"
                f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); sys.exit({status})")
     with open("/dev/full", "w") as full:
@@ -188,7 +191,7 @@ def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
      "training has diverged: step 3: loss nan, gradient norm nan; its batch: rows 7, 3 of the training text.\n"
      "The newest checkpoint, of step 2, is not affected. Try a lower config.optimizer.learning_rate, or "
      "--config.train.on_nonfinite=skip"),
-    # The update was applied and made the weights non-finite.
+    # Loss and gradient are finite, but the update made the weights non-finite.
     ("skip", (2.5, 1.0),
      "training has diverged: step 3: loss 2.5, gradient norm 1, the updated weights are not finite; its batch: "
      "rows 7, 3 of the training text.\nThe newest checkpoint, of step 2, is not affected. Try a lower "

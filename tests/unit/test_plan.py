@@ -17,19 +17,21 @@ from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import Program, build_program
 
-# The paper's sizes: vocabulary, context length, width, layers; widths of the stages of lgpt and cgpt.
+# Sizes of the models at size `paper`: V is the vocabulary size, S the context length, D the width, L the number of
+# layers. WIDTHS are the widths of the stages of lgpt and cgpt.
 V, S, D, L = 50_304, 1024, 768, 12
 WIDTHS = [D // 2**i for i in range(6)]
-# Multiplications per token: one per parameter of the matrix products, and the weighted sum of pgpt's paths.
+# Multiplications per token outside attention: one per weight of a matrix product, and 2·D for the weighted sum of
+# pgpt's two paths.
 MULTIPLIED = {
     "gpt": 12 * L * D**2 + V * D,
-    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,  # 2·D: weighted sum of the paths
+    "pgpt": 12 * L * D**2 + V * D + 2 * D**2 + 2 * D,
     "lgpt": sum(2 * 12 * w**2 + w * w // 2 for w in WIDTHS) + V * 12,
 }
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # 2·D counts biases here
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # here, the 2·D in MULTIPLIED counts biases
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }
 PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
@@ -53,7 +55,7 @@ def test_components():
 
 
 def test_components_of_a_custom_architecture(monkeypatch):
-    """Custom modules are listed by name, built-in modules by the part of the model."""
+    """Parameters of custom modules are listed under the module's name, others under the part of the model."""
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -94,7 +96,8 @@ def test_activation_memory_matches_the_formula(fields, kept):
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
     found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)
-    # CPUs use XLA's attention: a chunk of 128 queries keeps attention weights up to its last query.
+    # CPUs use XLA's attention, which saves the attention weights of 128 queries at a time. The weights of such a chunk
+    # cover the keys up to its last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
@@ -149,7 +152,7 @@ def tiny():
 
 @pytest.fixture
 def compiled(tiny, monkeypatch):
-    """Returns (program, estimate) of `tiny`. Compiling the program returns the existing steps."""
+    """Returns (program, estimate) of `tiny`. Compiling this program returns the steps that `tiny` has compiled."""
     program, train_step, eval_step, known = tiny
     monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
     monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
@@ -159,7 +162,7 @@ def compiled(tiny, monkeypatch):
 @pytest.mark.parametrize("refusal", [
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
-    """The compiler refuses the evaluation step, or the step does not fit beside the optimizer state."""
+    """Covers an evaluation step that does not fit together with the optimizer state, and one that does not compile."""
     program, known = compiled
 
     def refuse(program):
@@ -177,7 +180,7 @@ def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
 
 
 def test_plan_of_a_step_that_does_not_fit(monkeypatch):
-    """The training step fails with the TPU compiler's out-of-memory message."""
+    """Compiling the training step raises the TPU compiler's out-of-memory error. `plan` reports the size in it."""
     def refuse(program, options=None):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
@@ -240,7 +243,7 @@ def test_refuses_impossible_plans(monkeypatch, devices, flags, substrings):
 
 
 def fake_importlib(spec):
-    """Returns a fake importlib that finds `spec` for any package."""
+    """Returns a fake importlib whose `find_spec` returns `spec` for any package."""
     return SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: spec))
 
 
@@ -257,7 +260,7 @@ def test_names_a_missing_compiler(monkeypatch):
 
 
 class UnreadableProgram:
-    """A compiled program without text, as for TPU v5p and v6e."""
+    """A compiled program whose `as_text` fails, which happens for TPU v5p and v6e."""
 
     def as_text(self):
         raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction should have 1 operands")
@@ -274,7 +277,7 @@ def test_reads_the_dump_of_a_program_without_text(tmp_path):
 
 def test_reading_a_program():
     program = hlo.Program(PROGRAM)
-    assert program.cycles() == 7 + 6 * 50  # a fusion's cycles include its instructions
+    assert program.cycles() == 7 + 6 * 50  # the cycles of a fusion include those of its instructions
     assert [times for times, _ in program.kernels()] == [6]
     assert program.collectives() == {
         "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
@@ -284,7 +287,10 @@ def test_reading_a_program():
 
 
 def test_roofline_of_a_kernel():
-    """Per head: two matrix products over 1024 positions, width 64 padded to 128, for 3 of the 4 blocks of the mask."""
+    """Splash attention computes two matrix products per head, with 1024 positions and the head width padded to 128.
+
+    It computes 3 of the 4 blocks of (512 × 512) scores, because the causal mask excludes the fourth.
+    """
     line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
     products = 2 * 2 * 8 * 12 * 0.75 * 1024**2 * 128
@@ -308,7 +314,7 @@ def test_parses_the_compilers_memory_errors(message, needed):
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
 def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest):
-    """Memory grows linearly except for one jump, and `largest` sequences per device fill the chip."""
+    """The fake memory grows linearly with the batch size, except for one jump. At most `largest` sequences fit."""
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 

@@ -34,7 +34,8 @@ def test_the_second_request_exits(exits, capsys):
         with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
             stop.raise_stopped(7)
         assert stopped.value.status == 143
-        os.kill(os.getpid(), signal.SIGTERM)  # same request: `timeout` signals a process and its group
+        # A repeated SIGTERM is the same request, because `timeout` sends it twice: to the process and to its group.
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)
     assert exits == [130]

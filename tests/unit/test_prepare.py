@@ -26,9 +26,9 @@ def corpus(tmp_path):
 
 
 def documents_of(split):
-    """Returns the texts in a stream of byte tokens."""
+    """Returns the texts of a split's documents. The tokens must be bytes."""
     pieces = "".join(chr(i) if i < 256 else "\0" for i in split.stream).split("\0")
-    assert pieces[0] == ""  # the stream begins with an end-of-text
+    assert pieces[0] == ""  # the stream begins with an end-of-text token
     return pieces[1:]
 
 
@@ -66,7 +66,7 @@ def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokeniz
 
 
 def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
-    """Preparation is interrupted three times; the journal is written after every batch."""
+    """Preparation is interrupted three times. In this test, the journal is written after every batch."""
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(prepare, "JOURNAL_SECONDS", 0)
@@ -110,7 +110,10 @@ def test_starts_over_when_the_text_changed(corpus, tmp_path, monkeypatch):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """Returns a folder of three files of 100 documents each, with an invalid line 50 in b.jsonl. Batches are small."""
+    """Returns a folder with three files, each of 100 documents. Line 50 of b.jsonl is invalid.
+
+    Also limits batches to 1,000 characters.
+    """
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 1000)
     folder = tmp_path / "shards"
     folder.mkdir()
@@ -126,7 +129,7 @@ def edit(path, change):
 
 
 def tokenized(monkeypatch):
-    """Returns a list to which all texts tokenized from now on are appended."""
+    """Returns a list, initially empty, to which every text is appended when it is tokenized."""
     texts, encode = [], prepare.encode
     monkeypatch.setattr(prepare, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
     return texts
@@ -134,7 +137,7 @@ def tokenized(monkeypatch):
 
 @contextlib.contextmanager
 def interrupted(monkeypatch, after):
-    """Raises KeyboardInterrupt in the body of the `with` statement after `after` texts are tokenized."""
+    """Interrupts the preparation in the `with` block after `after` texts, and catches the KeyboardInterrupt."""
     texts, encode = [], prepare.encode
 
     def encode_some(batch, tokenizer):
@@ -164,7 +167,10 @@ def prepare_until_the_invalid_line(shards, tmp_path, **settings):
     (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
 ], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
 def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """Only documents after the error are tokenized, and the store equals one that is prepared without interruption."""
+    """Preparation resumes and tokenizes at most `max_tokenized` texts.
+
+    The store equals a store that is prepared without interruption.
+    """
     prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)
     texts = tokenized(monkeypatch)
@@ -205,7 +211,7 @@ def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, mon
 
 
 def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monkeypatch):
-    """A preparation that skipped invalid UTF-8 is not resumed with a config that replaces it."""
+    """A preparation that has skipped texts of invalid UTF-8 starts over if a new config replaces the invalid bytes."""
     (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
     with interrupted(monkeypatch, after=60):
         prepare_store(tmp_path / "store", shards, invalid_items="skip", workers=1)
@@ -216,7 +222,10 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
 
 @pytest.mark.parametrize("max_characters", [3000, 10**9])
 def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
-    """Preparation resumes if the tokenizer was trained only on text before the change."""
+    """If the text changes, the tokenizer is retrained and preparation starts over.
+
+    Preparation resumes instead if the tokenizer was trained only on text that precedes the change.
+    """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
     monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", max_characters)
     with interrupted(monkeypatch, after=100):
@@ -233,7 +242,7 @@ def test_keeps_other_files_at_the_partial_path(corpus, tmp_path):
     precious = tmp_path / "store.partial" / "precious"
     precious.parent.mkdir()
     precious.write_text("mine")
-    with pytest.raises(UserError, match=r"store\.partial: is needed .* contains other files; move it"):
+    with pytest.raises(UserError, match=r"store\.partial: is reserved .* contains other files; move it"):
         prepare_store(tmp_path / "store", path)
     assert precious.read_text() == "mine" and not (tmp_path / "store").exists()
 
@@ -244,7 +253,10 @@ def test_refuses_store_inside_source(corpus, tmp_path):
 
 
 def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
-    """The finished and the unfinished store are written at the target of the link, which remains."""
+    """If the store's path is a symbolic link, unfinished and finished stores are written where the link points.
+
+    The link remains.
+    """
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     path, _ = corpus
     good = path.read_text()
@@ -352,7 +364,10 @@ def test_refuses_source_without_text(tmp_path):
 
 
 def test_full_disk(corpus, tmp_path):
-    """With files limited to 20 kB no store is written. Without the limit, the same command finishes the store."""
+    """A limit of 20 kB per file, in place of a full disk, ends the command with an error and without a store.
+
+    Without the limit, the same command finishes the store.
+    """
     flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
              f"--config.data.store={tmp_path / 'store'}"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Multi-process runs with fakes of all other processes: flags, agreement, failures, rows per process."""
+"""Tests of multi-process runs, in one process with fakes of the others: flags, agreement, failures, local rows."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_all_processes_raise_if_the_primary_one_fails(monkeypatch):
         distributed.run_on_primary(fail)
     assert sent == [(True,)]
     monkeypatch.setattr(distributed, "is_primary", lambda: False)
-    distributed.run_on_primary(fail)  # only the primary process calls `fail`
+    distributed.run_on_primary(fail)  # does not raise, because only the primary process calls `fail`
     monkeypatch.setattr(distributed, "broadcast_from_primary", lambda numbers: (1,))
     with pytest.raises(UserError, match="process 0 has failed; see its message"):
         distributed.run_on_primary(fail)
@@ -60,7 +60,7 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
-    """This process has devices 0, 3 and 6 of the mesh. On TPU slices, the devices of a process can be scattered."""
+    """Here, the process has devices 0, 3 and 6 of the mesh. On TPU slices, a process can have scattered devices."""
     mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     local = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}

@@ -1,4 +1,4 @@
-"""Reports of made-up runs: numbers, warnings, conclusions, names, logged curves."""
+"""Tests of reports on made-up runs: numbers, warnings, conclusions, names, logged curves."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def test_conclusion_compares_runs_with_the_same_seed():
         "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
         "0.5000.")
     assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
-    # Only model a has the third seed, with its highest loss. Its mean over all seeds would rank it behind b.
+    # Only model a has the third seed, for which its loss is highest. With this seed in its mean, a would rank behind b.
     fewer = [make_run(seed, name="b", worse=0.2) for seed in range(2)]
     assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
     groups["c"] = [make_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
@@ -45,7 +45,10 @@ def test_conclusion_compares_runs_with_the_same_seed():
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """Results on limited examples are ignored. Different numbers of shots or examples give separate entries."""
+    """Uses only results of the last step, for the whole model in its own dtype, on all examples of a task.
+
+    Results with different numbers of shots or examples are separate entries.
+    """
     def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
         scored = scored or examples
         (tmp_path / name).write_text(json.dumps({
@@ -120,7 +123,7 @@ def test_warns_of_different_validation_rows():
         return report.warnings(runs), report.conclusion(results.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
-    # The same rows in batches of another size.
+    # The validation rows are the same; only the batch size differs.
     assert warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
     warnings, outcome = warnings_and_conclusion(512, 1536)
     assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]

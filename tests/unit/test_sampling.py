@@ -1,4 +1,4 @@
-"""Sampling against plain formulas."""
+"""Tests of sampling, compared with plain formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ PENALIZED = np.where(SEEN, np.where(LOGITS > 0, LOGITS / 1.3, LOGITS * 1.3), LOG
     (dict(temperature=None, repetition_penalty=1.3), PENALIZED),
     (dict(temperature=0.5, repetition_penalty=1.3), PENALIZED / 0.5),
     (dict(top_k=2), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
-    # Probabilities: .49 .02 .11 .30 .07 and .02 .47 .00 .06 .43.
+    # The rows of LOGITS have the probabilities .49 .02 .11 .30 .07 and .02 .47 .00 .06 .43.
     (dict(top_p=0.5), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
     (dict(top_p=0.1), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
     (dict(top_p=0.8), [[2.0, INF, 0.5, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),

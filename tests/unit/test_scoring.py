@@ -1,4 +1,4 @@
-"""Evaluation: windows, static lengths, data files and tables, on literal values."""
+"""Tests of evaluation without models: windows, static lengths, data files and tables."""
 
 import json
 
@@ -15,7 +15,7 @@ EXAMPLES = {"hellaswag": 10042, "winogrande": 1267, "commonsense_qa": 1221, "piq
 
 
 def test_windows_score_each_token_once_with_as_much_context_as_possible():
-    """The example of lm-evaluation-harness: a BOS token and ten more tokens, with a context of four tokens."""
+    """Tests the example of lm-evaluation-harness: a BOS token and ten more tokens, with a context of four tokens."""
     tokens = ["BOS", *range(10)]
     assert windows(tokens, 1, 4) == [(["BOS", 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4), ([5, 6, 7, 8, 9], 2)]
     assert windows(tokens, 9, 4) == [([5, 6, 7, 8, 9], 2)]  # a question longer than the context loses its beginning
@@ -29,14 +29,14 @@ def test_static_lengths_are_few_and_fit():
     assert len(lengths) <= 6 and lengths == sorted(set(lengths)) and lengths[-1] >= needed.max()
     filled = np.array(lengths)[np.searchsorted(lengths, needed)]
     assert needed.sum() / filled.sum() > 0.7
-    even = np.linspace(needed.max() / 6, needed.max(), 6)  # six evenly spaced lengths
+    even = np.linspace(needed.max() / 6, needed.max(), 6)  # for comparison: six evenly spaced lengths
     assert filled.sum() < 0.8 * even[np.searchsorted(even, needed)].sum()
     assert static_lengths([3, 20, 20, 64], 64) == [16, 32, 64]
     assert static_lengths([70], 70) == [70] and static_lengths([], 64) == []
 
 
 def test_results_table_of_a_group():
-    """lm-evaluation-harness gives no number of examples for groups of tasks."""
+    """lm-evaluation-harness gives no number of examples for a group of tasks, so its cell in the table is empty."""
     results = {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 0.01},
                            "copa": {"alias": "copa", "sample_len": 100, "acc,none": 0.5, "acc_stderr,none": "N/A"}},
                "n-shot": {"copa": 0}}

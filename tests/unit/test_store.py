@@ -24,7 +24,10 @@ def stores(tmp_path_factory):
 
 
 def test_fingerprints_identify_content(tmp_path):
-    """Two files with the same text have equal fingerprints. Another text of the same size has different ones."""
+    """Two stores of the same text have equal fingerprints, even if the names of the files differ.
+
+    The store of another text of the same size has a different fingerprint.
+    """
     texts = [f"document {n:05d}" for n in range(1000)]
     other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))
                  if not prepare.is_validation(text, 0.2))
@@ -38,7 +41,7 @@ def test_fingerprints_identify_content(tmp_path):
     assert a["fingerprints"]["validation"] == c["fingerprints"]["validation"]
     mixtures = [data.Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
     assert data.same_text(mixtures[0], mixtures[1]) and not data.same_text(mixtures[0], mixtures[2])
-    # Stores of older versions have no fingerprints.
+    # The metadata of stores that were prepared by older versions has no fingerprints.
     old = {field: value for field, value in a.items() if field != "fingerprints"}
     (tmp_path / "a" / "metadata.json").write_text(json.dumps(old))
     for split in store.SPLITS:

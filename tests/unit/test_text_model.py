@@ -1,4 +1,4 @@
-"""Text generation without weights: settings, prompts, detokenizing."""
+"""Tests of text generation without weights: settings, prompts, detokenizing."""
 
 import functools
 
@@ -96,7 +96,10 @@ def test_a_character_split_between_turns_is_completed():
 
 
 def test_a_space_of_the_prompt_is_not_repeated():
-    """The tokenizer drops the trailing space of the prompt, and the next token starts with a space."""
+    """If the tokenizer drops the space at the end of a prompt, the first new token starts with this space.
+
+    The space is then removed from the generated text.
+    """
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
     before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
     for prompt, text in (("the model ", "is"), ("the model\n", "is"), ("the model", " is")):
@@ -144,7 +147,7 @@ def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monk
 
 
 def test_an_interrupted_text_ends_its_line(capsys, monkeypatch):
-    # Commands and benchmarks define flags of the same names, so this command gets separate FlagValues.
+    # Commands and benchmarks define flags of the same names, so `generate` gets separate FlagValues here.
     own = flags.FlagValues()
     for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
                  "mark_flag_as_required", "mark_flags_as_required"):

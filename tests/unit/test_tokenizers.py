@@ -19,7 +19,7 @@ STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé �
 
 @pytest.fixture(scope="module")
 def all_tokenizers():
-    """Returns {kind: tokenizer}, with gpt2 only if its vocabulary is available."""
+    """Returns {kind: tokenizer}. Contains "gpt2" only if its vocabulary is available."""
     texts = [*STRANGE[1:], *(f"some words {i} and other words to learn from\n" for i in range(300))]
     all_tokenizers = {"bytes": tokenizers.from_spec("bytes", []),
             "sentencepiece": tokenizers.from_spec("sentencepiece:400", texts)}
@@ -44,7 +44,7 @@ def test_round_trip(all_tokenizers, kind, tmp_path):
 
 
 def test_gpt2_ids(all_tokenizers):
-    """Ids and sizes are those published for OpenAI's encoder."""
+    """The ids and the vocabulary size are those published for OpenAI's encoder."""
     if "gpt2" not in all_tokenizers:
         pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
     assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
@@ -64,7 +64,7 @@ def test_sentencepiece_on_small_text_has_fewer_pieces():
 
 
 def test_end_of_text_is_never_a_user_defined_piece():
-    """Texts can contain user-defined pieces, so end-of-text is the end-of-sentence piece."""
+    """Texts can contain user-defined pieces. If <|endoftext|> is one, the end-of-sentence piece is the end-of-text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,
@@ -74,7 +74,7 @@ def test_end_of_text_is_never_a_user_defined_piece():
 
 
 def test_sentencepiece_learns_from_every_document():
-    """Documents come from an iterator, and lines have any length."""
+    """The documents to learn from may come from an iterator, and their lines may have any length."""
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
     tokenizer = tokenizers.from_spec("sentencepiece:600", (text for text in texts))
     assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
@@ -101,7 +101,7 @@ def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
 
 
 def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
-    """All files are synced before their folder."""
+    """All files are synced first, then their folder, which stores their names."""
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
     tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)

@@ -1,4 +1,4 @@
-"""The reader of `.pt` files: files written by PyTorch, damaged files and malicious files."""
+"""Tests of the reader of `.pt` files, with files written by PyTorch, damaged files and malicious files."""
 
 import pickle
 import tracemalloc
@@ -33,7 +33,10 @@ class Evil:
 
 
 def calls(*calls: tuple[str, str]) -> bytes:
-    """Returns a pickle that calls functions in order. `?` in the arguments is the result of the previous call."""
+    """Returns a pickle that calls functions, given as (name, pickled arguments), in order.
+
+    `?` in the arguments stands for the result of the previous call.
+    """
     content = b""
     for function, arguments in calls:
         module, name = function.rsplit(".", 1)
@@ -43,7 +46,8 @@ def calls(*calls: tuple[str, str]) -> bytes:
 
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
-# Pickle opcodes of the persistent id ('storage', FloatStorage, '0', 'cpu', 4). Offset, shape and strides follow it.
+# The pickle opcodes of the persistent id ('storage', FloatStorage, '0', 'cpu', 4). In a pickled tensor, the offset, the
+# shape and the strides follow it.
 STORAGE = "(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI4\ntQ"
 
 
@@ -55,7 +59,7 @@ def write_tensor(path: Path, arguments: str, *more: tuple[str, str]) -> Path:
 
 
 def test_refuses_tensors_beyond_their_storage(tmp_path):
-    """Covers sizes that are too large, overflow or are not integers, and a tensor in place of a storage."""
+    """Covers sizes that are too large, that overflow or that are not integers, and a tensor in place of a storage."""
     good = write_tensor(tmp_path / "good.pt", "I1\n(I3\nt(I1\nt")
     assert torch_file.read_torch_file(good)["model"]["x"].tolist() == [1, 2, 3]
     for arguments in ("I2\n(I3\nt(I1\nt", "I-1\n(I1\nt(I1\nt", "I0\n(I2\nt(I4\nt", "I0\n(I2\nt(I-1\nt",
@@ -80,7 +84,7 @@ def write_shared_storage(path: Path, count: int = 1, numbers: int = 4, **zip_set
 
 
 def write_false_size(path: Path) -> Path:
-    """Writes a storage of four numbers; the pickle and the zip directory claim 2²⁶ numbers."""
+    """Writes a file with a storage of four numbers, although the pickle and the zip directory claim 2²⁶ numbers."""
     with zipfile.ZipFile(write_shared_storage(path)) as archive:
         program = archive.read("a/data.pkl").replace(b"I4\n", b"I%d\n" % 2**26)
     with zipfile.ZipFile(path, "w") as archive:
@@ -118,7 +122,7 @@ def write_pickle(path: Path, content: bytes) -> Path:
 
 
 def write_tensor_beyond_its_storage(path: Path) -> Path:
-    """Writes a tensor of a million numbers in a storage of four numbers."""
+    """Writes a file with a storage of four numbers, although the pickle claims a tensor of a million numbers in it."""
     torch.save({"model": {"x": torch.arange(4.0)}}, path)
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
@@ -131,7 +135,7 @@ def write_tensor_beyond_its_storage(path: Path) -> Path:
 
 
 def write_without(path: Path, name: str) -> Path:
-    """Writes a checkpoint of the paper's code without one of its tensors."""
+    """Writes a checkpoint in the format of the paper's code that lacks the tensor `name`."""
     model = torch.nn.Module()
     tensors_ = {"transformer.wte.weight": torch.zeros(8, 4), "transformer.wpe.weight": torch.zeros(8, 4),
                 "transformer.ln_f.weight": torch.zeros(4), "lm_head.weight": torch.zeros(8, 4),

@@ -55,7 +55,8 @@ def main() -> None:
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # one at a time writes a report, so the last has all runs
+    # Processes write the report one after another, so the last report contains all runs.
+    with file_lock(output / workdir.LOCK_FILE, wait=True):
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 

@@ -177,8 +177,8 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
     """Returns the runs with their widths changed so that their numbers of parameters are within 2% of each other.
 
     Each run gets the width whose number of parameters is nearest to a common target, which is `wanted` at first. While
-    the runs differ by more than 2%, the target is replaced by the number of the run that is farthest from it. Raises
-    UserError if this finds no suitable widths with a target within 10% of `wanted`.
+    the runs differ by more than 2%, the target is replaced by the number of parameters of the run that is farthest from
+    it. Raises UserError if this finds no suitable widths with a target within 10% of `wanted`.
     """
     target = wanted
     for _ in range(len(runs) + 1):

@@ -63,10 +63,10 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
 class TextSample:
     """A random sample of a validation split that can be cut into rows of several lengths.
 
-    The row lengths are the multiples `contexts` of the config's context length. The sample consists of windows whose
+    `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows whose
     length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
     tokens as an evaluation during training. If the corpus is a mixture, its stores are sampled in proportion to their
-    weights. Raises UserError, with `name` as the name of the text, if a validation split is shorter than one window.
+    weights. Raises UserError if a validation split is shorter than one window; the message calls the text `name`.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -98,8 +98,8 @@ class TextSample:
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
     """Measures a run's loss on the validation splits of its own text and of `texts`; writes evaluations/texts.json.
 
-    The loss is measured at several row lengths, the multiples `contexts` of the run's context length. Results that the
-    file already contains for the same checkpoint and the same content of a text are reused.
+    The loss is measured at several row lengths. `contexts` gives them as multiples of the run's context length. Results
+    that the file already contains for the same checkpoint and the same content of a text are reused.
     """
     if not texts and set(contexts) == {1}:
         return

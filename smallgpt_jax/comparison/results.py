@@ -17,7 +17,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
-OWN_TEXT = "own"  # the name of a run's own training text in the list of texts on which the run is measured
+OWN_TEXT = "own"  # the name under which the results list a run's own training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 
@@ -36,7 +36,7 @@ class Point:
     seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # number of tokens whose mean is `loss`; None in runs of older versions
+    targets: int | None  # number of tokens over which `loss` is the mean; None in runs of older versions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Validation loss of a run compared with that of a bigram model.
+"""Compares the validation loss of a run's model with the validation loss of a bigram model.
 
     python benchmarks/bigram.py --workdir=runs/pgpt
 
-Counts bigrams in the training tokens of the run's token store, with add-k smoothing. The best of several k is chosen on
-the validation split, in favour of the bigram model. Prints both losses on the same validation tokens. The exit status
-is 1 if the run's model is not better.
+The bigram model has add-k smoothing and is fitted to the training tokens of the run's token store. Of several values of
+k, the one with the lowest validation loss is used, which favours the bigram model. Both losses are measured on the same
+validation tokens and printed. The exit status is 1 if the loss of the run's model is not lower.
 """
 
 import json
@@ -25,9 +25,10 @@ SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
                 k: float) -> float:
-    """Returns the mean of −log p(following | current) in nats, with bigrams counted in `train`.
+    """Returns the mean of −log p(following | current) over pairs of tokens, in nats.
 
-    p = (count of the bigram + k) / (count of `current` + k·vocab_size).
+    `current` and `following` are the tokens of the pairs. The probability p(b | a) is
+    (count of a followed by b + k) / (count of a + k·vocab_size), with counts in `train`.
     """
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
     pair = current.astype(np.int64) * vocab_size + following
@@ -38,9 +39,14 @@ def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, v
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Returns validation losses in nats per token: "bigram_loss" with the best "k", and "model_loss" at "step".
+    """Returns the validation losses of the bigram model and of the run's model, in nats per token.
 
-    "model_loss" is the run's last evaluation.
+    Keys:
+
+    - "bigram_loss": loss of the bigram model with the best k
+    - "k": this k
+    - "model_loss": loss in the run's last evaluation
+    - "step": step of this evaluation
     """
     config = workdir.read_config(folder)
     corpus = data.open_existing(config.data)
@@ -67,8 +73,8 @@ def compare(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     result = compare(Path(_WORKDIR.value))
-    print(f"bigram, add-{result['k']:g}: validation loss {result['bigram_loss']:.4f}")
-    print(f"model, step {result['step']}: validation loss {result['model_loss']:.4f}")
+    print(f"bigram model with add-{result['k']:g} smoothing: validation loss {result['bigram_loss']:.4f}")
+    print(f"the run's model at step {result['step']}: validation loss {result['model_loss']:.4f}")
     print(json.dumps(result))
     if result["model_loss"] >= result["bigram_loss"]:
         sys.exit(1)

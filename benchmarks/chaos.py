@@ -1,12 +1,14 @@
-"""Compares runs that are killed at random moments with an undisturbed run.
+"""Kills runs at random moments, resumes them, and compares their results with those of an undisturbed run.
 
     python benchmarks/chaos.py --kills=100
 
-Trains each architecture once undisturbed. Trains it again, with SIGKILL at random moments and a restart after each,
-until the run ends. Compares every bit of the parameters and the optimizer state, and every loss in metrics.jsonl. About
-half of the kills come before the first step. Takes about 10 seconds per kill.
+For each architecture, one run is trained without a kill. Other runs with the same config are killed with SIGKILL at
+random moments and restarted after each kill, until they are complete. Each of them is compared with the undisturbed
+run: every bit of the parameters and of the optimizer state, and every loss in metrics.jsonl. About half of the kills
+come before the first step. The benchmark takes about 10 seconds per kill.
 
-Prints the kills by phase and, as the last line, a JSON object. The exit status is 1 if anything differs.
+Prints the number of kills in each phase of a run and, as the last line, a JSON object. The exit status is 1 if anything
+differs.
 """
 
 import collections
@@ -43,7 +45,7 @@ class Run:
             sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40", *overrides]  # evaluations long enough to be hit by kills
+            "--config.train.eval_steps=40", *overrides]  # evaluations are long, so that some kills come during them
 
     def start(self) -> None:
         with self._output.open("w") as file:
@@ -53,7 +55,7 @@ class Run:
         return self._output.read_text()
 
     def wait_for(self, text: str) -> None:
-        """Returns when the process has printed `text`, or has ended."""
+        """Waits until the process has printed `text` or has ended."""
         while text not in self.output() and self.process.poll() is None:
             time.sleep(0.01)
 
@@ -62,7 +64,7 @@ class Run:
             raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
 
     def kill(self) -> str | None:
-        """Kills the process. Returns the phase that it was in, or None if it had already ended."""
+        """Kills the process. Returns the phase that the run was in, or None if the process had already ended."""
         self.process.kill()
         if self.process.wait() >= 0:
             self.finish()
@@ -70,7 +72,10 @@ class Run:
         return self.phase()
 
     def phase(self) -> str:
-        """Returns the phase that the killed process was in, inferred from its output and files."""
+        """Returns what the run was doing when it was killed, for example "compiling" or "saving".
+
+        The phase is inferred from the output and the files of the run.
+        """
         logged, checkpoints = self.output(), self.workdir / CHECKPOINT_FOLDER
         if list(checkpoints.glob(UNFINISHED_PATTERN)):
             return "saving"
@@ -102,7 +107,7 @@ class Run:
 
 
 def differences(one: Run, other: Run) -> list[str]:
-    """Returns the names of the arrays and losses in which two runs differ by any bit."""
+    """Returns the names of the arrays and losses that are not bit-for-bit equal in the two runs."""
     found = []
     for a, b in zip(one.outcome(), other.outcome()):
         for name in sorted(a.keys() | b.keys(), key=str):
@@ -114,10 +119,13 @@ def differences(one: Run, other: Run) -> list[str]:
 
 def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
               overrides: tuple[str, ...] = ()) -> tuple[collections.Counter, list[str], int]:
-    """Kills runs of an architecture `kills` times. Returns kills by phase, differences, and the number of runs."""
+    """Trains runs of an architecture and kills them `kills` times in total.
+
+    Returns the number of kills in each phase, the differences from an undisturbed run, and the number of runs.
+    """
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     seconds = []
-    for _ in range(2):  # the second run finds its programs in the compilation cache
+    for _ in range(2):  # only the second run is timed: like the killed runs, it uses the compilation cache
         subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
         undisturbed.start()
         seconds = [time.monotonic()]
@@ -145,19 +153,20 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
             victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
-        log(f"{architecture}: {sum(hits.values())} kills, {runs} runs ended, {len(different)} differences")
+        log(f"{architecture}: {sum(hits.values())} kills, {runs} completed runs, {len(different)} arrays or losses "
+            "that differ")
     return hits, different, runs
 
 
-_KILLS = flags.DEFINE_integer("kills", 20, "Number of kills, over all architectures.", lower_bound=1)
+_KILLS = flags.DEFINE_integer("kills", 20, "Total number of kills, over all architectures.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps per run.", lower_bound=EVERY)
 _ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Architectures to train.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments of kills.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed for the random moments of the kills.")
 
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    logging.set_verbosity(logging.ERROR)  # orbax warns if only some items of a checkpoint are read
+    logging.set_verbosity(logging.ERROR)  # hides orbax's warning that only some items of a checkpoint are read
     rng = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +177,7 @@ def main() -> None:
             results[name] = kill_runs(name, Path(folder) / name, kills, _STEPS.value, rng)
     phases = [phase for phase, _ in sum((hits for hits, _, _ in results.values()),
                                         collections.Counter()).most_common()]
-    print("\n| | " + " | ".join(phases) + " | all | runs ended | differences |\n"
+    print("\n| model | " + " | ".join(phases) + " | all kills | completed runs | arrays and losses that differ |\n"
           + "|---" * (len(phases) + 4) + "|")
     for name, (hits, different, runs) in results.items():
         print(f"| {name} | " + " | ".join(str(hits[phase]) for phase in phases)

@@ -1,9 +1,10 @@
-"""Measures the overhead of checkpoints.
+"""Measures how much longer training takes with checkpoints.
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Alternates --every training steps with a checkpoint, and as many steps without. The checkpoint starts before the first
-step; the time includes waiting for its end. Prints both times and their ratio and, as the last line, a JSON object.
+Times --every training steps with one checkpoint and --every training steps without a checkpoint, alternately. Saving
+the checkpoint starts before the first step, and the time includes the wait until it is written. Prints both times, the
+relative overhead and, as the last line, a JSON object.
 """
 
 import json
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # recipes import configs/base.py
+sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
 from smallgpt_jax import cli, sharding
 from smallgpt_jax.checkpoint import Checkpoints
@@ -25,8 +26,9 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
-_EVERY = flags.DEFINE_integer("every", 50, "Steps between two checkpoints.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "Measurements with and without a checkpoint.", lower_bound=1)
+_EVERY = flags.DEFINE_integer("every", 50, "Training steps per measurement.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 8, "Number of rounds; each has one measurement with a checkpoint and one without.", lower_bound=1)
 
 
 def main() -> None:
@@ -56,7 +58,8 @@ def main() -> None:
         checkpoints.close()
     with_it, without = (statistics.median(times) for times in zip(*pairs))
     cost = statistics.median(a / b for a, b in pairs) - 1
-    print(f"{_EVERY.value} steps: {with_it:.2f} s with a checkpoint, {without:.2f} s without: {cost:+.1%}")
+    print(f"{_EVERY.value} steps take {with_it:.2f} s with a checkpoint and {without:.2f} s without; "
+          f"overhead {cost:+.1%}")
     print(json.dumps({"every": _EVERY.value, "seconds_with": with_it, "seconds_without": without,
                       "cost": cost, "pairs": pairs}))
 

@@ -2,13 +2,14 @@
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-- `prepare`: from files to a finished token store, on all cores, for each tokenizer. GPT-2's tokenizer is compared with
-  tiktoken's own batch encoding of the same documents, with one thread per core.
-- Loader: from a token store on disk to shuffled, packed batches with segment ids in memory, read ahead. It is compared
-  with a plain NumPy loader of random windows from a memory map, without epochs or document boundaries.
+- `prepare` reads files and writes a token store, on all cores. It is measured with each tokenizer. With GPT-2's
+  tokenizer, it is compared with tiktoken's batch encoding of the same documents, with one thread per core.
+- The loader reads a token store on disk and yields shuffled, packed batches, which it prefetches into memory. It is
+  measured with and without separate documents (segment ids). It is compared with a plain NumPy loader, which copies
+  random windows from a memory map and has no epochs or document boundaries.
 
-Prints a table and, as the last line, a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe; without --gpt2
-tiktoken downloads them.
+Prints a table and, as the last line, a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe; without --gpt2,
+tiktoken downloads these files.
 """
 
 import json
@@ -26,17 +27,17 @@ from smallgpt_jax import cli
 from smallgpt_jax.data import batches, packing, prepare, sources, store, tokenizers
 from smallgpt_jax.errors import UserError
 
-_SOURCE = flags.DEFINE_string("source", "python_stdlib", "Text, as in config.data.source.")
-_GPT2 = flags.DEFINE_string("gpt2", "gpt2", "GPT-2's tokenizer, as in config.data.tokenizer.")
+_SOURCE = flags.DEFINE_string("source", "python_stdlib", "Source of the text, in the format of config.data.source.")
+_GPT2 = flags.DEFINE_string("gpt2", "gpt2", "GPT-2's tokenizer, in the format of config.data.tokenizer.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds per measurement; the median is reported.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of the loader.", lower_bound=0.1)
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of a loader measurement.", lower_bound=0.1)
 
 RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip")
-SHAPES = ((8, 128), (16, 256), (512, 1024))  # rows × tokens: quickstart, small, the paper's
+SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row) of a batch: quickstart, small, paper
 
 
 def median_rate(measure) -> tuple[float, list[float]]:
-    """Returns the median and all results of several rounds of `measure`, in tokens per second."""
+    """Calls `measure` --rounds times. Returns the median of its results and a list of all results."""
     rates = [measure() for _ in range(_ROUNDS.value)]
     return statistics.median(rates), rates
 
@@ -53,7 +54,7 @@ def prepare_rate(tokenizer: str, folder: Path) -> float:
 
 
 def tiktoken_rate(tokenizer: tokenizers.GPT2) -> float:
-    """Returns the speed of `Encoding.encode_ordinary_batch` on documents in memory."""
+    """Returns the speed of tiktoken's `encode_ordinary_batch` on documents in memory, in tokens per second."""
     texts = list(sources.documents(_SOURCE.value, **RULES))
     started = time.perf_counter()
     encoded = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
@@ -70,7 +71,7 @@ def loader_rate(batches_of_tokens, tokens: int) -> float:
 
 
 def random_windows(split: store.Split, rows: int, positions: int):
-    """Yields batches of random windows, copied one by one from a memory map."""
+    """Yields batches (inputs, targets) of random windows, which are copied one by one from a memory map."""
     stream = np.memmap(store.tokens_file(split.folder, split.name), split.dtype, "r")
     rng = np.random.default_rng(0)
     while True:
@@ -88,7 +89,8 @@ def main() -> None:
     results = {"machine": platform.machine(), "cpus": os.cpu_count(), "source": _SOURCE.value}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        print(f"prepare, {sources.local_bytes(_SOURCE.value) / 1e6:.0f} MB, on {os.cpu_count()} cores, M tokens/s")
+        print(f"prepare: {sources.local_bytes(_SOURCE.value) / 1e6:.0f} MB of text on {os.cpu_count()} cores, in "
+              "M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
             if spec == "trained":  # training the tokenizer is not measured
                 tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, **RULES))
@@ -107,10 +109,10 @@ def main() -> None:
             results["tiktoken batch"] = rates
             ratio = statistics.median(results["prepare gpt2"]) / own
             results["prepare gpt2 / tiktoken batch"] = ratio
-            print(f"  tiktoken's own batch {own / 1e6:8.2f}   prepare / tiktoken: {ratio:.2f}")
+            print(f"  tiktoken's batch     {own / 1e6:8.2f}   ratio of prepare's speed to tiktoken's: {ratio:.2f}")
 
         token_store = prepare_source(folder / "store", str(folder / "sentencepiece"))
-        print("loader, M tokens/s\n  rows × tokens      " + "".join(
+        print("loader, in M tokens/s\n  rows × tokens      " + "".join(
             f"{head:>22}" for head in ("NumPy, random windows", "concat", "concat, separate",
                                        "best_fit, separate")))
         for rows, positions in SHAPES:

@@ -1,10 +1,10 @@
-"""Measures the overhead of an evaluation over its forward passes.
+"""Measures how much longer an evaluation on a benchmark takes than its forward passes alone.
 
     python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
 
-Evaluates a gpt of 10M parameters (width 256, 12 blocks, random weights, SentencePiece) on a whole task. Then runs only
-the forward passes of the same batches. Prints both times and their ratio, with and without compilation, and, as the
-last line, a JSON object.
+Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
+lm-evaluation-harness, twice. Only the first evaluation compiles. After each evaluation, runs only the forward passes of
+the same batches. Prints each time, in seconds and relative to the forward passes, and, as the last line, a JSON object.
 """
 
 import json
@@ -23,12 +23,12 @@ from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.step import init_state
 
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files.", required=True)
-_TASK = flags.DEFINE_string("task", "piqa", "lm-evaluation-harness's name of the task.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the original files of the tasks.", required=True)
+_TASK = flags.DEFINE_string("task", "piqa", "Name of the task in lm-evaluation-harness.")
 
 
 class RecordingScorer(Scorer):
-    """A Scorer that stores its last sequences."""
+    """A Scorer that keeps the sequences that it has scored last."""
 
     sequences = ()
 
@@ -53,7 +53,7 @@ def main() -> None:
     scorer = RecordingScorer(model, params)
 
     def language_model():
-        from smallgpt_jax.evaluation.harness import SmallGPT  # importing the harness is measured too
+        from smallgpt_jax.evaluation.harness import SmallGPT  # here, so that its time is measured
 
         return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 

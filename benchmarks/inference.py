@@ -3,15 +3,20 @@
     pip install -e '.[bench]'
     python benchmarks/inference.py --output=docs/inference
 
-Compares gpt, pgpt (with all paths and with one), lgpt and cgpt with the same layers, heads and width, and
-`transformers`' GPT-2 with its key-value cache. For each batch size and context length it measures:
+The models are gpt, pgpt (once with all paths, once with one path), lgpt, cgpt, and `transformers`' GPT-2 with its
+key-value cache. All have the same numbers of layers and heads and the same width. For each batch size and context
+length, the table has these columns:
 
-- prefill: milliseconds for a prompt that leaves room for --new_tokens in the context
-- tokens/s of greedy decoding at the end of the context
-- bytes of weights and cache (cache as allocated in this project, as filled in transformers)
-- bandwidth: bytes of weights and cache read per step × steps/s, relative to summing an array larger than any CPU cache
+- prefill: milliseconds for the prompt and the first new token. The prompt leaves room for --new_tokens tokens in the
+  context.
+- decode: speed of greedy decoding at the end of the context, in tokens/s
+- weights and cache: size in MB. The cache of this project's models is counted as allocated, the cache of transformers
+  as filled.
+- bandwidth: memory bandwidth that decoding reaches by reading weights and cache, relative to the bandwidth of summing
+  an array that is larger than any CPU cache
 
-Weights are random, which does not affect speed. Models alternate; each number is the median of --repeats timings.
+Weights are random, which does not affect speed. The models are timed in turn, and each number is the median of
+--repeats timings.
 
 Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png. The last line of standard output is the table as
 JSON.
@@ -35,7 +40,7 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import with_paths
 
-SIZES = {  # layers, heads, width, vocabulary
+SIZES = {  # --size → (layers, heads, width, vocabulary)
     "10M": (8, 8, 256, 8192),
     "124M": (12, 12, 768, 50_304),
 }
@@ -45,13 +50,13 @@ _SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and 
 _BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes.")
 _CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Context lengths: prompt and new tokens together.")
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens to generate per timing.", lower_bound=2)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Timings per model.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Timings per model, batch size and context length.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", None, "Names of the models to measure. Default: all.")
 _OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: no files.")
 
 
 def our_model(architecture: str, context: int):
-    """Returns a model of the size --size, and random weights in the layout for training."""
+    """Returns a model with the layers, heads, width and vocabulary of --size, and random parameters for it."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
     own = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
@@ -71,7 +76,7 @@ def our_model(architecture: str, context: int):
 
 
 class OurModel:
-    """One of this project's architectures."""
+    """A model of this project with random weights, ready for decoding."""
 
     def __init__(self, architecture: str, context: int, paths=None):
         model, params = our_model(architecture, context)
@@ -80,12 +85,13 @@ class OurModel:
             model = models.LanguageModel(config)
         self.model, self.weights = model, layout.pack(model, params)
         self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.weights))
-        # Per token, one row of the token and position embeddings is read.
+        # The embeddings are not counted, because a decoding step reads only one row of each per sequence.
         self.read_bytes = self.weight_bytes - sum(
             self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
 
     def run(self, prompts_BxT, new_tokens: int):
-        """Returns (seconds of prefill and first token, seconds of the other tokens, cache bytes)."""
+        """Returns the seconds for prefill and the first new token, the seconds for the other new tokens, and the size
+        of the cache in bytes."""
         session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         session.reserve(new_tokens)
         started = time.perf_counter()
@@ -114,7 +120,8 @@ class Transformers:
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        self.read_bytes = self.weight_bytes - 4 * width * context  # the head reads the tied token embedding
+        # The position embedding is not counted. The token embedding is, because it is also the weight of the head.
+        self.read_bytes = self.weight_bytes - 4 * width * context
 
     def run(self, prompts_BxT, new_tokens: int):
         with self.torch.inference_mode():
@@ -143,7 +150,7 @@ MODELS = {
 
 
 def memory_bandwidth() -> float:
-    """Returns the memory bandwidth in bytes per second: the best of several runs that sum a 1 GiB array."""
+    """Returns the memory bandwidth in bytes per second: the highest of several measurements that sum a 1 GiB array."""
     x = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     total(x).block_until_ready()
@@ -159,7 +166,7 @@ def memory_bandwidth() -> float:
 def measure() -> list[dict]:
     names = _ONLY.value or list(MODELS)
     if unknown := set(names) - set(MODELS):
-        raise UserError(f"--only={', '.join(unknown)}: choose from {', '.join(MODELS)}")
+        raise UserError(f"--only={', '.join(unknown)}: unknown; choose from {', '.join(MODELS)}")
     if min(map(int, _CONTEXTS.value)) <= _NEW_TOKENS.value:
         raise UserError(f"--contexts: each must be longer than --new_tokens={_NEW_TOKENS.value}")
     peak, rows = memory_bandwidth(), []
@@ -169,9 +176,9 @@ def measure() -> list[dict]:
             prompts = np.random.default_rng(0).integers(
                 0, SIZES[_SIZE.value][3], (batch, context - _NEW_TOKENS.value))
             timings = {name: [] for name in names}
-            for repeat in range(_REPEATS.value + 1):  # the first repeat compiles
+            for repeat in range(_REPEATS.value + 1):  # repeat 0 compiles and is not counted
                 for name, model in compared.items():
-                    time.sleep(0.3)  # threads of the previous model may still be spinning
+                    time.sleep(0.3)  # the idle threads of the previous model may keep spinning for a while
                     timing = model.run(prompts, _NEW_TOKENS.value)
                     if repeat:
                         timings[name].append(timing)
@@ -201,7 +208,10 @@ def results_table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path, label: str, value) -> None:
-    """Plots `value` of each model against the context, one panel per batch size."""
+    """Plots `value(row)` of each model against the context length, with one panel per batch size, and saves the plot.
+
+    `label` is the label of the vertical axis.
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,11 +1,12 @@
-"""Measures the overhead of the training loop: reading data, logging, saving.
+"""Measures how much longer a step takes in a full training run than alone.
 
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
-Each of --rounds rounds measures a full run of --steps steps (progress, metrics.jsonl, TensorBoard, checkpoints), then
-as many steps of the same compiled program alone, on one batch. A run's time comes from its logged speeds except the
-first, without compilation and evaluation. Prints the seconds per step of both and their ratio and, as the last line, a
-JSON object.
+Each of --rounds rounds first measures a full run of --steps steps, which reads data and writes progress, metrics.jsonl,
+TensorBoard files and checkpoints. It then measures the same number of steps alone: calls of the same compiled training
+step, always with the same batch. The time of the full run is computed from the speeds that it logs, without the first
+one. These speeds exclude compilation, evaluation and the start of a checkpoint, but not the writing of checkpoints in
+the background. Prints the milliseconds per step of both, the relative overhead and, as the last line, a JSON object.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # recipes import configs/base.py
+sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
 from smallgpt_jax import cli, train
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -28,22 +29,24 @@ from smallgpt_jax.program import build_program
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds; each measures a full run and the program alone.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 3, "Number of rounds; each measures a full run and the training step alone.", lower_bound=1)
 
 
 def run_seconds(config) -> float:
-    """Returns the seconds per step of a full run."""
+    """Trains a full run and returns its seconds per step."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
             train.train(config, folder)
         speeds = [line["tokens_per_second"] for line in read_lines(Path(folder) / METRICS_FILE)
                   if line["split"] == "train"]
     tokens_per_step = config.train.batch_size * config.model.context_length
-    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])  # each speed covers equally many steps
+    # Each logged speed covers the same number of steps, so the mean needs no weights.
+    return statistics.mean(tokens_per_step / speed for speed in speeds[1:])
 
 
 def step_seconds(config) -> float:
-    """Returns the seconds per step of the compiled program alone."""
+    """Returns the seconds per call of the compiled training step alone, always with the same batch."""
     program = build_program(config)
     text = program.open_pipeline()
     batch = text.to_devices(text.train_batches[0])
@@ -67,7 +70,7 @@ def main() -> None:
     pairs = [(run_seconds(config), step_seconds(config)) for _ in range(_ROUNDS.value)]
     whole, bare = (statistics.median(times) for times in zip(*pairs))
     cost = statistics.median(a / b for a, b in pairs) - 1
-    print(f"per step: {1000 * whole:.2f} ms in a run, {1000 * bare:.2f} ms alone: {cost:+.1%}")
+    print(f"A step takes {1000 * whole:.2f} ms in a full run and {1000 * bare:.2f} ms alone; overhead {cost:+.1%}")
     print(json.dumps({"steps": _STEPS.value, "run_seconds": whole, "step_seconds": bare, "cost": cost,
                       "pairs": pairs}))
 

@@ -1,11 +1,13 @@
-"""Times the optimized operations of smallgpt_jax/ops against their plain forms, alternating the two, on a CPU.
+"""Compares the speed of this project's optimized operations with plain JAX implementations, on a CPU.
 
     python benchmarks/ops.py
 
-Prints one row per operation: milliseconds of the plain form, milliseconds of ours, and the median over rounds of
-plain / ours (above 1: ours is faster). Run it with each new version of JAX, and remove optimizations that are not
-faster. Shapes are those of the quickstart (8 × 128 positions, width 128) and of width 256 (16 × 128 positions). The
-last line of output is JSON.
+Prints one row per operation: the milliseconds of the plain implementation, the milliseconds of ours, and the median
+over rounds of the ratio plain / ours (above 1: ours is faster). The two are timed alternately. Run the benchmark with
+each new version of JAX, and remove optimizations that are not faster.
+
+Training operations have the shapes of the quickstart (8 × 128 positions, width 128) and of a model of width 256
+(16 × 128 positions). The last line of output is JSON.
 """
 
 import functools
@@ -25,13 +27,16 @@ from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.inference import sampling
 from smallgpt_jax.ops import activations, attention, cross_entropy, matmul
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds; each times both forms of an operation.", lower_bound=1)
-_ONLY = flags.DEFINE_list("only", None, "Measure only rows whose names start with one of these.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds; each times both implementations.",
+                                lower_bound=1)
+_ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names start with one of these.")
 
 
 def training(function):
-    """Returns a function that computes the gradient, with respect to all arguments, of a weighted sum of the output of
-    `function`."""
+    """Returns a function that computes a gradient of `function` with respect to all arguments.
+
+    It is the gradient of a weighted sum of the elements of the output.
+    """
     def weighted_sum(*arguments):
         y = function(*arguments)
         return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))
@@ -40,7 +45,7 @@ def training(function):
 
 
 def on_gpu(function):
-    """Returns `function`, traced as on a GPU."""
+    """Returns `function`, in which `cross_entropy` uses its code for GPUs."""
     def traced(*arguments):
         with mock.patch.object(cross_entropy, "platform", lambda: "gpu"):
             return function(*arguments)
@@ -61,7 +66,7 @@ def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
 
 
 def rows() -> dict[str, tuple]:
-    """Returns {name: (plain form, our form, arguments)}."""
+    """Returns the operations to time, {name: (plain implementation, our implementation, arguments)}."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):

@@ -1,24 +1,26 @@
-"""Compares the training throughput of this project and PyTorch, measured alternately.
+"""Compares the training throughput of this project with that of PyTorch.
 
     pip install -e '.[bench]'
     python benchmarks/train_step.py
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-This project runs the compiled training step of `train`. The peer is `transformers`' GPT-2 with the same sizes. It has
-exact GELU and an untied head, like our gpt, and it has biases. The peer uses the same AdamW and gradient clipping. It
-runs eagerly on a CPU, and with `torch.compile` and PyTorch's fused attention on a GPU. Both train on one device, on one
-repeated batch of random tokens. A loss that does not fall is an error. In each round, each model runs --steps steps
-without synchronization.
+This project's models run the compiled training step of `train`. They are compared with the peer: `transformers`' GPT-2
+with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. Its AdamW
+and gradient clipping have the same settings. It runs eagerly on a CPU, and with `torch.compile` and PyTorch's fused
+attention on a GPU.
 
-Output per model:
+All models train on one device, at every step on the same batch of random tokens. The models are timed in turn: in each
+round, each model runs --steps steps without waiting between steps. The benchmark fails if a loss does not fall.
 
-- `compile s`: seconds of compilation and the first step, excluded from rounds
+The table has these columns for each model:
+
+- compile s: seconds for compilation and the first step. They are not part of a round.
 - tokens/s: median over rounds
-- ours/PyTorch's: ratio of tokens/s to the peer's in the same round, median and range
+- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s in the same round, median and range over rounds
 - MFU, if the chip's peak is known
-- memory: of the compiled program for ours, the peak allocation for PyTorch (GPUs only)
-- first and last loss
+- memory MB: for our models, the memory of the compiled program; for the peer, the peak allocation (on GPUs only)
+- loss: first and last loss
 
 The last line of standard output has the same results as JSON.
 """
@@ -34,8 +36,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the GPU's memory
-sys.path.insert(0, str(Path(__file__).parents[1]))  # recipes import configs/base.py
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory for PyTorch
+sys.path.insert(0, str(Path(__file__).parents[1]))  # lets recipes import configs/base.py
 
 import jax
 import numpy as np
@@ -49,7 +51,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import build_program
 
-CPU_SIZES = {  # blocks, heads of width 64, width
+CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
     "256": (8, 4, 256),
     "512": (8, 8, 512),
 }
@@ -59,13 +61,15 @@ WARM_UP_STEPS = 2
 
 _CONFIG = cli.define_config()
 _ARCHITECTURES = flags.DEFINE_list(
-    "architectures", None, "Recipes in configs/, used without --config. Default: gpt; on accelerators gpt and pgpt.")
+    "architectures", None, "Recipes in configs/ to measure if --config is not set. Default: gpt on a CPU, gpt and pgpt "
+    "on accelerators.")
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"{', '.join(CPU_SIZES)}: 8 blocks of this width, float32, context 256, vocabulary 8,192. recipe: "
-    "the config's sizes. Default: all but recipe on a CPU, else recipe.")
-_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The peer: hf (transformers) or none.")
+    "sizes", None, f"Sizes of the models. {', '.join(CPU_SIZES)}: 8 blocks of this width, float32, context 256, "
+    "vocabulary 8,192. recipe: the sizes in the config. Default: recipe on accelerators, the other sizes on a CPU.")
+_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The model to compare with: hf (transformers' GPT-2) or none.")
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Sequences per step. Default: 32 for the size recipe, else 16.", lower_bound=1)
+    "batch_size", None, "Sequences per step. Default: 32 with --sizes=recipe, 16 with the other sizes.",
+    lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps per round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
 
@@ -81,7 +85,10 @@ def recipes() -> list[ConfigDict]:
 
 
 def resized(recipe: ConfigDict, size: str) -> ConfigDict:
-    """Returns the recipe with the sizes of `size`, for one device and with a constant learning rate."""
+    """Returns a copy of the recipe for one device, with a constant learning rate and the sizes that `size` names.
+
+    `size` is one of SIZES; "recipe" keeps the sizes of the recipe.
+    """
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
         if size != "recipe":
@@ -96,7 +103,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a gpt, the peer's architecture, with the config's sizes."""
+    """Returns a gpt with the config's sizes. Its FLOPs stand for those of the peer, which has the same architecture."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, "architecture": "gpt"})
 
@@ -123,7 +130,10 @@ class Ours:
         return float(values["loss"])
 
     def memory_bytes(self) -> int:
-        """Returns the memory of the compiled program. The device's peak memory would include earlier programs."""
+        """Returns the bytes that the compiled program needs.
+
+        The device's peak memory is not used, because it would include earlier programs.
+        """
         plan = self.step.memory_analysis()
         return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
                 + plan.temp_size_in_bytes)
@@ -141,8 +151,8 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # Under this name transformers builds no mask, so the attention function uses is_causal. Under the name "sdpa"
-        # a compiled model passes a mask, which rules out the fastest kernel.
+        # Registers PyTorch's attention under a name for which transformers builds no mask, so that the function uses
+        # is_causal. Under the name "sdpa", a compiled model passes a mask, which rules out the fastest kernel.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -191,7 +201,7 @@ class Transformers:
 
 
 def check_peer(configs: list[ConfigDict]) -> None:
-    """Raises UserError, before anything is compiled, if the peer cannot be run."""
+    """Raises UserError if the peer cannot be run with these configs on this machine; compiles nothing."""
     try:
         import torch
         import transformers  # noqa: F401
@@ -202,11 +212,12 @@ def check_peer(configs: list[ConfigDict]) -> None:
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
         raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none")
     if any(config.optimizer.name != "adamw" for config in configs):
-        raise UserError("config.optimizer.name: the peer supports adamw only; change it, or run with --peer=none")
+        raise UserError("config.optimizer.name: only adamw can be compared with PyTorch; change it, or run with "
+                        "--peer=none")
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Returns one row per config, and one for the peer unless --peer=none. All configs have the same sizes."""
+    """Measures models of the same sizes. Returns one row per config, and one for the peer unless --peer=none."""
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
@@ -224,7 +235,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     chip, rows = chips.find_chip(jax.devices()[0].device_kind), []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # also true for NaN
-            raise UserError(f"{name} does not train: loss {contender.first_loss} → {losses[name]}")
+            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at first, {losses[name]} at last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
         ratios = [theirs / ours for theirs, ours in zip(seconds.get(PEER, []), seconds[name])]
@@ -272,7 +283,7 @@ def versions() -> dict:
 
 
 def main() -> None:
-    # The compilation cache would falsify compilation times.
+    # With the compilation cache, compilation times would be too short.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     if unknown := set(sizes) - set(SIZES):

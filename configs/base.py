@@ -25,7 +25,7 @@ def get_config(size: str) -> ConfigDict:
     elif size != "paper":
         raise UserError(f"--config: no size {size!r}; choose from {', '.join(SIZES)}")
     config.lock()
-    config.model.unlock()  # recipes add their architecture's fields
+    config.model.unlock()  # lets recipes add the fields of their architecture
     return config
 
 
@@ -34,30 +34,30 @@ def paper() -> ConfigDict:
 
     config.model = model = ConfigDict()
     model.architecture = config_dict.placeholder(str)  # gpt | pgpt | lgpt | cgpt | package.module:Class
-    model.vocab_size = 50_304  # rows of the embedding; at least the size of the tokenizer
+    model.vocab_size = 50_304  # rows of the token embedding; must be at least the tokenizer's vocabulary size
     model.context_length = 1024  # positions per sequence
     model.num_layers = 12  # number of blocks, summed over paths and stages
-    model.num_heads = 12  # attention heads per block; divides d_model
-    model.d_model = 768  # width of the residual stream; of lgpt and cgpt: in the first stage
-    model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: num_heads
+    model.num_heads = 12  # attention heads per block; must divide d_model
+    model.d_model = 768  # width of the residual stream (of its first stage in lgpt and cgpt)
+    model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
-    model.attention_windows = ()  # attention windows of blocks in positions, tiled over the depth; 0: unlimited.
-    # Example: with (256, 0), windows of 256 positions alternate with full attention
+    model.attention_windows = ()  # sliding attention windows in positions, one per block, repeated over all blocks;
+    # 0: full attention. Example: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
     model.norm_epsilon = 1e-5  # added to the variance
     model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down
     model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's approximation) | "silu"
-    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (on XLA's attention) | "none".
-    # All except "learned" work beyond context_length; training can continue with another context_length
-    # (docs/conversion.md)
+    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (runs on XLA's attention) | "none".
+    # Except with "learned", models also run beyond context_length and can be trained further with another
+    # context_length (docs/conversion.md)
     model.rope_base = 10_000.0  # base of RoPE's frequencies, base^(−2i/head width)
     model.use_bias = False  # use biases in blocks, including LayerNorms
     model.tie_embeddings = False  # share one matrix between token embedding and head
     model.dtype = "bfloat16"  # dtype of matrix products and activations: float32 | bfloat16; weights are float32
     model.attention = "auto"  # attention backend: auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
-    model.scan_layers = False  # loop over blocks: faster compilation, slower steps, more memory
+    model.scan_layers = False  # scan over the blocks: compiles faster, but steps are slower and need more memory
     model.remat = "none"  # rematerialization: "none" | "dots": save only matrix products | "full": save nothing
 
     config.data = data = ConfigDict()
@@ -66,23 +66,24 @@ def paper() -> ConfigDict:
     # separated by commas
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
-    data.invalid_items = "refuse"  # broken lines, and lines without the text field: "refuse" | "skip"
+    data.invalid_items = "refuse"  # if an item is invalid or lacks text_field: "refuse" the source | "skip" the item
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store; an existing store is used unchanged.
     # "": a store in the cache folder, rebuilt when the source changes
-    data.mixture = ""  # several stores with weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…"; replaces source, tokenizer
-    # and store
-    data.packing = "concat"  # "concat": concatenate documents and cut rows | "best_fit": few cuts, some padding
-    data.separate_documents = False  # mask attention between documents in a row
+    data.mixture = ""  # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, source,
+    # tokenizer and store are not used
+    data.packing = "concat"  # "concat": join all documents and cut rows from them | "best_fit": fill rows with
+    # documents that fit, which cuts few documents but needs some padding
+    data.separate_documents = False  # do not let tokens attend to other documents in the same row
     data.workers = 2  # threads that prefetch batches; 0: none
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # data parallelism: replicas of the model; -1: all remaining devices
-    mesh.fsdp = 1  # FSDP: shards of weights, optimizer state and batch. With model.remat "dots" or "full",
+    mesh.data = -1  # data parallelism: number of replicas of the model; -1: all devices that the other axes leave
+    mesh.fsdp = 1  # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full",
     # no device holds the weights of all blocks at the same time
-    mesh.tensor = 1  # tensor parallelism: shards of heads, MLP width and vocabulary
-    mesh.path = 1  # path parallelism: shards of pgpt's paths
+    mesh.tensor = 1  # tensor parallelism: number of shards of heads, MLP width and vocabulary
+    mesh.path = 1  # path parallelism: number of shards of pgpt's paths
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw | lion
@@ -90,7 +91,7 @@ def paper() -> ConfigDict:
     optimizer.warmup_steps = 715  # steps of linear warmup from 0
     optimizer.decay_steps = 19_073  # step at which the cosine decay ends
     optimizer.final_learning_rate = 6e-5  # learning rate from decay_steps on
-    optimizer.weight_decay = 0.1  # applies to matrices, not to biases, norms and path weights
+    optimizer.weight_decay = 0.1  # applies to matrices, but not to biases, norms or path weights
     optimizer.beta1 = 0.9
     optimizer.beta2 = 0.95
     optimizer.clip_norm = 1.0  # maximum norm of the gradient; 0: no clipping
@@ -98,17 +99,18 @@ def paper() -> ConfigDict:
     config.train = train = ConfigDict()
     train.steps = 19_073  # number of training steps
     train.batch_size = 512  # sequences per step, over all devices
-    train.microbatches = 8  # parts of a batch, computed in sequence to save memory, in evaluation too
-    train.loss_chunks = 8  # number of parts of a sequence; logits are computed part by part; divides context_length
+    train.microbatches = 8  # number of parts of a batch, computed one after another in training and in evaluation
+    train.loss_chunks = 8  # number of parts of a sequence, whose logits are computed one after another; must divide
+    # context_length
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations
     train.eval_steps = 20  # batches per evaluation; 0: the whole validation split
     train.checkpoint_every = 1000  # steps between checkpoints; the last step is always saved
     train.keep_checkpoints = 3  # number of newest checkpoints to keep
-    train.on_nonfinite = "stop"  # if loss or gradient is not finite: "stop" the run | "skip" the update.
+    train.on_nonfinite = "stop"  # if the loss or the gradient is not finite: "stop" the run | "skip" the update.
     # Non-finite weights always stop the run
-    train.max_nonfinite = 10  # number of non-finite updates in a row that stops the run
+    train.max_nonfinite = 10  # with "skip": the run stops after this number of consecutive non-finite updates
     return config
 
 

@@ -3,8 +3,9 @@
     python -m smallgpt_jax.prepare --config=configs/cgpt.py
     python -m smallgpt_jax.main --config=configs/cgpt.py --workdir=runs/cgpt
 
-59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs. Eight A100s would take 26 minutes at 40% of their peak; this project
-has not run it at full size. The paper's authors logged a validation loss of 4.3163 at step 5,000, where they stopped.
+The model has 59,293,248 parameters. Training on 10.0B tokens takes 1.6e18 FLOPs: 26 minutes on eight A100s at 40% of
+their peak speed. This project has not trained it at full size. The paper's authors logged a validation loss of 4.3163
+at step 5,000, where they stopped.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 
@@ -17,7 +18,7 @@ from configs import lgpt
 def get_config(size: str = "paper"):
     config = lgpt.get_config(size)
     config.model.architecture = "cgpt"
-    # Taps of each convolution. The paper uses 1, which makes ConvGPT equal to LinearGPT, because a convolution with one
-    # tap is a dense layer.
+    # Number of taps of each convolution. The paper uses 1. ConvGPT then equals LinearGPT, because a convolution with
+    # one tap is a dense layer.
     config.model.conv_kernel = 1 if size == "paper" else 3
     return config

@@ -3,8 +3,8 @@
     python -m smallgpt_jax.prepare --config=configs/gpt.py
     python -m smallgpt_jax.main --config=configs/gpt.py --workdir=runs/gpt
 
-163,007,232 parameters, 10.0B tokens, 8.5e18 FLOPs. Eight A100s would take 2.4 hours at 40% of their peak; this project
-has not run it at full size. The paper's authors logged a validation loss of 3.0742.
+The model has 163,007,232 parameters. Training on 10.0B tokens takes 8.5e18 FLOPs: 2.4 hours on eight A100s at 40% of
+their peak speed. This project has not trained it at full size. The paper's authors logged a validation loss of 3.0742.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

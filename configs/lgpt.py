@@ -1,10 +1,11 @@
-"""LinearGPT of arXiv 2404.14462: 6 stages of 2 blocks, with a dense layer after each stage that halves the width.
+"""LinearGPT of arXiv 2404.14462: 6 stages of 2 blocks; after each stage, a dense layer halves the width.
 
     python -m smallgpt_jax.prepare --config=configs/lgpt.py
     python -m smallgpt_jax.main --config=configs/lgpt.py --workdir=runs/lgpt
 
-59,293,248 parameters, 10.0B tokens, 1.6e18 FLOPs. Eight A100s would take 26 minutes at 40% of their peak; this project
-has not run it at full size. The paper's authors logged a validation loss of 4.3171 at step 5,000, where they stopped.
+The model has 59,293,248 parameters. Training on 10.0B tokens takes 1.6e18 FLOPs: 26 minutes on eight A100s at 40% of
+their peak speed. This project has not trained it at full size. The paper's authors logged a validation loss of 4.3171
+at step 5,000, where they stopped.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 
@@ -17,11 +18,12 @@ from configs import base
 def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "lgpt"
-    config.model.blocks_per_stage = 2  # divides num_layers
+    config.model.blocks_per_stage = 2  # number of blocks in each stage; must divide num_layers
     config.model.compress_last_stage = True  # halve the width after the last stage, too
-    config.model.stage_heads = "fixed"  # number of heads per stage: "fixed" | "scaled": halved with the width
+    config.model.stage_heads = "fixed"  # number of heads: "fixed": same in all stages | "scaled": halved with the width
     if size == "quickstart":
-        config.model.d_model = 192  # gives output width 48; with 32, the head learns little more than word pairs
+        # The output is then 48 wide. With an output of width 32, the model learns little more than bigrams.
+        config.model.d_model = 192
         config.optimizer.learning_rate = 1.5e-3
         config.optimizer.final_learning_rate = 1e-4
     return config

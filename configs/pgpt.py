@@ -3,8 +3,8 @@
     python -m smallgpt_jax.prepare --config=configs/pgpt.py
     python -m smallgpt_jax.main --config=configs/pgpt.py --workdir=runs/pgpt
 
-164,188,417 parameters, 10.0B tokens, 8.6e18 FLOPs. Eight A100s would take 2.4 hours at 40% of their peak; this project
-has not run it at full size. The paper's authors logged a validation loss of 3.2680.
+The model has 164,188,417 parameters. Training on 10.0B tokens takes 8.6e18 FLOPs: 2.4 hours on eight A100s at 40% of
+their peak speed. This project has not trained it at full size. The paper's authors logged a validation loss of 3.2680.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 
@@ -17,6 +17,6 @@ from configs import base
 def get_config(size: str = "paper"):
     config = base.get_config(size)
     config.model.architecture = "pgpt"
-    config.model.num_paths = 2  # parallel paths; divides num_layers
+    config.model.num_paths = 2  # number of parallel paths; must divide num_layers
     config.model.path_weights = "learned"  # weights of the paths: "learned" | "equal"
     return config

@@ -3,12 +3,15 @@
     python -m smallgpt_jax.main --config=configs/run.py:runs/mine --workdir=runs/mine --config.train.steps=4000
     python -m smallgpt_jax.main --config=configs/run.py:runs/gpt2 --workdir=runs/gpt2 --config.data.source=my_texts/
 
-With another --workdir, the same recipe is trained from step 0. To continue a trained model in another folder, on other
-text, or with another context_length (not with learned positions), first import it with `smallgpt_jax.convert
---from=run`.
+The first command continues the run in runs/mine up to step 4,000. The second command fine-tunes an imported model on
+the files in my_texts/.
 
-An imported model has only the `model` group of its config. This file adds the model's own tokenizer, a store in the
-cache folder, and settings for fine-tuning on a few million tokens.
+If --workdir is another folder than the one in --config, the same recipe is trained from step 0. To continue a trained
+model in another folder, on other text, or with another context_length (not possible with learned positions), first
+import the model with `smallgpt_jax.convert --from=run`.
+
+The saved config of an imported model has only the `model` group. This file adds the model's own tokenizer, a token
+store in the cache folder, and settings for fine-tuning on a few million tokens.
 """
 
 from configs import base

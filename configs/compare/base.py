@@ -1,7 +1,7 @@
 """Comparisons of runs: a common config, the fields that each run overrides, and a shared budget.
 
 A comparison is a config with the common fields of its runs and two additional groups: `runs` maps the name of each run
-to the fields that it overrides, and `compare` contains the budget, the seeds and the measurements.
+to the fields that the run overrides, and `compare` contains the budget, the seeds and the measurements to take.
 
 This example compares three widths:
 
@@ -13,7 +13,8 @@ To compare three learning rates instead, replace the last line:
 
         return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
 
-On the command line, fields of a run are set by its name: '--config.runs.lr 0.003.optimizer.warmup_steps=100'.
+On the command line, the name of a run selects its fields: '--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a
+field of the run "lr 0.003".
 """
 
 import importlib
@@ -31,14 +32,14 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     """
     config = common.unlock()
     config.compare = group = ConfigDict()
-    group.budget = "tokens"  # equal for all runs: "tokens" | "flops" of training | "seconds" of training |
-    # "parameters" (by choosing widths) and tokens
-    group.names = ",".join(runs)  # the runs to train, in this order
+    group.budget = "tokens"  # what is equal for all runs: "tokens" | "flops": training FLOPs | "seconds": training
+    # time | "parameters": tokens and, by adapting the widths, parameters
+    group.names = ",".join(runs)  # names of the runs to train, in this order
     group.reference = next(iter(runs), "")  # the run whose train.steps and parameters set the budget
     group.seconds = 0.0  # seconds of training per run, for budget "seconds"
-    group.seeds = 2  # number of seeds per run: train.seed, train.seed + 1, …
+    group.seeds = 2  # number of seeds that each run is trained with: train.seed, train.seed + 1, …
     group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length
-    group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…", sources as in data.source
+    group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
     group.decoding = True  # measure the decoding speed of finished runs
     group.lock().update(compare)
     config.runs = ConfigDict(runs, allow_dotted_keys=True)
@@ -51,7 +52,7 @@ def recipe(name: str, size: str) -> ConfigDict:
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
-    """Returns the fields whose values in `config` differ from `common`, {group: {field: value}}."""
+    """Returns {group: {field: value}} of the fields of `config` that `common` lacks or that differ from `common`."""
     found = {group: {field: value for field, value in fields.items()
                      if field not in common[group] or value != common[group][field]}
              for group, fields in config.to_dict().items()}
@@ -59,6 +60,6 @@ def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
 
 
 def recipes(names, size: str, **compare) -> ConfigDict:
-    """Returns the config of a comparison of recipes; the common config is that of the first recipe."""
+    """Returns the config of a comparison with one run per recipe. The first recipe is the common config."""
     common = recipe(names[0], size)
     return comparison(common, {name: differences(recipe(name, size), common) for name in names}, **compare)

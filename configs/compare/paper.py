@@ -1,13 +1,14 @@
-"""The four architectures of arXiv 2404.14462 at equal budgets.
+"""Comparison of the four architectures of arXiv 2404.14462 at equal budgets.
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
-Trains the four quickstart recipes on equal tokens, with two seeds each, and writes runs/paper/report.html. Takes half
-an hour to an hour on two CPU cores. For other budgets (flops, parameters, seconds):
+Trains the four quickstart recipes on the same number of tokens, with two seeds each, and writes runs/paper/report.html.
+Takes half an hour to an hour on two CPU cores. To use another budget (flops, parameters or seconds), set it on the
+command line:
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
 
-At the paper's size, for GPUs or TPUs: --config=configs/compare/paper.py:paper.
+To train at the paper's size, on GPUs or TPUs, use --config=configs/compare/paper.py:paper.
 """
 
 from configs.compare import base
@@ -15,5 +16,5 @@ from configs.compare import base
 
 def get_config(size: str = "quickstart"):
     config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
-    config.runs.cgpt.model.conv_kernel = 1  # the paper's value, at every size
+    config.runs.cgpt.model.conv_kernel = 1  # the paper's value; the cgpt recipe uses another at small sizes
     return config

@@ -1,8 +1,9 @@
-"""Comparison of ParallelGPT with one, two and four paths, and with learned and equal path weights.
+"""Comparison of ParallelGPT with different numbers of paths, with equal path weights, and of GPT.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-All runs have the same number of blocks. ParallelGPT with one path is GPT with a dense layer before its blocks.
+ParallelGPT has one, two or four paths with learned weights, or two paths with equal weights. All runs have the same
+number of blocks. ParallelGPT with one path is GPT with a dense layer before its blocks.
 """
 
 from configs.compare import base

@@ -1,10 +1,11 @@
-"""Comparison of four position encodings for a small GPT, also beyond the training context.
+"""Comparison of four position encodings of a small GPT, within and beyond the training context.
 
     python -m smallgpt_jax.compare --config=configs/compare/positions.py --output=runs/positions
 
-Except for learned positions, which end at the training context, the report also has the loss at 2 and 4 times the
-training context. With --config.compare.texts=NAME=FOLDER, it also has the loss on other texts. For another
-architecture, set --config.model.architecture=lgpt and the fields that this architecture needs.
+The report contains the loss at the training context and at 2 and 4 times its length. Learned positions end at the
+training context, so their loss is reported only there. With --config.compare.texts=NAME=FOLDER, the report also
+contains the loss on other texts. To use another architecture, for example lgpt, set --config.model.architecture=lgpt
+and the fields that this architecture needs.
 """
 
 from configs.compare import base

@@ -1,14 +1,14 @@
-"""Comparison of variants of LinearGPT and ConvGPT: number of stages, heads per stage, size of the convolutions.
+"""Comparison of LinearGPT and ConvGPT with different numbers of stages, numbers of heads and convolution sizes.
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
-The first run is the recipe itself. The other runs change it:
+The first run is the LinearGPT recipe itself, named "halved n×" after its number of stages. The names of the runs mean:
 
-- "halved n×": n stages, each followed by a layer that halves the width
+- "halved n×": the model has n stages, each followed by a layer that halves the width
 - "last stage kept": the width is not halved after the last stage
-- "scaled heads": the number of heads halves from stage to stage, and the head width stays constant; omitted if the
-  number of heads cannot be halved often enough
-- "conv n": causal convolutions of n taps halve the width, instead of dense layers
+- "scaled heads": the number of heads halves from stage to stage, and the head width stays constant. This run is omitted
+  if the number of heads cannot be halved often enough.
+- "conv n": the width is halved by causal convolutions of n taps instead of dense layers
 - "gpt": the GPT recipe
 """
 

@@ -86,9 +86,9 @@ def format_plan(program: Program, result: Estimate) -> str:
     if result.estimated_cycles:
         seconds = result.estimated_step_seconds
         lines += [
-            "", "Compiler estimates without waiting for collectives, not measurements:",
+            "", "Compiler estimates, not measurements; time spent waiting for collectives is not included:",
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, and {result.kernel_cycles / 1e6:,.1f} M in "
-            "attention kernels (their products at the chip's peak)",
+            "attention kernels (matrix products only, at the chip's peak)",
             f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
             f"{result.estimated_mfu:.0%} MFU"]
     return "\n".join(lines)
@@ -100,7 +100,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
     rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
     if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads:
-        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} excludes positions and an untied head")
+        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} in attention, MLP and token embedding")
     return lines
 
 

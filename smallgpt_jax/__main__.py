@@ -1,4 +1,4 @@
-"""Lists the commands.
+"""Lists the commands of this project.
 
     python -m smallgpt_jax
 """

@@ -31,7 +31,7 @@ from smallgpt_jax.step import TrainState
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
-# Errors of the machine; the checkpoint itself may be undamaged.
+# These errors come from the machine; the checkpoint itself may be undamaged.
 MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
                   errno.ETIMEDOUT}
 
@@ -72,7 +72,7 @@ class Checkpoints:
             self._failed(error)
 
     def save_imported(self, params, model_state) -> None:
-        """Writes the variables of an imported model as the checkpoint of step 0. Raises on failure."""
+        """Writes the variables of an imported model as the checkpoint of step 0. Raises an exception on failure."""
         items = {"params": params} | ({"model_state": model_state} if model_state else {})
         self._manager.save(0, args=ocp.args.Composite(
             **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
@@ -88,11 +88,11 @@ class Checkpoints:
         """Waits for the write in progress, if any."""
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # the file system, tensorstore and orbax raise many types
+        except Exception as error:  # the file system, tensorstore and orbax raise many types of exceptions
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # an error of the devices, not of the disk
+        if isinstance(error, jax.errors.JaxRuntimeError):  # the error comes from the devices, not from the disk
             raise error
         if distributed.is_primary():
             self._remove_unfinished()
@@ -104,7 +104,8 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk.
 
-        Repeats the removal until four consecutive polls find nothing, because pending writes may recreate a folder.
+        Looks for them repeatedly, until it finds none four times in a row, because pending writes may create a removed
+        folder again.
         """
         gone = 0
         for _ in range(50):
@@ -119,9 +120,9 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        `abstract` has the shapes and shardings. The returned `opt_state` is None at step 0. Logs damaged checkpoints
-        that are newer than the returned state and moves them to DAMAGED_FOLDER. Raises UserError if all checkpoints
-        are damaged, or if the machine fails to read one.
+        `abstract` has the shapes and shardings of the state. The returned `opt_state` is None at step 0. Damaged
+        checkpoints that are newer than the returned state are logged and moved to DAMAGED_FOLDER. Raises UserError if
+        all checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in sorted((path.name for path in self.folder.iterdir() if path.name.isdecimal()), key=int,
@@ -136,7 +137,7 @@ class Checkpoints:
             if distributed.any_process(trouble is not None):
                 damaged[name] = why or "another process could not read it"
                 continue
-            if changed := find_changed_array(saved):  # collective: all processes compute the checksums
+            if changed := find_changed_array(saved):  # all processes compute the checksums together
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
@@ -150,18 +151,18 @@ class Checkpoints:
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
-        """Returns the `unlogged_losses` saved with `step`; [] for checkpoints of older versions."""
+        """Returns the `unlogged_losses` that were saved with `step`; [] if an older version wrote the checkpoint."""
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Returns the parameters and model state of `step`. Raises UserError if they are damaged or unreadable."""
+        """Returns the parameters and model state of `step`. Raises UserError if they are damaged or cannot be read."""
         try:
             saved = self._read(step, {"params": abstract_params} | (
                 {"model_state": abstract_model_state} if abstract_model_state else {}))
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
             return saved["params"], saved.get("model_state", {})
-        except Exception as error:  # tensorstore and orbax raise many types
+        except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
             raise UserError(
@@ -169,12 +170,12 @@ class Checkpoints:
                 "smallgpt_jax.main, which resumes from an older checkpoint") from None
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
-        """Returns the saved items, or the error that prevented reading them."""
+        """Returns (saved items, None), or (None, error) if reading has failed."""
         items = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if step else {}) | (
             {"model_state": abstract.model_state} if abstract.model_state else {})
         try:
             return self._read(step, items), None
-        except Exception as error:  # tensorstore and orbax raise many types
+        except Exception as error:  # tensorstore and orbax raise many types of exceptions
             return None, error
 
     def _read(self, step: int, abstract: dict) -> dict:
@@ -198,9 +199,9 @@ class Checkpoints:
 
 @functools.cache
 def report_thread_errors_once() -> None:
-    """Silences duplicate reports of failed writes.
+    """Silences duplicate reports of a failed write, whose exception this module reports.
 
-    Orbax both logs and raises the errors, and tensorstore prints a traceback per abandoned write.
+    Without this, orbax also logs the error that it raises, and tensorstore prints a traceback per abandoned write.
     """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -214,12 +215,12 @@ def report_thread_errors_once() -> None:
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Returns whether an error comes from the machine, not from a damaged checkpoint."""
+    """Returns whether an error comes from the machine (permissions, I/O, memory, devices), not from a checkpoint."""
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 
 
 def find_changed_array(saved: dict) -> str | None:
-    """Returns the name of the first array in `saved` whose checksum differs from the saved checksum, or None."""
+    """Returns the name of the first array in `saved` that does not match its saved checksum, or None."""
     for item in sorted(saved.keys() - {"check"}):
         sums = bit_checksums(saved[item])
         if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:

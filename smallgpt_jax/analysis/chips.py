@@ -1,4 +1,4 @@
-"""Peak speed and memory of accelerators, from the vendors' data sheets, and TPU topologies."""
+"""The peak speed and memory of accelerators, from the vendors' data sheets, and the devices of TPU topologies."""
 
 import dataclasses
 import importlib.util
@@ -17,18 +17,18 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The peak dense bfloat16 FLOP/s of a device, its memory in bytes and, for TPUs, the clock rate in Hz."""
+    """A device's peak FLOP/s (bfloat16, dense), its memory in bytes and, for TPUs, its clock rate in Hz."""
 
     flops: float
     hbm: float
     hertz: float | None = None
 
 
-# Keys are values of JAX's device_kind; for GPUs, prefixes of it.
-# TPUs: cloud.google.com/tpu/docs/system-architecture-tpu-vm. Clock rates are derived from the peak and the matrix
-# units; for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# GPUs: NVIDIA's data sheets. Their figures with sparsity are twice the dense figures here: 1,513 TFLOP/s for H100 PCIe,
-# 1,671 for H100 NVL and for H200 NVL.
+# A TPU's key is JAX's device_kind; a GPU's key is a prefix of the device_kind.
+# The figures for TPUs are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. A clock rate is derived from the
+# peak and the number of matrix units: for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+# The figures for GPUs are from NVIDIA's data sheets. Some sheets give only the speed with sparsity, which is twice the
+# dense speed here: 1,513 TFLOP/s for H100 PCIe, 1,671 for H100 NVL and for H200 NVL.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
@@ -47,7 +47,7 @@ TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6
 def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip for a `jax.Device.device_kind`, or None for unknown kinds and CPUs.
 
-    GPUs match the longest name that is a prefix of `device_kind`.
+    For a GPU, this is the chip with the longest name that `device_kind` starts with.
     """
     matching = [name for name in CHIPS if device_kind == name
                 or (name.startswith("NVIDIA") and device_kind.startswith(name))]
@@ -55,7 +55,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def device_name(device: jax.Device) -> str:
-    """Returns the name of a device: its `device_kind`, or for CPUs the model name in /proc/cpuinfo, if any."""
+    """Returns the name of a device: the model name in /proc/cpuinfo for CPUs, if it exists; otherwise `device_kind`."""
     if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
                   if line.startswith("model name")]
@@ -74,7 +74,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
     if not is_cpu and (kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)):
         raise UserError(f"--topology={topology}: unknown; choose {', '.join(TPU_SLICES.values())}, "
                         "another shape of these chips, or cpu:N")
-    jax.config.update("jax_enable_compilation_cache", False)  # cannot hold programs for absent devices
+    jax.config.update("jax_enable_compilation_cache", False)  # the cache cannot hold programs for absent devices
     if is_cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
@@ -87,7 +87,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
     kind, _, shape = topology.partition(":")
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs needs no TPU
-    os.environ.update({  # no queries to the metadata server, no log, several processes at a time
+    # libtpu then sends no queries to the metadata server, writes no log, and runs in several processes at a time.
+    os.environ.update({
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
         "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})

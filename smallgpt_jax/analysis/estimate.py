@@ -28,12 +28,14 @@ class Estimate:
     - `needed_bytes`: total memory of a training step.
     - `eval_needed_bytes`: total memory during an evaluation step, including the optimizer state. None if training does
       not fit.
-    - `estimated_cycles`: the compiler's estimate for a training step, without kernels and without waiting for
-      collectives.
-    - `kernel_cycles`: roofline estimate of the kernels, see `kernel_seconds`.
-    - `collectives`: kind → count and bytes. None if the program does not fit or its HLO cannot be read.
+    - `estimated_cycles`: the compiler's estimate for a training step. It includes neither Pallas kernels nor waiting
+      for collectives.
+    - `kernel_cycles`: roofline estimate for the kernels, see `kernel_seconds`.
+    - `collectives`: {kind: count and bytes} of a training step. None if the step does not fit or its HLO cannot be
+      read.
 
-    Cycles and speed are None if `collectives` is None, on CPUs, and if the cost of a kernel is unknown.
+    Cycles and speed are None if `collectives` is None, if the devices are not TPUs, or if the cost of a kernel is
+    unknown.
     """
 
     parameters: int
@@ -63,9 +65,9 @@ class Estimate:
 
 
 def estimate(program: "Program") -> Estimate:
-    """Compiles the training and evaluation steps of `program` and returns their estimate.
+    """Compiles the training step and the evaluation step of `program` and returns their estimate.
 
-    If the program does not fit into memory, `Estimate.fits` is False.
+    If a step does not fit into the memory of a device, `Estimate.fits` is False.
     """
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
@@ -100,7 +102,7 @@ def estimate(program: "Program") -> Estimate:
 
 
 def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
-    """Returns the compiled training step and its HLO, or None instead of the HLO if it cannot be read."""
+    """Returns the compiled training step and its HLO. The HLO is None if it cannot be read."""
     if program.mesh.devices.flat[0].platform != "tpu":
         step = program.compile_train_step()
         return step, hlo.Program(step.as_text())
@@ -112,9 +114,9 @@ def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Progr
 def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
     """Returns the HLO of a compiled training step, or None if it cannot be read.
 
-    Reads the TPU compiler's dump if there is one, otherwise `as_text()`. The texts are the same, but for TPU v5p and
-    v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2: "async-update
-    instruction should have 1 operands but sees 3").
+    Reads the TPU compiler's dump in the folder `dump` if there is one, otherwise `program.as_text()`. Both have the
+    same text, but for TPU v5p and v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51, jaxlib
+    0.10.2: "async-update instruction should have 1 operands but sees 3").
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
@@ -126,9 +128,10 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
 
 
 def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
-    """Returns the bytes of an evaluation step's temporaries, or None if they do not fit, and the total bytes needed.
+    """Returns the bytes of an evaluation step's temporaries and the total bytes that evaluation needs.
 
-    The total includes the optimizer state, which stays in memory during evaluation.
+    The bytes of the temporaries are None if the step does not fit into memory. The total includes the optimizer state,
+    which stays in memory during evaluation.
     """
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
@@ -139,7 +142,7 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(needs) -> int:
-    """Returns the total bytes of a program's arguments, temporaries and results that do not alias an argument."""
+    """Returns the total bytes of a program's arguments and temporaries, and of the results that alias no argument."""
     return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
             + needs.output_size_in_bytes - needs.alias_size_in_bytes)
 
@@ -150,9 +153,10 @@ TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
 
 
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
-    """Returns the bytes that a program needs, from the compiler's out-of-memory error; re-raises other errors.
+    """Returns the bytes that a program needs according to the compiler's out-of-memory error.
 
-    `argument_bytes` are added if the error message gives only the temporaries.
+    If the error message counts only the temporaries, adds `argument_bytes`, the bytes of the program's arguments.
+    Re-raises other errors.
     """
     found = TOO_LARGE.search(str(error))
     if not found:
@@ -175,25 +179,27 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Kernel → number of matrix products, each as large as weights · values. "online-softmax" is the TPU compiler's kernel
-# for plain attention: it turns scores (its first operand) into weights and multiplies them by the values.
+# Kernel → number of its matrix products; each has as many FLOPs as the product of attention weights and values.
+# "online-softmax" is the TPU compiler's kernel for plain attention: it turns scores (its first operand) into weights
+# and multiplies them by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
 
 def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
-    """Returns the seconds that an attention kernel's products take at peak speed, or None for an unknown kernel.
+    """Returns the seconds that an attention kernel's matrix products take at peak speed; None for an unknown kernel.
 
-    Products are counted as the matrix unit computes them: heads are padded to a width of 128, and splash attention
-    computes only the (512 × 512) blocks on and below the diagonal. Memory traffic is ignored. It takes less time than
-    the products, except for "online-softmax", which reads the scores.
+    `line` is the HLO instruction that calls the kernel. Products are counted as the matrix unit computes them: heads
+    are padded to a width of 128, and splash attention computes only the (512 × 512) blocks on and below the diagonal.
+    Memory traffic is ignored, because it takes less time than the products. Only in "online-softmax", which reads the
+    scores, it takes more.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:
         return None
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
-    # The last two axes are head width and positions, in either order.
+    # The last two axes of the operand are head width and positions, in either order.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     blocks = positions // math.gcd(positions, 512)
@@ -205,14 +211,14 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
 def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log: Callable[[str], None]) -> int:
     """Returns the largest batch size with which training and evaluation fit into `hbm` bytes per device.
 
-    The search interpolates memory linearly between a batch size that fits and one that does not, to compile few
-    programs. Raises UserError if no batch size fits.
+    To compile few programs, the search interpolates the memory linearly between a batch size that fits and one that
+    does not. Raises UserError if no batch size fits.
 
     Args:
       build: returns the program for a batch size.
-      parts: divisor of all batch sizes.
+      parts: number that must divide the batch size.
       hbm: memory per device in bytes.
-      log: called with a line per compiled batch size.
+      log: called with one line of text for each batch size that is tried.
     """
     needed: dict[int, int] = {}
 

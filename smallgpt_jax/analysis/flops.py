@@ -8,16 +8,16 @@ from jax.extend import core
 
 from smallgpt_jax.models import LanguageModel, abstract_params
 
-# Primitives that contain products but cannot be counted; they raise an error rather than count as zero.
+# Primitives with matrix products whose FLOPs cannot be counted. They raise an error instead of counting as zero.
 OTHER_CONTRACTIONS = ("conv_general", "ragged_dot", "scaled_matmul", "custom_call", "pallas_call", "fft",
                       "triangular_solve")
 
 
 def train_flops_per_token(model: LanguageModel) -> float:
-    """Returns the FLOPs per token of training: three times those of the forward pass's matrix products.
+    """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). For every backend, attention is counted in full, as if it were not causal, which is the convention of
+    section 2.1). For every backend, attention is counted in full, as if it were not causal. This is the convention of
     model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
     model = model.clone(config=dataclasses.replace(model.config, attention="reference", remat="none"))
@@ -27,10 +27,11 @@ def train_flops_per_token(model: LanguageModel) -> float:
 
 
 def matmul_flops(function, *arguments) -> int:
-    """Returns the multiplications and additions in the matrix products of function(*arguments).
+    """Returns the number of multiplications and additions in the matrix products of function(*arguments).
 
-    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop counts once per iteration; of a conditional, only
-    the most expensive branch counts. Raises ValueError for products in a loop of unknown length.
+    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration. In a conditional,
+    only the most expensive branch is counted. Raises ValueError for products in a loop of unknown length, and for
+    products that are not a dot_general.
     """
     return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 

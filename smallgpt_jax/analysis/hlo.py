@@ -17,7 +17,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction: `shape` is the text of the result's type, `line` the text of the whole instruction."""
+    """One HLO instruction. `shape` is the text of the result's type; `line` is the text of the whole instruction."""
 
     shape: str
     opcode: str
@@ -34,19 +34,22 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's cycle estimate, or 0 if there is none (kernels, collectives)."""
+        """The compiler's cycle estimate for the instruction; 0 for kernels and collectives, which have no estimate."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
 
     @property
     def channel(self) -> str:
-        """The channel id, which all instructions of one asynchronous collective share; `line` if there is none."""
+        """The channel id, which all instructions of one asynchronous collective share.
+
+        For an instruction without a channel id, `line`.
+        """
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
 
     @property
     def scatters(self) -> bool:
-        """Whether the instruction is a TPU fusion of an all-reduce and a slice, which is a reduce-scatter."""
+        """Whether the instruction is a reduce-scatter in the form of a TPU fusion of an all-reduce and a slice."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
@@ -67,7 +70,7 @@ def bits(dtype: str) -> int:
 
 
 class Program:
-    """A compiled program: its computations by name, each a list of instructions."""
+    """The HLO of a compiled program: the list of instructions of each computation, by the computation's name."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -80,10 +83,15 @@ class Program:
                 body.append(Instruction(instruction[1], instruction[2], line))
 
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Returns kind of collective → number of executions and total bytes of the results, per device."""
+        """Returns {kind: {"count": …, "bytes": …}} of the collectives that a device executes.
+
+        For each kind, such as "all-reduce", "count" is the number of executions and "bytes" the total size of the
+        results.
+        """
         channels = {}  # an asynchronous collective has several instructions with the same channel
         for times, instruction in self.executed():
-            kind = instruction.opcode.removesuffix("-done")  # not "-start", whose result includes operands
+            # Of an asynchronous collective, "-done" is counted. The result of "-start" also includes the operands.
+            kind = instruction.opcode.removesuffix("-done")
             if instruction.scatters:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES:
@@ -96,7 +104,7 @@ class Program:
         return found
 
     def cycles(self) -> int:
-        """Returns the compiler's cycle estimate for the program, without kernels or waiting for collectives."""
+        """Returns the compiler's cycle estimate for the program. It excludes kernels and waiting for collectives."""
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:
@@ -105,9 +113,10 @@ class Program:
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields pairs (number of executions, instruction) of the computation `name`, by default of the whole program.
+        """Yields (number of executions, instruction) for the instructions of a computation and of those that it calls.
 
-        With `fused`, instructions inside fusions are included. `times` is the number of executions of the computation.
+        `name` is the name of the computation, by default the program's entry. `times` is the number of executions of
+        the computation itself. With `fused`, instructions inside fusions are included.
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
@@ -120,7 +129,7 @@ class Program:
                     yield from self.executed(fused, called, times)
 
     def trips(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop, as annotated by the compiler or from the loop's condition."""
+        """Returns the number of iterations of a loop: the compiler's annotation, or else the constant in its condition."""
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

@@ -1,8 +1,15 @@
-"""Memory of a training step by formula, for comparison with the compiler's figures.
+"""Computes the memory of a training step by a formula, for comparison with the compiler's figures.
 
-Symbols (similar to Korthikanti et al., arXiv 2205.05198): B sequences per device at a time, S positions, D model width,
-F MLP width / D, H heads, L blocks, V vocabulary, N ≈ (4 + 2F)·L·D² + V·D parameters, T tensor-parallel shards, e bytes
-per activation, Q queries per chunk of XLA's attention. A training step of a GPT needs, in bytes per device:
+The symbols are similar to those of Korthikanti et al., arXiv 2205.05198:
+
+    B  sequences per device at a time      L  blocks
+    S  positions per sequence              V  vocabulary size
+    D  model width                         N  parameters, ≈ (4 + 2F)·L·D² + V·D
+    F  MLP width / D                       T  tensor-parallel shards
+    H  heads                               e  bytes per activation
+    Q  queries per chunk of XLA's attention
+
+A training step of a GPT needs these bytes per device:
 
     weights                4·N / (fsdp·T)
     gradients              4·N / (fsdp·T)
@@ -34,14 +41,15 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
                      separate_documents: bool) -> dict[str, float]:
     """Returns the terms of this module's formula, in bytes per device, with `sequences` sequences at a time.
 
-    Weights and moments are computed from `state` (shapes with shardings), for any optimizer and mesh.
+    The sizes of weights, gradients and moments are not estimates: they are computed from `state` (shapes with
+    shardings), so they are exact for any optimizer and mesh.
     """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
-    # Saved activations per position and block, in units of the model width: `qkv` for queries, keys, values and
-    # attention outputs; `inner` for the MLP's activation and its derivative, plus the up-projection and the product if
-    # the MLP is gated.
+    # Saved activations per position and block, in units of the model width. `qkv` counts queries, keys, values and
+    # attention outputs. `inner` counts the MLP's activation and its derivative, and in a gated MLP also the
+    # up-projection and the product.
     qkv = 2 + 2 * c.kv_heads / c.num_heads
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
@@ -73,7 +81,11 @@ def format_bytes(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """Identical attention layers: `count` per device, computed by `backend`; `why` is the reason for a fallback."""
+    """A group of identical attention layers.
+
+    `count` is the number of layers per device, `backend` the backend that computes them, and `why` the reason for a
+    fallback to this backend ("" if it is not a fallback).
+    """
 
     count: int
     width: int
@@ -85,7 +97,7 @@ class AttentionLayers:
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of a model of any architecture, found by the axis names of their weights."""
+    """Returns the attention layers of a model. Finds them in any architecture, by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     for path, box in jax.tree_util.tree_leaves_with_path(
@@ -104,7 +116,10 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns the window of each attention module by module path, from a trace: the weights do not contain windows."""
+    """Returns the attention window of each attention module, {module path: window}.
+
+    Traces the model, because the windows cannot be inferred from the weights.
+    """
     windows = {}
 
     def record(call, arguments, keywords, method):
@@ -119,7 +134,7 @@ def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Returns component of the model → number of parameters; custom modules are listed under their own names."""
+    """Returns {component: number of parameters}; custom modules are listed under their own names."""
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):

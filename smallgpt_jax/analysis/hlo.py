@@ -129,7 +129,7 @@ class Program:
                     yield from self.executed(fused, called, times)
 
     def trips(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop: the compiler's annotation, or else the constant in its condition."""
+        """Returns the number of iterations of a loop: the compiler's annotation, or the constant in its condition."""
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

@@ -96,8 +96,8 @@ def test_activation_memory_matches_the_formula(fields, kept):
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
     found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)
-    # CPUs use XLA's attention, which saves the attention weights of 128 queries at a time. The weights of such a chunk
-    # cover the keys up to its last query.
+    # CPUs use XLA's attention. It saves attention weights for every chunk of 128 queries and all keys up to the chunk's
+    # last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
@@ -260,7 +260,7 @@ def test_names_a_missing_compiler(monkeypatch):
 
 
 class UnreadableProgram:
-    """A compiled program whose `as_text` fails, which happens for TPU v5p and v6e."""
+    """A compiled program whose `as_text` fails, which can happen for TPU v5p and v6e."""
 
     def as_text(self):
         raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction should have 1 operands")

@@ -45,7 +45,7 @@ def test_conclusion_compares_runs_with_the_same_seed():
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """Uses only results of the last step, for the whole model in its own dtype, on all examples of a task.
+    """Only these results are used: of the last step, for the whole model in its own dtype, on all examples of a task.
 
     Results with different numbers of shots or examples are separate entries.
     """

@@ -32,7 +32,7 @@ from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.workdir import CHECKPOINT_FOLDER
 
 ROOT = Path(__file__).parent.parent
-EVERY = 10  # steps between checkpoints, and between evaluations
+EVERY = 10  # steps between two checkpoints and between two evaluations
 
 
 class Run:

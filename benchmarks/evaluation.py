@@ -53,7 +53,7 @@ def main() -> None:
     scorer = RecordingScorer(model, params)
 
     def language_model():
-        from smallgpt_jax.evaluation.harness import SmallGPT  # here, so that its time is measured
+        from smallgpt_jax.evaluation.harness import SmallGPT  # imported here, so that the import is timed
 
         return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 

@@ -4,8 +4,8 @@
 
 Each of --rounds rounds first measures a full run of --steps steps, which reads data and writes progress, metrics.jsonl,
 TensorBoard files and checkpoints. It then measures the same number of steps alone: calls of the same compiled training
-step, always with the same batch. The time of the full run is computed from the speeds that it logs, without the first
-one. These speeds exclude compilation, evaluation and the start of a checkpoint, but not the writing of checkpoints in
+step, always with the same batch. The time of the full run is computed from the speeds that it logs, except the first of
+them. These speeds exclude compilation, evaluation and the start of a checkpoint, but not the writing of checkpoints in
 the background. Prints the milliseconds per step of both, the relative overhead and, as the last line, a JSON object.
 """
 

@@ -29,13 +29,13 @@ from smallgpt_jax.ops import activations, attention, cross_entropy, matmul
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds; each times both implementations.",
                                 lower_bound=1)
-_ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names start with one of these.")
+_ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names start with one of these words.")
 
 
 def training(function):
-    """Returns a function that computes a gradient of `function` with respect to all arguments.
+    """Returns a function that computes gradients of `function`, as training does.
 
-    It is the gradient of a weighted sum of the elements of the output.
+    They are the gradients of a weighted sum of the output's elements with respect to all arguments.
     """
     def weighted_sum(*arguments):
         y = function(*arguments)

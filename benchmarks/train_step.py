@@ -103,7 +103,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a gpt with the config's sizes. Its FLOPs stand for those of the peer, which has the same architecture."""
+    """Returns a gpt with the config's sizes, for counting the FLOPs of the peer, which has the same architecture."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, "architecture": "gpt"})
 
@@ -217,7 +217,10 @@ def check_peer(configs: list[ConfigDict]) -> None:
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Measures models of the same sizes. Returns one row per config, and one for the peer unless --peer=none."""
+    """Measures the models of `configs`, which must have the same sizes, and the peer unless --peer=none.
+
+    Returns one row of results per model.
+    """
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)

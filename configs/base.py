@@ -38,10 +38,10 @@ def paper() -> ConfigDict:
     model.context_length = 1024  # positions per sequence
     model.num_layers = 12  # number of blocks, summed over paths and stages
     model.num_heads = 12  # attention heads per block; must divide d_model
-    model.d_model = 768  # width of the residual stream (of its first stage in lgpt and cgpt)
+    model.d_model = 768  # width of the residual stream; in lgpt and cgpt, width of the first stage
     model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
-    model.attention_windows = ()  # sliding attention windows in positions, one per block, repeated over all blocks;
+    model.attention_windows = ()  # attention window of each block, in positions; the list is repeated over all blocks.
     # 0: full attention. Example: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
     model.norm_epsilon = 1e-5  # added to the variance
@@ -66,7 +66,7 @@ def paper() -> ConfigDict:
     # separated by commas
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
-    data.invalid_items = "refuse"  # if an item is invalid or lacks text_field: "refuse" the source | "skip" the item
+    data.invalid_items = "refuse"  # if lines or rows are invalid or lack text_field: "refuse" the source | "skip" them
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store; an existing store is used unchanged.
@@ -79,7 +79,7 @@ def paper() -> ConfigDict:
     data.workers = 2  # threads that prefetch batches; 0: none
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # data parallelism: number of replicas of the model; -1: all devices that the other axes leave
+    mesh.data = -1  # data parallelism: number of replicas of the model; -1: as many as the other axes allow
     mesh.fsdp = 1  # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full",
     # no device holds the weights of all blocks at the same time
     mesh.tensor = 1  # tensor parallelism: number of shards of heads, MLP width and vocabulary

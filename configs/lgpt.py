@@ -3,9 +3,9 @@
     python -m smallgpt_jax.prepare --config=configs/lgpt.py
     python -m smallgpt_jax.main --config=configs/lgpt.py --workdir=runs/lgpt
 
-The model has 59,293,248 parameters. Training on 10.0B tokens takes 1.6e18 FLOPs: 26 minutes on eight A100s at 40% of
-their peak speed. This project has not trained it at full size. The paper's authors logged a validation loss of 4.3171
-at step 5,000, where they stopped.
+The model has 59,293,248 parameters. Training on 10.0B tokens takes 1.6e18 FLOPs, or 26 minutes on eight A100s at 40% of
+their peak speed. This project has not trained the model at full size. The paper's authors logged a validation loss of
+4.3171 at step 5,000, where they stopped.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 
@@ -22,7 +22,8 @@ def get_config(size: str = "paper"):
     config.model.compress_last_stage = True  # halve the width after the last stage, too
     config.model.stage_heads = "fixed"  # number of heads: "fixed": same in all stages | "scaled": halved with the width
     if size == "quickstart":
-        # The output is then 48 wide. With an output of width 32, the model learns little more than bigrams.
+        # The output then has width 48. The quickstart's usual d_model of 128 would give width 32, with which the model
+        # learns little more than bigrams.
         config.model.d_model = 192
         config.optimizer.learning_rate = 1.5e-3
         config.optimizer.final_learning_rate = 1e-4

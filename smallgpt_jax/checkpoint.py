@@ -137,7 +137,7 @@ class Checkpoints:
             if distributed.any_process(trouble is not None):
                 damaged[name] = why or "another process could not read it"
                 continue
-            if changed := find_changed_array(saved):  # all processes compute the checksums together
+            if changed := find_changed_array(saved):  # every process must take part in the computation
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
@@ -199,9 +199,9 @@ class Checkpoints:
 
 @functools.cache
 def report_thread_errors_once() -> None:
-    """Silences duplicate reports of a failed write, whose exception this module reports.
+    """Silences the reports of failed writes by orbax and tensorstore; `Checkpoints` reports each error itself.
 
-    Without this, orbax also logs the error that it raises, and tensorstore prints a traceback per abandoned write.
+    Orbax logs every error that it raises, and tensorstore prints a traceback per abandoned write.
     """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -215,7 +215,10 @@ def report_thread_errors_once() -> None:
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Returns whether an error comes from the machine (permissions, I/O, memory, devices), not from a checkpoint."""
+    """Returns whether an error comes from the machine (permissions, I/O, memory, devices).
+
+    Other errors are caused by a damaged checkpoint.
+    """
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 
 

@@ -1,9 +1,9 @@
-"""Comparison of ParallelGPT with different numbers of paths, with equal path weights, and of GPT.
+"""Comparison of ParallelGPT with one, two and four paths, ParallelGPT with equal path weights, and GPT.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-ParallelGPT has one, two or four paths with learned weights, or two paths with equal weights. All runs have the same
-number of blocks. ParallelGPT with one path is GPT with a dense layer before its blocks.
+All runs have the same number of blocks. The path weights are learned, except in the run "2 equal paths". ParallelGPT
+with one path is GPT with a dense layer before its blocks.
 """
 
 from configs.compare import base

@@ -27,8 +27,8 @@ class Chip:
 # A TPU's key is JAX's device_kind; a GPU's key is a prefix of the device_kind.
 # The figures for TPUs are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. A clock rate is derived from the
 # peak and the number of matrix units: for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# The figures for GPUs are from NVIDIA's data sheets. Some sheets give only the speed with sparsity, which is twice the
-# dense speed here: 1,513 TFLOP/s for H100 PCIe, 1,671 for H100 NVL and for H200 NVL.
+# The figures for GPUs are from NVIDIA's data sheets. With sparsity, the sheets give 1,513 TFLOP/s for H100 PCIe and
+# 1,671 TFLOP/s for H100 NVL and H200 NVL, which is twice the dense speed.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
@@ -87,7 +87,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
     kind, _, shape = topology.partition(":")
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs needs no TPU
-    # libtpu then sends no queries to the metadata server, writes no log, and runs in several processes at a time.
+    # With these variables, libtpu sends no queries to the metadata server, writes no log, and can run in several
+    # processes at a time.
     os.environ.update({
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",

@@ -42,7 +42,7 @@ class Instruction:
     def channel(self) -> str:
         """The channel id, which all instructions of one asynchronous collective share.
 
-        For an instruction without a channel id, `line`.
+        If the instruction has no channel id, `line`.
         """
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
@@ -70,7 +70,7 @@ def bits(dtype: str) -> int:
 
 
 class Program:
-    """The HLO of a compiled program: the list of instructions of each computation, by the computation's name."""
+    """The HLO of a compiled program. `computations` maps the name of each computation to its list of instructions."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -113,7 +113,7 @@ class Program:
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields (number of executions, instruction) for the instructions of a computation and of those that it calls.
+        """Yields pairs (number of executions, instruction) of a computation and of the computations that it calls.
 
         `name` is the name of the computation, by default the program's entry. `times` is the number of executions of
         the computation itself. With `fused`, instructions inside fusions are included.

@@ -9,6 +9,8 @@ The symbols are similar to those of Korthikanti et al., arXiv 2205.05198:
     H  heads                               e  bytes per activation
     Q  queries per chunk of XLA's attention
 
+`fsdp` is the number of FSDP shards, `chunks` is config.train.loss_chunks.
+
 A training step of a GPT needs these bytes per device:
 
     weights                4·N / (fsdp·T)

@@ -17,10 +17,9 @@ def train_flops_per_token(model: LanguageModel) -> float:
     """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). For every backend, attention is counted in full, as if it were not causal. This is the convention of
-    model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
+    section 2.1). The FLOPs of attention do not depend on the backend, see `ops.attention.counted`.
     """
-    model = model.clone(config=dataclasses.replace(model.config, attention="reference", remat="none"))
+    model = model.clone(config=dataclasses.replace(model.config, attention="counted", remat="none"))
     time = model.config.context_length
     tokens = jax.ShapeDtypeStruct((1, time), "int32")
     return 3 * matmul_flops(model.apply, {"params": abstract_params(model)}, tokens) / time

@@ -68,8 +68,9 @@ class OutputProjection(Dense):
 class Attention(nn.Module):
     """Causal self-attention; grouped-query attention if `num_kv_heads` is less than `num_heads`.
 
-    In decoding, the cache stores the keys (after RoPE) and values of all previous positions: 2·B·S·G·K elements of the
-    model's dtype, for batch size B, cache length S, G key–value heads and head width K.
+    In decoding, the cache stores the keys (after RoPE) and values of the previous positions: 2·B·S·G·K elements of the
+    model's dtype, for batch size B, cache length S, G key–value heads and head width K. With an attention window
+    of w positions, S is at most w.
     """
 
     config: ModelConfig
@@ -99,28 +100,48 @@ class Attention(nn.Module):
         """Appends the new keys and values to the cache; returns attention over the whole cache, (B, H, T, K).
 
         Slot s of the cache holds position s. The padding of short rows is also written, but later tokens overwrite it
-        before it is read. The batch and head axes of the cache are merged: with separate axes, XLA's CPU compiler
+        before it is read. With an attention window of w positions, the cache is a rolling one with at most w slots, for
+        the newest positions. The batch and head axes of the cache are merged: with separate axes, XLA's CPU compiler
         copies the whole cache for every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
-        shape = (batch * groups, context.cache_length, head_width)
+        slots = min(context.cache_length, mask.window or context.cache_length)
+        shape = (batch * groups, slots, head_width)
         keys, is_new = cache_variable(self, "keys", shape, k_BxGxTxK.dtype)
         values, _ = cache_variable(self, "values", shape, v_BxGxTxK.dtype)
         q = q_BxHxTxK.reshape(batch * groups, heads // groups, time, head_width)
         k, v = (x.reshape(batch * groups, time, head_width) for x in (k_BxGxTxK, v_BxGxTxK))
         slopes = None if slopes_H is None else np.tile(slopes_H, batch).reshape(batch * groups, -1)
+        starts, counts, positions = (
+            jnp.repeat(x, groups, axis=0) for x in (context.start_B, context.length_B, context.positions(time)))
+        is_rolling = slots < context.cache_length
+
+        def write(cache, x):
+            return (ops.update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
+                    ops.update_cache(cache.value, x, starts))
+
         if is_new:
-            room = ((0, 0), (0, context.cache_length - time), (0, 0))
-            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
-            chunk = ops.QUERIES
-            y = jnp.concatenate([  # each chunk of queries reads only the keys up to the chunk's end
-                ops.cached_attention(q[:, :, i:i + chunk], k[:, :i + chunk], v[:, :i + chunk],
-                                     jnp.arange(i, min(i + chunk, time))[None], mask, slopes)
-                for i in range(0, time, chunk)], axis=2)
+            parts = []
+            for start in range(0, time, ops.QUERIES):  # each chunk of queries reads only the keys that it attends to
+                first = max(0, start - mask.window + 1) if mask.window else 0
+                end = min(start + ops.QUERIES, time)
+                parts.append(ops.cached_attention(
+                    q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
+                    jnp.arange(first, end)[None]))
+            y = jnp.concatenate(parts, axis=2)
+            if is_rolling:
+                keys.value, values.value = write(keys, k), write(values, v)
+            else:
+                room = ((0, 0), (0, slots - time), (0, 0))
+                keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+        elif is_rolling and time > 1:  # attends before writing, which overwrites the oldest positions
+            key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
+            y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
+                (keys, k), (values, v))), positions, mask, slopes, key_positions)
+            keys.value, values.value = write(keys, k), write(values, v)
         else:
-            starts, positions = (jnp.repeat(x, groups, axis=0) for x in (context.start_B, context.positions(time)))
-            keys.value = ops.update_cache(keys.value, k, starts)
-            values.value = ops.update_cache(values.value, v, starts)
-            y = ops.cached_attention(q, keys.value, values.value, positions, mask, slopes)
+            keys.value, values.value = write(keys, k), write(values, v)
+            y = ops.cached_attention(q, keys.value, values.value, positions, mask, slopes,
+                                     ops.rolling_positions(starts + 1, slots) if is_rolling else None)
         return y.reshape(batch, heads, time, head_width)

@@ -106,14 +106,25 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
     name, _ = select_backend(backend, platform(), time=time, head_width=head_width, dtype=str(q_BxHxTxK.dtype),
                              mask=mask, has_alibi=slopes_H is not None)
     q_BxHxTxK /= math.sqrt(head_width)
-    return {"xla": chunked, "reference": reference, "splash": splash, "cudnn": cudnn}[name](
+    return {"xla": chunked, "reference": reference, "counted": counted, "splash": splash, "cudnn": cudnn}[name](
         q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns attention. All scores, including masked ones, are computed at once. Used in tests and to count FLOPs."""
+    """Returns attention. All scores, including masked ones, are computed at once. Used in tests."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
+
+
+def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Returns a meaningless array of attention's shape, from the matrix products that count as attention's FLOPs.
+
+    It is traced to count FLOPs, never run. Each query is multiplied with `mask.window` keys, or with all T keys if
+    there is no window. The causal mask does not reduce the count: this is the convention of model FLOPs utilization
+    (Chowdhery et al., arXiv 2204.02311, appendix B).
+    """
+    keys = slice(0, mask.window or q_BxHxTxK.shape[2])
+    return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
@@ -241,11 +252,36 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
         cache_GxSxK, x_GxTxK, start_G)
 
 
-def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None):
-    """Returns softmax(q·keysᵀ/√K)·values over the cache slots that `mask` allows, (G, R, T, K).
+def rolling_positions(end_G, slots: int):
+    """Returns the position that each slot of a rolling cache holds, (G, slots).
 
-    Each of the G rows of the cache belongs to one key–value head of one text, and R query heads attend to it. Slot s of
-    the cache holds position s. `slopes_GxR` are ALiBi slopes.
+    `end_G` is the number of positions written so far. Position p is written to slot p mod `slots`, so the cache holds
+    the newest positions. The value is negative for an empty slot.
+    """
+    newest_Gx1 = end_G[:, None] - 1
+    return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
+
+
+def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
+    """Returns a rolling cache after entries were added to each row: the first `count_G` of the row's T entries.
+
+    `start_G` is the position of each row's first entry.
+    """
+    slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
+    if time == 1:  # a row whose count is 0 is finished, so its oldest entry may be overwritten
+        return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
+    index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
+    new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)
+    return jnp.where((index_GxS >= 0)[..., None], new_GxSxK, cache_GxSxK)
+
+
+def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None,
+                     key_positions_GxS=None):
+    """Returns softmax(q·keysᵀ/√K)·values over the keys that `mask` allows, (G, R, T, K).
+
+    Each of the G rows of the cache belongs to one key–value head of one text, and R query heads attend to it.
+    `slopes_GxR` are ALiBi slopes. `key_positions_GxS` are the positions of the keys; they are negative for empty slots.
+    By default, slot s holds position s.
     """
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
@@ -255,12 +291,13 @@ def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: A
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width)
     q = (q_GxQxK if t else q_GxQxK[:, 0]) / math.sqrt(head_width)
     scores = jnp.einsum(f"h{t}k,hsk->h{t}s", q, keys_GxSxK, preferred_element_type=jnp.float32)
-    slots_1x1xS = jnp.arange(keys_GxSxK.shape[1])[None, None]
-    allowed_GxTxS = slots_1x1xS <= positions_GxT[:, :, None]
+    if key_positions_GxS is None:
+        key_positions_GxS = jnp.arange(keys_GxSxK.shape[1])[None]
+    distances_GxTxS = positions_GxT[:, :, None] - key_positions_GxS[:, None]
+    allowed_GxTxS = (distances_GxTxS >= 0) & (key_positions_GxS >= 0)[:, None]
     if mask.window:
-        allowed_GxTxS &= slots_1x1xS > positions_GxT[:, :, None] - mask.window
+        allowed_GxTxS &= distances_GxTxS < mask.window
     if slopes_GxR is not None:
-        distances_GxTxS = positions_GxT[:, :, None] - slots_1x1xS
         scores -= (slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]).reshape(scores.shape)
     if per_group > 1:
         allowed_GxTxS = jnp.tile(allowed_GxTxS, (1, per_group, 1))

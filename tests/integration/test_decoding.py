@@ -29,7 +29,7 @@ VARIANTS = [
     ("gpt", {"use_bias": True, "tie_embeddings": True}),
     ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
     ("pgpt", {}),
-    ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi"}),
+    ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi", "attention_windows": (6,)}),
     ("pgpt", {"path_weights": "equal", "position": "none", "scan_layers": False}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled", "position": "alibi"}),
     ("lgpt", {"num_layers": 4, "blocks_per_stage": 2}),
@@ -195,6 +195,15 @@ def test_cache_bytes(architecture, per_position, extra):
     assert texts.cache_bytes() == 2 * 4 * (16 * per_position + extra)
     texts.reserve(14)
     assert texts.cache_bytes() == 2 * 4 * (CONTEXT * per_position + extra)
+
+
+def test_layers_with_a_window_cache_only_the_window():
+    model, params = small("gpt", attention_windows=(5, 0), num_layers=4)
+    shapes = decoder.cache_shapes(model, layout.pack(model, params), 3, CONTEXT)
+    per_head = [x.shape[1] for x in jax.tree.leaves(shapes)]
+    assert sorted(per_head) == 4 * [5] + 4 * [CONTEXT]  # keys and values of two layers each
+    shorter = decoder.cache_shapes(model, layout.pack(model, params), 3, 4)
+    assert {x.shape[1] for x in jax.tree.leaves(shorter)} == {4}
 
 
 def test_bfloat16_weights_and_caches():

@@ -29,11 +29,13 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import atomic_folder, local_path
 from smallgpt_jax.models.pgpt import with_paths
 
-_TO = flags.DEFINE_enum("to", None, ["hf"], "Export --workdir to --output in this format.")
-_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"], "Import --input of this format to --workdir.")
+_TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
+_FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
+                          "Import the model in --input, which is in this format, to --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
 _OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
-_INPUT = flags.DEFINE_string("input", None, "With --from: the folder, file, or model name on the hub.")
+_INPUT = flags.DEFINE_string("input", None, "With --from: the folder or file to import, or the name of a "
+                             "model on the hub.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer. Default: the "
     "tokenizer in the input folder, else GPT-2's. With --to: 'skip' exports without a tokenizer.")
@@ -70,7 +72,10 @@ def main() -> None:
 
 
 def new_folder(flag: str, name: str | None) -> Path:
-    """Returns the absolute path `name` of a new or empty folder. Raises UserError for other paths."""
+    """Returns `name` as an absolute path. Raises UserError unless it is the path of a new or empty folder.
+
+    The current folder is refused too. Error messages start with `flag`, the name of the flag that contains the path.
+    """
     if not name:
         raise UserError(f"{flag}: must be given; name a new folder")
     folder = local_path(flag, name).resolve()
@@ -82,7 +87,7 @@ def new_folder(flag: str, name: str | None) -> Path:
 
 
 def export_model(source: Path, output: Path) -> None:
-    """Writes the model of the workdir `source` to the folder `output` for Hugging Face's libraries."""
+    """Writes the model of the workdir `source` to the folder `output`, in the format of Hugging Face's libraries."""
     model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value)
     if _PATHS.value != "all":
         chosen = inference.select_paths(model, params, _PATHS.value)
@@ -97,14 +102,17 @@ def export_model(source: Path, output: Path) -> None:
 
 
 def import_model(source: str, folder: Path) -> None:
-    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0. Adds origin.json."""
+    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0.
+
+    Also writes origin.json, which records where the model comes from.
+    """
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
         model, params, tokenizer = hugging_face.read_folder(source, finds_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
-        # Records how the source run was trained and, if its weights were imported, from where.
+        # Records how the source run was trained. If its weights were imported, also records where they come from.
         origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
     else:
         model, params, facts = gpt_variations.read_checkpoint(Path(source).expanduser())
@@ -112,8 +120,8 @@ def import_model(source: str, folder: Path) -> None:
     if _TOKENIZER.value or not tokenizer:
         tokenizer = tokenizers.from_spec(_TOKENIZER.value or "gpt2", [])
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, the model only "
-                        f"{model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
+        raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
+                        f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
     with atomic_folder(folder) as partial:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "

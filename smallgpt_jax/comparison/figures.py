@@ -15,7 +15,8 @@ from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
 
-# Okabe and Ito's palette, distinguishable with most kinds of color blindness. Dashes keep overlapping lines visible.
+# The palette of Okabe and Ito: people with most kinds of color blindness can tell its colors apart. Every second line
+# is dashed, so that overlapping lines stay visible.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", (0, (4, 3)))
 MARKERS = "os^Dv"
@@ -27,8 +28,8 @@ PAPER_TOKENS_PER_STEP = 524_288  # in the runs of the paper's authors (arXiv 240
 def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None = None) -> Figure:
     """Returns a plot of the validation loss against `axis`, a key of AXES.
 
-    Lines show means over seeds; bands reach from the lowest to the highest seed. `logged` contains additional curves,
-    {name: [(tokens, loss)]}.
+    Each line shows the mean loss over the seeds. The band around it reaches from the lowest to the highest loss.
+    `logged` contains the curves that `read_logged` returns; they are plotted too.
     """
     figure, plot = new_plot(AXES[axis], "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
@@ -61,7 +62,10 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
 
 
 def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
-    """Returns a plot of the bits per byte of a text against the context length. `label` names the text on the axis."""
+    """Returns a plot of the bits per byte of a text against the context length.
+
+    `text` is the name of the text in the results. `label` is its name on the axis.
+    """
     figure, plot = new_plot("context length, tokens", f"bits per byte, {label}")
     ticks = set()
     for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
@@ -79,9 +83,10 @@ def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
 
 
 def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns {model: [(tokens, validation loss)]} from a CSV file with the columns model,step,val_loss.
+    """Returns the loss curves in a CSV file with the columns model,step,val_loss: {model: [(tokens, validation loss)]}.
 
-    Raises UserError for other files.
+    The paper's authors logged these curves, with PAPER_TOKENS_PER_STEP tokens per step. Raises UserError for other
+    files.
     """
     try:
         with path.open(newline="") as file:
@@ -133,7 +138,10 @@ def svg(figure: Figure) -> bytes:
 
 
 def render(figure: Figure, **options) -> bytes:
-    """Returns the content of an image file, with equal bytes for equal figures. `$` in labels is not parsed as math."""
+    """Returns a figure as the content of an image file. Equal figures give equal bytes.
+
+    `options` are arguments of `savefig`. `$` in labels is not parsed as math.
+    """
     file = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)

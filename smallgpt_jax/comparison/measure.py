@@ -1,4 +1,4 @@
-"""Measures finished runs: the loss on further texts and with longer contexts, and the decoding speed."""
+"""Measures the loss of finished runs on further texts and with longer contexts, and their decoding speed."""
 
 import functools
 import json
@@ -31,21 +31,21 @@ def parse_texts(texts: str) -> dict[str, str]:
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source or name in {OWN_TEXT, *found}:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE with a new "
-                            f"name; use a different name for each text, and not {OWN_TEXT!r}")
+            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE with an "
+                            f"unused name; give each text a different name, other than {OWN_TEXT!r}")
         local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
 
 
 def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]:
-    """Returns {name: corpus} for a run's own text and for `texts`, all tokenized with the run's tokenizer.
+    """Returns {name: corpus} for a run's training text and for `texts`, all tokenized with the run's tokenizer.
 
     `texts` maps names to sources. Prepares missing token stores. Raises UserError for sources that cannot be read.
     """
     own = data.load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
-    tokenizer = cache_folder() / "tokenizers" / name  # runs with the same tokenizer share stores
+    tokenizer = cache_folder() / "tokenizers" / name  # the same path for equal tokenizers, so that runs share stores
     if texts:
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(tokenizer.with_suffix(".lock"), wait=True):
@@ -66,7 +66,8 @@ class TextSample:
     `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows whose
     length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
     tokens as an evaluation during training. If the corpus is a mixture, its stores are sampled in proportion to their
-    weights. Raises UserError if a validation split is shorter than one window; the message calls the text `name`.
+    weights. Raises UserError if a validation split is shorter than one window. `name` is the name of the text in the
+    error message.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -87,7 +88,7 @@ class TextSample:
                                self._corpus.weights)
 
     def batches(self, times: int, batch_size: int) -> Iterator[Batch]:
-        """Yields the sample in batches whose rows are `times` times the context length long."""
+        """Yields the sample in batches. The rows are `times` times as long as the context length."""
         parts, rows = self.longest // times, self._rows(times)
         packing_of = self._windows.packing_of(self._chosen)
         first_parts = rows.first_rows[packing_of] + parts * (self._chosen - self._windows.first_rows[packing_of])
@@ -96,15 +97,15 @@ class TextSample:
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
-    """Measures a run's loss on the validation splits of its own text and of `texts`; writes evaluations/texts.json.
+    """Writes evaluations/texts.json: a run's loss on the validation splits of its training text and of `texts`.
 
-    The loss is measured at several row lengths. `contexts` gives them as multiples of the run's context length. Results
-    that the file already contains for the same checkpoint and the same content of a text are reused.
+    The loss is measured at several row lengths, which `contexts` gives as multiples of the run's context length.
+    Results in an existing file are reused if the checkpoint, the content of the text and the settings are the same.
     """
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
-    is_learned = config.model.position == "learned"  # learned positions end at the context length
+    is_learned = config.model.position == "learned"  # if so, rows cannot be longer than the context length
     found = open_texts(config, texts)
     if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
@@ -126,13 +127,14 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 
 def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, float]:
-    """Returns the loss of a run's newest checkpoint on a sample, with rows `times` times the run's context length long.
+    """Returns the loss of a run's newest checkpoint on a sample.
 
-    The keys are "loss" (nats per token), "bits_per_byte" and "tokens" (the number of targets).
+    The rows are `times` times as long as the run's context length. The keys of the result are "loss" (nats per token),
+    "bits_per_byte" and "tokens" (the number of targets).
     """
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
     config.model.context_length *= times
-    config.data.packing = "concat"  # TextSample packs its rows like this
+    config.data.packing = "concat"  # the packing that TextSample uses
     mesh = build_program(config).mesh
     parts = sharding.num_batch_shards(mesh)
     # A batch has at most as many tokens as a training microbatch, so that the evaluation fits in memory. But it has at
@@ -150,7 +152,10 @@ def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, floa
 
 
 def measure_decoding(folder: Path, log=print) -> None:
-    """Measures the decoding speed at batch size 1 and writes evaluations/decoding.json, unless the file exists."""
+    """Measures a run's decoding speed at batch size 1 and writes it to evaluations/decoding.json.
+
+    Does nothing if the file exists.
+    """
     path = folder / workdir.EVALUATION_FOLDER / DECODING_FILE
     if path.exists():
         return
@@ -167,9 +172,9 @@ def measure_decoding(folder: Path, log=print) -> None:
 
 
 def decoding_speed(text_model: inference.TextModel, count: int) -> float:
-    """Returns the speed of decoding `count` tokens, in tokens per second, without the prefill.
+    """Returns the decoding speed in tokens per second, measured over `count` tokens after the prefill.
 
-    Decoding goes on after an end-of-text token.
+    Decoding does not stop at an end-of-text token.
     """
     sampling = Sampling(temperature=0.0)
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,

@@ -21,7 +21,8 @@ MISSING = "–"
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
-# ROWS: config fields that determine the validation rows. TARGETS: config fields that determine the number of targets.
+# ROWS lists the config fields that determine the validation rows. TARGETS lists the config fields that determine the
+# number of targets.
 ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
     "train.eval_steps", "train.batch_size")
 
@@ -58,8 +59,9 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
                  logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
-    `about` contains "title", "budget" (a sentence) and "command". `logged` contains additional curves for the plot of
-    the loss against tokens. Returns the start of the report, up to and including the first table, as plain text.
+    `about` has the keys "title", "budget" (a sentence about the budget of the runs) and "command" (the command that
+    repeats the comparison). `logged` contains additional curves for the plot of the loss against tokens. Returns the
+    start of the report, up to and including the first table, as plain text.
     """
     blocks = report_blocks(runs, about, logged)
     for block in blocks:
@@ -101,7 +103,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
                 f"context-{safe_name(text)}", figures.loss_against_context(text, label, runs),
                 f"Bits per byte of {label} by context length, on other tokens than the validation loss. Models with "
                 "learned positions are limited to the context length of training."), table]
-        elif text != OWN_TEXT:  # the summary table has the loss on a run's own text
+        elif text != OWN_TEXT:  # the summary table already shows the loss on a run's training text
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
@@ -189,7 +191,7 @@ def summary_table(groups: dict[str, list[Run]]) -> Table:
 
 
 def unfinished_note(group: list[Run]) -> str:
-    """Returns a suffix such as " (unfinished, step 400)" if a run is not finished, else ""."""
+    """Returns a suffix such as " (unfinished, step 400)" if a run in `group` is not finished, else ""."""
     if all(run.is_finished for run in group):
         return ""
     steps = sorted({run.steps_done for run in group if not run.is_finished})
@@ -198,9 +200,9 @@ def unfinished_note(group: list[Run]) -> str:
 
 
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
-    """Returns the mean and the range as text.
+    """Returns the mean and the range of a number over seeds as text.
 
-    If only N of the M=`seeds` runs have the number, "N of M seeds" is appended.
+    If the number is missing for some of the `seeds` seeds, a note such as ", 2 of 3 seeds" is appended.
     """
     if numbers is None:
         return MISSING
@@ -246,7 +248,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def provenance(runs: Sequence[Run], about: dict) -> list:
-    """Returns blocks with machines, versions, dates, training time, and the command that repeats the comparison."""
+    """Returns report blocks about the training (machines, versions, dates, time), and the command that repeats it."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())

@@ -26,8 +26,8 @@ RESULTS_FILE = "results.json"  # in a comparison's folder
 class Point:
     """An evaluation of a run.
 
-    `tokens`, `flops` and `seconds` are totals of the training before the evaluation. FLOPs include padding; tokens
-    exclude it.
+    `tokens`, `flops` and `seconds` are totals over all training steps before the evaluation. `flops` includes padding;
+    `tokens` excludes it.
     """
 
     step: int
@@ -125,7 +125,10 @@ def has_diverged(folder: Path) -> bool:
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Returns the logged steps, and the training seconds up to each of them, integrated from the logged speeds."""
+    """Returns the steps with a logged speed, and the training seconds up to each of them, computed from the speeds.
+
+    Both lists begin with 0.
+    """
     steps, seconds = [0], [0.0]
     for line in lines:
         if line["split"] == "train" and line.get("tokens_per_second"):
@@ -137,7 +140,8 @@ def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
     """Returns the training seconds up to `step`, or None if no speed is logged.
 
-    Interpolates between logged steps. After the last one, extrapolates at the last speed.
+    `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps. Extrapolates after the
+    last of them, at the last speed.
     """
     if len(steps) < 2:
         return None
@@ -149,11 +153,11 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} of a checkpoint, from lm-evaluation-harness's result files.
 
-    Uses only evaluations of the full model, in its own dtype, on all examples of a task. If a task has several such
-    results, the newest is used. The metric is acc_norm if present, else acc.
+    Uses only evaluations of the full model, in its own dtype, on all examples of a task. If several of them have the
+    same key, the newest is used. The metric is acc_norm if present, else acc.
     """
     scores = {}
-    # Skips evaluations of single paths or in another dtype. Their file names show the paths or the dtype.
+    # Evaluations of only some paths, or in another dtype, are skipped. Their file names contain the paths or the dtype.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
@@ -273,9 +277,9 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range, over seeds, of a field of the last evaluation.
+    """Returns the mean and range over seeds of `field`, as measured by the last evaluation of each run.
 
-    Returns None unless the last evaluations of all seeds are of the same step.
+    Returns None if the runs' last evaluations are of different steps, or if a value is missing.
     """
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
@@ -283,9 +287,10 @@ def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
-    """Returns (mean of `axis`, spread of the loss) over seeds, for each step at which all seeds were evaluated.
+    """Returns [(mean of `axis`, spread of the loss)], with one pair for each step at which all seeds were evaluated.
 
-    Leaves out evaluations whose number of targets differs from that of the run's last evaluation.
+    The mean and the spread are over seeds. Evaluations are left out if their number of targets differs from that of the
+    run's last evaluation.
     """
     at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
     curve = []
@@ -297,9 +302,9 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the numbers of targets of the runs' last evaluations differ by more than 1%.
+    """Whether the last evaluations of the runs differ by more than 1% in their number of targets.
 
-    If so, the losses are means over different rows. False if a number of targets is not recorded.
+    If they do, their losses are means over different rows. Returns False if a run does not record the number.
     """
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
@@ -321,7 +326,7 @@ def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
 
 
 def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
-    """Returns {field: value} for the given fields that are equal in all runs."""
+    """Returns {field: value} for those of `fields` that have the same value in all runs."""
     first, *others = (run.config for run in runs)
     return {field: first.get(field) for field in fields
             if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}

@@ -1,4 +1,6 @@
-"""Import and export: Hugging Face folders, and the `.pt` files of the paper's released code.
+"""Imports models from Hugging Face folders and from `.pt` files of the paper's released code. Exports models to Hugging
+Face folders.
 
-`tensors.py` maps our parameters to named tensors in PyTorch's layouts. Each format's module renames these tensors.
+`tensors.py` maps our parameters to named tensors in PyTorch's layouts. The module of each format maps our tensor names
+to the names in that format.
 """

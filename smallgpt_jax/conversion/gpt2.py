@@ -1,8 +1,8 @@
 """Names and layouts of tensors in Hugging Face's GPT2LMHeadModel.
 
-GPT-2 has biases everywhere, an output head tied to the embedding, and the tanh approximation of GELU. Its linear
-weights are (inputs, outputs). nanoGPT and the paper's code use the same block names, but their linear weights are
-(outputs, inputs), as usual in PyTorch.
+GPT-2 has biases in its linear layers and LayerNorms, an output head tied to the embedding, and the tanh approximation
+of GELU. Its linear weights have the shape (inputs, outputs). nanoGPT and the paper's code use the same names within a
+block, but their linear weights have the shape (outputs, inputs), as usual in PyTorch.
 """
 
 import re
@@ -22,7 +22,7 @@ OTHER_NAMES = {
     "head.weight": "lm_head.weight"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_fast": "gelu_tanh"}  # GPT-2's name: our name
-# Further fields of GPT-2's config. Our model supports only these values.
+# For these fields of GPT-2's config, our model supports only these values.
 FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
          "add_cross_attention": False}
 
@@ -54,7 +54,7 @@ def is_gpt2(config: ModelConfig) -> bool:
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns our tensors with the names and layouts of a GPT2LMHeadModel."""
+    """Converts our tensors to the names and layouts of a GPT2LMHeadModel."""
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -65,9 +65,9 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a GPT2LMHeadModel or GPT2Model with our names and layouts.
+    """Converts the tensors of a GPT2LMHeadModel or GPT2Model to our names and layouts.
 
-    `names` are the tensor names of our model. Unknown tensors keep their names.
+    `names` are the tensor names of our model. Tensors that our model does not have keep their names.
     """
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}
@@ -98,10 +98,10 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: Mapping, where: str) -> dict:
-    """Returns the fields of our `model` config group for a GPT-2's config.json.
+    """Returns the fields of our `model` config group for a GPT-2 with the given config.json.
 
-    `theirs` is the content of config.json, `where` its path for messages. Raises UserError for missing sizes, values of
-    the wrong type, and values that our model does not support.
+    `theirs` is the content of config.json. `where` is its path, which error messages name. Raises UserError for missing
+    sizes, values of the wrong type, and values that our model does not support.
     """
     def size(*names: str, default: int | None = None) -> int:
         found = next((theirs[name] for name in names if theirs.get(name) is not None), default)

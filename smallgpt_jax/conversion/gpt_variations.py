@@ -1,9 +1,9 @@
 """Imports models of all four architectures from `.pt` files of the paper's released code (SkAndMl/gpt-variations).
 
-A file contains {"model": tensors, "config": a models.GPTConfig, "step", "val_loss"}. Sizes are inferred from the
-tensors, because the saved config of an lgpt or cgpt has the wrong width: while the released code builds the model, it
-overwrites the config's width with that of the last stage. Only the number of heads comes from the config, because no
-tensor's shape depends on it.
+A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the released code's class
+models.GPTConfig), "step" and "val_loss". Sizes are inferred from the tensors, because the saved config of an lgpt or
+cgpt has the wrong width: while the released code builds the model, it overwrites the config's width with the width of
+the last stage. Only the number of heads comes from the config, because no tensor's shape depends on it.
 """
 
 import re
@@ -26,7 +26,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Returns the model in a `.pt` file of the released code. Raises UserError for other files."""
+    """Returns the model in a `.pt` file of the paper's released code. Raises UserError for other files."""
     saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
@@ -45,7 +45,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
-    """Returns the fields of our `model` config group, inferred from the names and shapes of the tensors."""
+    """Returns the fields of our `model` config group, inferred from `theirs`, the tensors in the file at `path`.
+
+    `num_heads` must be given, because it cannot be inferred.
+    """
     def count(pattern: str) -> int:
         return len({match[0] for name in theirs if (match := re.match(pattern, name))})
 
@@ -78,7 +81,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 def own_fields(architecture: str, fields: dict, **own) -> dict:
     """Returns all fields of the `model` config group.
 
-    These are the given fields, and the fields that have the same value in every model of the released code.
+    These are the given fields, and the fields that have the same value in every model of the paper's released code.
     """
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
@@ -91,7 +94,7 @@ def stage_fields(num_layers: int, num_compressions: int, blocks_per_stage: int) 
 
 
 def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
-    """Returns the released code's name for one of our tensors."""
+    """Returns the name that one of our tensors has in the paper's released code."""
     if name in gpt2.OTHER_NAMES:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
@@ -113,7 +116,7 @@ def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
 
 
 def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Returns a tensor of the released code in our layout. `name` is its name in our model."""
+    """Converts a tensor of the paper's released code to our layout. `name` is its name in our model."""
     if name == "trunk.path_logits":
         return x.reshape(-1)
     if ".qkv." in name and len(x) % (3 * num_heads) == 0:

@@ -1,8 +1,8 @@
-"""Exports models to and imports models from Hugging Face folders.
+"""Exports models to Hugging Face folders and imports models from them.
 
 A gpt with GPT-2's features (`gpt2.is_gpt2`) is exported as a GPT2LMHeadModel. All other models are exported with this
-project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are float32, in
-safetensors.
+project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are exported in
+float32, as safetensors files.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from smallgpt_jax.formatting import short_reason
 
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
-# The exported PyTorch code supports only these values.
+# For these fields of the `model` config group, the exported PyTorch code supports only these values.
 FIXED = {"norm": "layer", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0, "qk_norm": False,
          "attention_windows": (), "rope_base": 10_000.0}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
     "activation", "position", "use_bias")
-ARCHITECTURE_FIELDS = (  # fields of some architectures; null in the config.json of the others
+ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
     "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our field: field of config.json
@@ -78,7 +78,7 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
-        tokenizers.save(tokenizer, folder)  # the tokenizer's own files; read_folder and other programs read them
+        tokenizers.save(tokenizer, folder)  # the original tokenizer files, for read_folder and other programs
     (folder / "README.md").write_text(card)
 
 
@@ -98,10 +98,11 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
-    """Returns a model from a local folder or the hub: a GPT-2, or a model that `export_folder` wrote.
+    """Returns a model and its tokenizer. The model must be a GPT-2, or a model that `export_folder` wrote.
 
-    `source` is the folder or the model's name on the hub. With `finds_tokenizer=False`, tokenizer files are ignored.
-    Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported tokenizers.
+    `source` is a local folder, or the model's name on the hub. With `finds_tokenizer=False`, tokenizer files are
+    ignored. Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported
+    tokenizers.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download_folder(source)
@@ -138,7 +139,7 @@ def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the folder's tokenizer, or None without tokenizer files. Raises UserError for unsupported tokenizers."""
+    """Returns the folder's tokenizer, or None if it has no tokenizer files. Raises UserError if it is unsupported."""
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
@@ -149,7 +150,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors in a folder's weight files, and the path that error messages about them name."""
+    """Returns all tensors in a folder's weight files, and the path to name in error messages about these files."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: architecture, usage, training."""
+"""Writes the README.md of an exported model, which describes its architecture, usage and training."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Parameters as a flat dictionary of tensors, with the names and layouts of PyTorch modules.
+"""Converts parameters to and from a flat dictionary of tensors, with the names and layouts of PyTorch modules.
 
-Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights are
-(outputs, inputs), convolution weights (outputs, inputs, taps). The outputs of `attention.qkv` are ordered by head, then
-by query, key and value, then by head width.
+Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights have
+the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The output axis of
+`attention.qkv` is a flattened (heads, 3, head width), where the axis of length 3 is query, key and value.
 """
 
 import math
@@ -24,7 +24,7 @@ TABLES = ("token_embedding", "position_embedding", "head")  # parameters without
 
 
 class TensorSlot(NamedTuple):
-    """A tensor, and where the parameter tree stores it."""
+    """Describes a tensor, and the place in the parameter tree where it is stored."""
 
     name: str
     path: tuple[str, ...]  # the place, in the parameter tree, of the array that contains the tensor
@@ -51,8 +51,8 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
     """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
 
-    Raises UserError for missing and unexpected tensors and for wrong shapes. Its message starts with `where`, the
-    path of the imported file, and uses the tensor names of that file. `their_name` maps our tensor names to them.
+    Raises UserError for missing and unexpected tensors and for wrong shapes. The error message starts with `where`, the
+    path of the imported file. It uses the tensor names of that file, to which `their_name` maps our tensor names.
     """
     wanted = shapes(model)
 
@@ -86,7 +86,7 @@ def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: s
     """Yields the slots of a subtree at `path` in the parameter tree.
 
     `index` is the subtree's index in the stacks (of layers or paths) that contain it. `prefix` is the dotted name of
-    the innermost stack.
+    the module that contains the subtree, or "" to derive the whole name from `path`.
     """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
@@ -115,7 +115,7 @@ def dotted(path: tuple[str, ...]) -> str:
 def tensor_name(leaf: str, name: str) -> str:
     """Returns PyTorch's name for the parameter `name`, whose last part is `leaf`.
 
-    Kernels, scales and embedding tables are named `weight`.
+    The names of kernels, scales and embedding tables end in `weight`.
     """
     if leaf in TABLES:
         return f"{name}.weight"
@@ -141,5 +141,5 @@ def from_torch(x, slot: TensorSlot):
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
-    """Returns the number of input axes of a dense layer's kernel; they precede the output axes."""
+    """Returns the number of input axes of a dense layer's kernel. The input axes precede the output axes."""
     return len(axes) - 1 if axes[-1] == "embed" else 1

@@ -28,11 +28,13 @@ DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
-MAX_SHARING = 8  # maximum ratio of the size of all tensors to the file size; tied weights, stored once, need up to 2
+# The maximum ratio of the total size of the tensors to the file size. With tied weights, which are stored only once,
+# the ratio can be up to 2.
+MAX_SHARING = 8
 
 
 class Record:
-    """Stand-in for an instance of a class that is not imported. It has the attributes of the instance, no methods."""
+    """Stand-in for an instance of a class that is not imported. It has the instance's attributes, but no methods."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -58,10 +60,10 @@ class Storage(NamedTuple):
 
 
 class Members:
-    """Reader of a zip archive's members, which must be uncompressed, as torch.save writes them.
+    """Reads the members of a zip archive. The members must be uncompressed, as torch.save writes them.
 
-    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds the
-    memory even if an archive declares false sizes or overlapping members.
+    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds the memory even if
+    an archive declares false sizes or overlapping members.
     """
 
     def __init__(self, archive: zipfile.ZipFile, archive_bytes: int):
@@ -83,8 +85,9 @@ class Members:
 def read_torch_file(path: Path, records: Collection[str] = ()):
     """Returns the object saved in `path`, with tensors as NumPy arrays.
 
-    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, files not
-    written by `torch.save`, and pickles that name any other class or function.
+    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, for files not
+    written by `torch.save`, and for pickles that name a class or function that is neither in `records` nor needed for
+    tensors.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -116,8 +119,8 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 def check_pickle(program: bytes) -> None:
     """Raises ValueError if a pickle is truncated or has a memo index above the number of preceding opcodes.
 
-    Unpickling such a pickle could allocate too much memory. A memo is as long as its largest index, and the buffer for
-    a string has the length that the pickle declares, even if the string is truncated.
+    Unpickling such a pickle could allocate too much memory. The unpickler's memo is as long as the largest memo index.
+    Its buffer for a string has the length that the pickle declares, even if the string is truncated.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:
@@ -135,7 +138,7 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 class _Unpickler(pickle.Unpickler):
     """Unpickler that allows only a few globals.
 
-    The globals are created anew for each file, so that no file can change those of the next file.
+    The globals are created anew for each file, so that one file cannot change the globals of another file.
     """
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
@@ -178,10 +181,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tensor(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Returns a read-only view of a storage. Offset and strides are in elements.
+    """Returns a read-only view of a storage. `offset` and `strides` are in elements.
 
-    The arguments come from the file unchecked. Raises ValueError if they are invalid, or if the view reaches beyond the
-    storage or has more elements than it.
+    The arguments come from the file unchecked. Raises ValueError if they are invalid, if the view reaches beyond the
+    storage, or if the view has more elements than the storage.
     """
     is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
                 and len(shape) == len(strides)

@@ -42,14 +42,14 @@ class Corpus:
                             for store, weight in zip(self.stores, self.weights)]}
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of the content of `split` in all stores and of the weights of the stores."""
+        """Returns a hash that covers the weights of all stores and the content of `split` in each store."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
         parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        """Returns bytes of text per token, averaged over the stores by weight."""
+        """Returns the number of bytes of text per token, as the weighted mean over the stores."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
@@ -60,8 +60,8 @@ class Corpus:
 def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s describe the same tokens, even if the sources of the tokens differ.
 
-    Compares the fingerprints of the stores. If a store has no fingerprints, because an older version prepared it,
-    compares all other metadata.
+    Compares the fingerprints of the stores. If a store has no fingerprints, because an older version prepared it, all
+    other metadata of the stores is compared instead.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):
@@ -76,7 +76,7 @@ def same_text(one: dict, other: dict) -> bool:
 def open_existing(data) -> Corpus | None:
     """Returns the corpus of a config's `data` group, or None if the group's token store does not exist.
 
-    Raises UserError if the store was prepared from another source or with other settings.
+    Raises UserError if the store was prepared from another source or with other settings than those in `data`.
     """
     if data.packing not in PACKINGS:
         raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
@@ -89,7 +89,10 @@ def open_existing(data) -> Corpus | None:
 
 
 def open_mixture(text: str) -> Corpus:
-    """Returns the corpus of a mixture, "FOLDER=WEIGHT,FOLDER=WEIGHT,…". Raises UserError if `text` is invalid."""
+    """Returns the corpus of the mixture `text`, in the format "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
+
+    Raises UserError if the format is wrong, if a store cannot be opened, or if the stores have different tokenizers.
+    """
     stores, weights = [], []
     for item in text.split(","):
         folder, _, weight = item.strip().rpartition("=")

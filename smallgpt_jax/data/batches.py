@@ -1,8 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-The numbers of the training rows are shuffled, differently in each epoch, and divided into groups of batch_size. The
-n-th group gives the rows of step n's batch, so any batch can be read without reading the earlier batches. If a run has
-several token stores, their rows are interleaved in proportion to the weights of the stores.
+The training rows are numbered. Their numbers are shuffled, differently in each epoch, and divided into groups of
+batch_size. The n-th group gives the rows of step n's batch, so any batch can be read without reading the earlier
+batches. If a run has several token stores, their rows are interleaved in proportion to the weights of the stores.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Mixture:
 class ReadBatch(grain.transforms.Map):
     """Maps the row numbers of a global batch, (B,), to this process's part of the batch.
 
-    The field `rows` selects this part: the slice or the indices of the process's rows in the global batch.
+    The field `rows` selects this part. It is a slice of the global batch, or an array of indices into it.
     """
 
     mixture: Mixture
@@ -75,7 +75,7 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i is an array, (batch_size,): the row numbers of the batch of step i + 1.
+    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1, (batch_size,).
 
     Raises UserError if one batch needs more rows from a store than the store has.
     """
@@ -99,16 +99,21 @@ def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np
 
 
 def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iterator[Batch]:
-    """Yields the items of `batches`, from item `first_step` on. `workers` threads read ahead; 0: do not read ahead."""
+    """Yields the items of `batches`, from item `first_step` on.
+
+    `workers` threads read batches ahead. If `workers` is 0, each batch is read when it is needed.
+    """
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
     return iter(batches[first_step:].to_iter_dataset(options))
 
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
                        ) -> grain.MapDataset:
-    """Returns at most `limit` batches (0: all) of a validation split. See `sample_rows` and `masked_batches`.
+    """Returns at most `limit` batches of a validation split, or all if `limit` is 0.
 
-    Raises UserError if packing the validation split of a store gives no rows.
+    `sample_rows` selects the rows, and `masked_batches` reads them.
+
+    Raises UserError if the validation split of a store is too short for a row.
     """
     for packing in mixture.packings:
         if not packing.num_rows:
@@ -119,9 +124,9 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns the row numbers of at most `limit` distinct rows (0: no limit), in a fixed random order.
+    """Returns the row numbers of at most `limit` distinct rows, in a fixed random order.
 
-    Each store contributes rows in proportion to its weight.
+    If `limit` is 0, there is no limit. Each store contributes rows in proportion to its weight.
     """
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
     total = min(limit, most) if limit else most

@@ -92,7 +92,7 @@ def tfrecord_part(path, count: int) -> Part:
                     yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
                                        sorted(fields), rules)
             if number != count:
-                raise UserError(f"{path}: has {number} records, but {count} according to dataset_info.json; download "
+                raise UserError(f"{path}: has {number} records, but dataset_info.json lists {count}; download "
                                 "this shard again")
         return items(), lambda: file.tell() / max(stat.length, 1)
 

@@ -3,13 +3,13 @@
 A preparation resumes only if the finished store will be identical, byte for byte, to a store prepared without
 interruption. The conditions are:
 
-- The settings are unchanged. Exception: invalid items that were refused may now be skipped or repaired, since the text
-  read so far contains no invalid items.
+- The settings are unchanged. There is one exception: if invalid items were refused before the interruption, they may
+  now be skipped or repaired, because the text read so far contains no invalid items.
 - The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
-  modification time. The items read from the next part are compared by a digest. The rest of the source may change: for
-  example, lines may be corrected or files added.
-- If the rest of the source has changed and the tokenizer was trained on this source, the training used only text that
-  has been read so far.
+  modification time. If the next part was read partially, the items read are compared by a digest. The rest of the
+  source may change: for example, lines may be corrected or files added.
+- If the rest of the source has changed and the tokenizer was trained on this source, the training of the tokenizer used
+  only text that has been read so far.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass
 class Journal:
-    identity: dict  # the store's "format" and settings ("made_from"); hashes of its "tokenizer" files and "texts"
+    identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
     learned: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    earlier: Progress | None = None  # last progress before the part of `latest`; used if this part has changed
+    earlier: Progress | None = None  # last progress before the part that `latest` is in; used if this part has changed
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:
@@ -73,7 +73,8 @@ def read_journal(folder: Path) -> Journal | None:
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
     """Returns the journal in a folder, or None if the preparation of the store has to start over.
 
-    `identity` describes the store to prepare. The preparation can resume from the returned journal's `latest` progress.
+    `identity` describes the store to prepare. `parts` and `rules` are needed to check whether the source is unchanged.
+    The preparation can resume from the returned journal's `latest` progress.
     """
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
@@ -96,5 +97,5 @@ def can_resume(journal: Journal, identity: dict) -> bool:
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)
-        # If invalid bytes are now replaced, items that were skipped because of invalid UTF-8 would be documents.
+        # If invalid_utf8 is now "replace", items that were skipped as invalid UTF-8 would become documents.
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

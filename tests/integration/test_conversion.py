@@ -422,7 +422,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     (["--to=hf", "--output=HERE/out", "--tokenizer=gpt2"],
      ["--tokenizer=gpt2: an export contains the run's tokenizer"]),
     (["--from=gpt_variations", "--input=SHARED/gpt.pt", "--tokenizer=SHARED/../tokenizer/gpt2"],
-     ["the tokenizer has 50,257 entries, the model only 512"]),
+     ["the tokenizer has 50,257 entries, but the model has only 512"]),
 ])
 def test_bad_flags(flags, substrings, tmp_path, shared_data, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -135,7 +135,7 @@ def test_names_damaged_tfrecord_files(tmp_path, monkeypatch):
             (whole[:4 * record + 7], f"the record at byte {4 * record} is truncated"),
             (bytes(flipped), f"no record starts at byte {2 * record}"),
             (whole + tfrecord_bytes(b"text"), "record 10 is not a tf.train.Example"),
-            (whole[:8 * record], "has 8 records, but 9 according to dataset_info.json; download this shard")):
+            (whole[:8 * record], "has 8 records, but dataset_info.json lists 9; download this shard")):
         one.write_bytes(damaged)
         with pytest.raises(UserError, match=f"{re.escape(str(one))}: .*{message}"):
             read("tfds:words", invalid_items="skip")

@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 class SmallGPTConfig(PretrainedConfig):
     """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by smallgpt_jax.
 
-    The fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers` is the number of layers
-    with a cache, namely the blocks and the convolutions over more than one position.
+    Most fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers` is the number of
+    layers with a cache: all blocks, and the convolutions if their kernel size is above 1.
     """
 
     model_type = "smallgpt"

@@ -26,7 +26,7 @@ class Places(NamedTuple):
 def apply_rope(x, positions):
     """Returns queries or keys (B, H, T, K) with rotary positions (arXiv 2104.09864).
 
-    Entries i and i + K/2 form a pair, rotated by the angle position · 10000^(−2i/K).
+    Entries i and i + K/2 form a pair, which is rotated by the angle position · 10000^(−2i/K).
     """
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
@@ -37,7 +37,7 @@ def apply_rope(x, positions):
 
 
 def alibi_bias(places, heads):
-    """Returns ALiBi's bias of the attention scores (arXiv 2108.12409), (B or 1, H, T, S); −∞ for masked keys."""
+    """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked keys get −∞."""
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=places.mask.device) / heads)
     distances = places.slots[:, None, -places.mask.shape[2]:, None] - places.slots[:, None, None]
     return (-slopes[:, None, None] * distances).masked_fill(~places.mask, -torch.inf)
@@ -214,8 +214,8 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
         """Returns the logits of each position's next token, and the loss if `labels` are given.
 
-        `labels` are the input tokens, not shifted; −100 is ignored. Texts may be padded on either side;
-        `attention_mask` is 1 at tokens and 0 at padding.
+        `labels` are the input tokens, not shifted; positions with the label −100 do not count in the loss. Texts may
+        be padded on either side; `attention_mask` is 1 at tokens and 0 at padding.
         """
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]

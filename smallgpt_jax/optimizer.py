@@ -63,6 +63,6 @@ def make_optimizer(
 def is_matrix(path: tuple, names: tuple[str | None, ...]) -> bool:
     """Returns whether a parameter is a matrix. Weight decay applies only to matrices.
 
-    A matrix is neither a bias nor a scale, and has two or more axes. The axes in STACKED are not counted.
+    A matrix is neither a bias nor a scale, and has two or more axes besides those in STACKED.
     """
     return path[-1].key not in ("bias", "scale") and sum(name not in STACKED for name in names) >= 2

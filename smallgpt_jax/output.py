@@ -28,9 +28,9 @@ class BestEffortStream:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Ignores errors of writing to `sys.stdout` or `sys.stderr` inside the context, such as a full disk or closed pipe.
+    """Inside the context, ignores errors of writes to a standard stream, such as a full disk or a closed pipe.
 
-    `name` is "stdout" or "stderr".
+    `name` is the attribute of `sys` that holds the stream: "stdout" or "stderr".
     """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, BestEffortStream(stream))
@@ -42,9 +42,10 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Replaces `sys.stdout` or `sys.stderr` by the null device if it cannot be flushed.
+    """Replaces a standard stream by the null device if the stream cannot be flushed.
 
-    Python flushes both streams at exit, and exits with status 120 if this fails.
+    Python flushes both standard streams at exit. If that failed, Python would exit with status 120. `name` is "stdout"
+    or "stderr".
     """
     try:
         getattr(sys, name).flush()

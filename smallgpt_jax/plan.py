@@ -1,4 +1,4 @@
-"""Estimates the memory and speed of a recipe on given hardware, by compiling it for this hardware.
+"""Estimates the memory and speed of a recipe on given hardware, by compiling the recipe for this hardware.
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def batch_divisor(config, devices) -> int:
-    """Returns data-parallel devices × microbatches; the batch size must be a multiple of this number."""
+    """Returns the number that must divide the batch size: the number of data-parallel devices × microbatches."""
     return sharding.num_batch_shards(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
 
 
@@ -105,9 +105,9 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Returns a table of the memory per device, as lines.
+    """Returns the lines of a table of the memory per device.
 
-    It compares the compiler's figures with those of the formula in analysis/memory.py.
+    The table shows the compiler's figures beside those of the formula in analysis/memory.py.
     """
     formula = result.account
     state = formula["weights"] + formula["moments"]

@@ -1,4 +1,4 @@
-"""Stop requests: Ctrl-C, and SIGTERM, which schedulers and preempted machines send.
+"""Stop requests: the user presses Ctrl-C, or a scheduler or preempted machine sends SIGTERM.
 
 After a stop request, the run finishes its step, saves and exits. It exits immediately, without saving, on a second
 request or if there is nothing to save yet, for example during compilation.
@@ -17,7 +17,7 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # the same signal within this time is not a second request: `timeout` sends it twice
+REPEAT_SECONDS = 0.5  # a repeated signal within this time is no second request: `timeout` sends signals twice
 
 
 class StopRequest:
@@ -32,8 +32,9 @@ class StopRequest:
     def is_requested_anywhere(self) -> bool:
         """Returns whether any process of this run has been asked to stop (collective).
 
-        The result is equal in all processes. With several processes, it is the answer to the previous call, so that no
-        process waits for another: a request is reported one call later.
+        The result is equal in all processes. With several processes, each call starts a collective and returns the
+        result of the collective that the previous call started. A request is therefore reported one call later, but no
+        process waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -46,7 +47,7 @@ class StopRequest:
                            128 + (self.signal or signal.SIGTERM))
 
     def _handle(self, number: int) -> None:
-        """Handles a signal in a separate thread, because library calls can block the main thread for minutes."""
+        """Handles a signal. Runs in a separate thread, because library calls can block the main thread for minutes."""
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             return
@@ -62,7 +63,7 @@ class StopRequest:
 def handle_signals() -> Iterator[StopRequest]:
     """Yields a StopRequest that records SIGTERM and Ctrl-C inside the context.
 
-    Outside the main thread, it records nothing.
+    If this function is called outside the main thread, the StopRequest records nothing.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():

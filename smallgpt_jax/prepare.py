@@ -2,8 +2,8 @@
 
     python -m smallgpt_jax.prepare --config=configs/pgpt.py:quickstart
 
-`smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Prepare larger and remote
-sources with this command; configs with the same data settings share the store. After an interruption, rerun the same
+`smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Use this command for larger
+and remote sources. Configs with the same data settings share one store. After an interruption, rerun the same
 command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
 """
 

@@ -1,6 +1,6 @@
 """Builds the program of a config: model, mesh, optimizer, state shardings and compiled steps.
 
-Training, planning and comparison use this module. No arrays are allocated before `Program.initial_state`.
+Training, planning and comparison use this module. No arrays are allocated before `Program.initial_state` is called.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Program:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
-    abstract_params: Any  # models.abstract_params(model), stored because computing it traces the model
+    abstract_params: Any  # models.abstract_params(model), stored because each call traces the model
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -73,7 +73,7 @@ class Program:
             return jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True)).compile()
 
     def abstract_batch(self, evaluates: bool = False) -> Batch:
-        """Returns the shapes and shardings of a global batch; fields that the packing does not use are None."""
+        """Returns the shapes and shardings of a global batch; fields that this config does not use are None."""
         c, time = self.config, self.config.model.context_length
 
         def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
@@ -86,17 +86,17 @@ class Program:
             shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
 
     def open_pipeline(self) -> DataPipeline:
-        """Returns the data pipeline of this process. Raises UserError like `data.pipeline.open_pipeline`."""
+        """Returns the data pipeline of this process. Raises the UserErrors of `data.pipeline.open_pipeline`."""
         c = self.config
         return open_pipeline(
             c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
 
     def runnable(self, compiled: jax.stages.Compiled):
-        """Returns the compiled function; on simulated CPU devices, the function blocks until its result is available.
+        """Returns a function that runs `compiled`; on simulated CPU devices, it blocks until the result is available.
 
-        Simulated devices share a few threads, so two programs in flight can deadlock: each holds threads that the
-        other's collectives wait for.
+        Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
+        program holds threads that the other program's collectives wait for.
         """
         if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
             return lambda *arguments: jax.block_until_ready(compiled(*arguments))
@@ -104,7 +104,7 @@ class Program:
 
 
 def build_program(config: ConfigDict, devices=None) -> Program:
-    """Returns the program of `config` for `devices`, by default all. Raises UserError for an invalid config."""
+    """Returns the program of `config` for `devices` (default: all devices). Raises UserError for an invalid config."""
     model = models.build(**config.model)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     validate_train(config.train, model.config, mesh)
@@ -149,7 +149,7 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether `error` says that a program does not fit into a device's main memory.
 
-    Errors about TPU vmem and smem are excluded, because a smaller batch does not reduce what kernels use of them.
+    Errors about TPU vmem and smem are excluded, because a smaller batch does not reduce the use of these memories.
     """
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text

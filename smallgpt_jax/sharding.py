@@ -49,7 +49,7 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
-    """Returns the number of shards that the rows of a batch are split into, by default on the current mesh."""
+    """Returns the number of shards into which `mesh` (default: the current mesh) splits the rows of a batch."""
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get("data", 1) * shape.get("fsdp", 1)
 
@@ -127,7 +127,7 @@ def gather_fsdp(weight, names: tuple[str, ...]):
 
 
 def per_device(function, names: tuple[tuple[str, ...], ...]):
-    """Returns `function` under shard_map: each device computes it on its shards of the arguments.
+    """Returns `function` under shard_map: each device calls it on its shards of the arguments.
 
     Kernels need this, because the compiler cannot partition them. `names` are the logical axes of each argument. The
     result is sharded like the first argument.
@@ -145,7 +145,7 @@ def per_device(function, names: tuple[tuple[str, ...], ...]):
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Returns the sorted indices of the batch rows on this process's devices; they are not always contiguous."""
+    """Returns the sorted indices of the batch rows on this process's devices; the indices may have gaps."""
     parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows, in parts]))
 

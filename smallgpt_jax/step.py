@@ -80,7 +80,7 @@ def train_step(
     - grad_norm: norm of the gradient before clipping
     - learning_rate
     - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
-      parameters are not finite, because undoing it would take a second pass over the optimizer.
+      parameters are not finite, because undoing it would take a second pass over parameters and optimizer state.
     - skipped: number of updates skipped so far
     - values that modules sowed into "metrics"
     """
@@ -91,7 +91,8 @@ def train_step(
         loss, collections = weighted_loss(
             params, model_state, model, part, target_weights(part, total), loss_chunks,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
-        # Each sown loss is a mean over one microbatch. The sum over all microbatches must be the mean over the batch.
+        # Each sown loss is a mean over one microbatch. Losses are summed over microbatches, so the mean over the batch
+        # needs this division.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))
@@ -123,14 +124,14 @@ def train_step(
 def all_finite(tree) -> jax.Array:
     """Returns whether every element of every array is finite.
 
-    Computed from Σ 0 · x, which is NaN if any x is not finite. The TPU compiler fuses this sum with the weight update;
-    jnp.isfinite would take another pass over the weights.
+    The result is computed from Σ 0 · x, which is NaN if any x is not finite. The TPU compiler fuses this sum with the
+    weight update; jnp.isfinite would take another pass over the weights.
     """
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def sown_metrics(collection) -> dict[str, jax.Array]:
-    """Returns metric name → mean over layers and paths of the values that modules sowed into "metrics"."""
+    """Returns the values that modules sowed into "metrics", by metric name, averaged over layers and paths."""
     values: dict[str, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]

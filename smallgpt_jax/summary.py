@@ -20,7 +20,7 @@ from smallgpt_jax.program import Program
 
 
 def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -> str:
-    """Returns a few lines that describe the model, devices, steps, data and fallbacks in use."""
+    """Returns lines that describe the model, devices, steps and data, followed by the `fallback_messages`."""
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
     parameters = sum(x.size for x in jax.tree.leaves(program.abstract_params))
@@ -40,7 +40,10 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Returns one line per weight axis that the mesh does not divide, and one per fallback of attention to XLA."""
+    """Returns one line per replicated weight axis, and one line per reason why attention layers use plain XLA.
+
+    Weight axes that their mesh axis does not divide are replicated.
+    """
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(
         f"attention with head width {layers.head_width} uses plain XLA: {layers.why}"
@@ -70,9 +73,9 @@ def peak_tokens_per_second(program: Program) -> float | None:
 
 @best_effort("stdout")
 def print_final_message(workdir: str) -> None:
-    """Prints a text sampled from the model, the last evaluation and the generate command.
+    """Prints a sample of the model's text, the result of the last evaluation, and a command that generates more text.
 
-    Multi-process runs print no sample.
+    The sample is omitted in multi-process runs.
     """
     if not distributed.is_primary():
         return

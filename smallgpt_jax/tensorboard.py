@@ -14,7 +14,7 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int):
-        """Starts a new file; TensorBoard then ignores older files in the folder for steps after `first_step`."""
+        """Starts a new file. TensorBoard then ignores events after step `first_step` in the folder's older files."""
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -37,7 +37,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _without_torch():
-    """Hides PyTorch from tensorboardX, which would import it for images; the import takes 1.3 seconds."""
+    """Hides PyTorch from tensorboardX, which would import PyTorch for images; the import takes 1.3 seconds."""
     hides = "torch" not in sys.modules
     if hides:
         sys.modules["torch"] = None

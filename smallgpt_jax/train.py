@@ -1,7 +1,7 @@
 """Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
 
-The loop keeps no state besides the train state. The previous step's metrics are in `metrics.Logger`, the write in
-progress in `checkpoint.py`, and the stop request in `preemption.py`.
+The loop keeps no state besides the train state. `metrics.Logger` holds the previous step's metrics, `checkpoint.py`
+holds the write in progress, and `preemption.py` holds the stop request.
 """
 
 import functools
@@ -32,8 +32,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
     Raises:
-      UserError: the config or workdir is invalid (and nothing has been written), the run does not fit into device
-        memory, or its last step cannot be saved.
+      UserError: the config or workdir is invalid (in this case, nothing has been written), the run does not fit into
+        device memory, or its last step cannot be saved.
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
@@ -46,7 +46,7 @@ def train(config: ConfigDict, workdir: str) -> None:
         with run_folder.lock(folder):
             # Check again: another run may have started before the lock was acquired.
             distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
-            # This must precede `initialize`, which replaces the workdir's config.
+            # This must precede `initialize`: it reads the workdir's config, which `initialize` replaces.
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:
@@ -105,7 +105,8 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     checkpoints.wait_until_finished()
     if step > first_step and step not in checkpoints.steps():
-        # The run was stopped during an evaluation at a step that is not saved, or a save has failed and is retried.
+        # Either the run was stopped during an evaluation after a step that was not saved, or this step could not be
+        # saved and is tried again.
         checkpoints.save(step, state, logger.losses)
     checkpoints.close()
     logger.close()
@@ -128,7 +129,11 @@ def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainSt
 
 
 class Schedule(NamedTuple):
-    """The steps after which a run saves and evaluates: multiples of the two intervals, and the last step."""
+    """The steps after which a run saves and evaluates.
+
+    A run saves after every `checkpoint_every` steps, and evaluates after every `eval_every` steps. It does both after
+    the last step.
+    """
 
     steps: int
     eval_every: int
@@ -148,7 +153,7 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
     Each iteration
     1. dispatches an update;
     2. while the update runs, checks and logs the metrics of the previous update;
-    3. agrees with the other processes whether to stop;
+    3. agrees with the other processes on whether to stop;
     4. before saving or evaluating, checks and logs the metrics of the current update, so that no non-finite state is
        saved;
     5. saves, then evaluates, because evaluation can fail or be stopped.
@@ -193,7 +198,7 @@ def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: Dat
 
 def mean_loss(eval_step: Callable, batches: Iterable, is_stopped: Callable[[], bool] = lambda: False,
               ) -> tuple[float, int] | None:
-    """Returns (mean loss in nats per target in the loss mask, number of these targets), or None if stopped."""
+    """Returns (mean loss in nats per target in the loss mask, number of these targets), or None if `is_stopped()`."""
     sums = []
     for batch in batches:
         if is_stopped():

@@ -3,7 +3,7 @@
 - `config.json`: the resolved config
 - `tokenizer/`
 - `store.json`: the description of the training text
-- `sessions.jsonl`: device and library versions of each start or resumption
+- `sessions.jsonl`: the devices and library versions of each start or resumption
 
 Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`.
 
@@ -43,8 +43,8 @@ CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
-# Fields that may change on resumption. They do not affect the result of a step, except for rounding, and for the
-# dropout masks if the number of microbatches changes.
+# Fields that may change on resumption. They affect the result of a step only through rounding. A change of
+# train.microbatches also changes the dropout masks.
 MAY_CHANGE = {
     "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
@@ -55,7 +55,7 @@ MAY_CHANGE = {
 
 def check_workdir(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
-    if not os.path.exists(workdir):  # Path.exists would raise an error without permission
+    if not os.path.exists(workdir):  # Path.exists would raise PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")
@@ -69,7 +69,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
         return
     before, now = flatten(read_config(workdir)), flatten(config)
     fields, may_change = before.keys() | now.keys(), MAY_CHANGE
-    if not (workdir / STORE_FILE).exists():  # an imported model that is not trained yet: only the model group is fixed
+    if not (workdir / STORE_FILE).exists():  # an imported model, not yet trained: only the model group is fixed
         fields = {field for field in fields if field.startswith("model.")}
         may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
         if before.get("model.position") != "learned":  # no parameter depends on the context length
@@ -163,7 +163,7 @@ def write_imported(workdir: Path, model: models.LanguageModel, params, model_sta
 def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
     """Returns whether the run in `workdir` has saved and evaluated the last step of `config`.
 
-    See `evaluated_steps` for the evaluations that count.
+    Evaluations on other validation rows do not count; see `evaluated_steps`.
     """
     steps = config.train.steps
     return ((workdir / CHECKPOINT_FOLDER / str(steps)).is_dir()
@@ -173,8 +173,8 @@ def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
 def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
     """Returns the steps whose last evaluation used the validation rows that `config` selects.
 
-    The rows are identified by their number of targets. Older versions did not log this number; their evaluations are
-    included if `train.eval_steps` is the same in `config` and in the workdir's config.
+    The rows are identified by their number of targets. Older versions of smallgpt_jax did not log this number. Their
+    evaluations are included if `train.eval_steps` is the same in `config` and in the workdir's config.
     """
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
     if not lines:

@@ -1,16 +1,16 @@
-"""Settings of all tests (eight CPU devices, one cache folder per session), and shared fixtures and helpers."""
+"""Settings for all tests (eight CPU devices, one cache folder per session), shared fixtures, and helper functions."""
 
 import os
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Compiling these programs takes far longer than running them, so they are compiled without optimization.
+# Compiling the programs of the tests takes far longer than running them, so they are compiled without optimization.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
 if version("jaxlib").startswith("0.10."):  # the flag makes compilation four times as fast; later versions reject it
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# The persistent cache keeps even small programs, since many tests compile the same ones.
+# Even small programs are kept in the persistent cache, since many tests compile the same programs.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -32,7 +32,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-# transformers copies the code of exported models into this folder and imports it from there: one folder per process.
+# transformers copies the code of exported models into this folder and imports it from there. Each process has its own
+# folder.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
@@ -52,7 +53,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
-ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every entry of the table
+ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every registered architecture
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +97,7 @@ def build(name: str, **fields) -> models.LanguageModel:
 
 
 def init(model, seed: int = 0):
-    """Returns random parameters of about their initial size, with biases other than 0 and norm scales other than 1.
+    """Returns random parameters, about as large as initial ones, but with nonzero biases and norm scales other than 1.
 
     NumPy draws the parameters, since compiling `model.init` takes seconds.
     """

@@ -23,7 +23,8 @@ def matmul(x_RxI, w_IxO):
 def one_product_is_faster(decode: bool) -> bool:
     """Returns whether one fused product for queries, keys and values is faster than separate products.
 
-    The fused result must be split and transposed. Separate products produce the layout that attention reads, which
-    saves copies on TPUs. The fused product is faster on CPUs. It is also faster in decoding, where there are few rows.
+    Attention reads the layout that separate products produce. The fused result must first be split and transposed,
+    which costs copies on TPUs. The fused product is faster on CPUs. It is also faster in decoding, where there are few
+    rows.
     """
     return decode or platform() == "cpu"

@@ -4,9 +4,9 @@ import jax
 
 
 def platform() -> str:
-    """Returns the platform of the current mesh, or JAX's default platform without a mesh: "cpu", "gpu" or "tpu".
+    """Returns "cpu", "gpu" or "tpu": the platform of the current mesh or, if no mesh is set, JAX's default platform.
 
-    The mesh may consist of devices that are not attached to this machine, for ahead-of-time compilation.
+    In ahead-of-time compilation, the devices of the mesh may be absent from this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()

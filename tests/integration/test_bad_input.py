@@ -41,7 +41,8 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 def good_run(shared_folder, trained_run) -> Path:
     """Returns a folder that is shared by all workers.
 
-    It contains the text and the store that the settings GOOD name, and `run`, the workdir of a run trained on them.
+    It contains the text and the token store that the settings GOOD point to, and the workdir `run` of a run with these
+    settings.
     """
     folder = shared_folder / "good"
     folder.mkdir(exist_ok=True)
@@ -60,7 +61,7 @@ def replace_here(folder: Path, settings: dict) -> dict:
 
 
 def copy_run(good_run: Path, folder: Path) -> None:
-    """Copies the text, store and run of `good_run` into `folder`, and replaces the paths that they contain."""
+    """Copies the text, store and run of `good_run` into `folder`, and adapts the paths in their files."""
     for name in ("good.jsonl", "store", "run"):
         (shutil.copytree if (good_run / name).is_dir() else shutil.copy)(good_run / name, folder / name)
     for path in ("store/metadata.json", "run/config.json", "run/store.json"):
@@ -270,8 +271,8 @@ def test_message_and_files(case, tmp_path, request):
     assert str(error.value).count("\n") <= 1
     after = {path: content for path, content in contents(tmp_path).items() if path.name != ".lock"}
     new = {str(path.relative_to(tmp_path)) for path in after.keys() - before.keys()}
-    # Documents tokenized before an invalid item are kept in store.partial. If the error is found after preparation,
-    # a complete store exists.
+    # If an invalid item stops the preparation, the documents before it are kept in store.partial. If the error is
+    # found after the preparation, a complete store exists.
     assert not [name for name in new if not name.startswith(("store/", "store.partial/"))], new
     assert "store/metadata.json" in new or not [name for name in new if name.startswith("store/")]
     assert [path for path, content in before.items() if after.get(path) != content] == []

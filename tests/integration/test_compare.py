@@ -43,7 +43,7 @@ def fake_train(config, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text_file):
-    """Returns the output folder of a comparison of gpt and pgpt by `fake_train`. Tests must not change the folder."""
+    """Returns the output folder of a comparison of gpt and pgpt with runs by `fake_train`. Tests must not change it."""
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train", fake_train)
@@ -105,7 +105,7 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             shown = f"{sum(values) / 2:.4f} ({min(values):.4f} to {max(values):.4f})"
             assert f"| {shown} |" in markdown and f"<td>{shown}</td>" in page
     assert "Lowest validation loss: " in markdown
-    # The report lists the fields that all runs share.
+    # The report lists the config fields that have the same value in all runs.
     assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown
     assert (compared / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
@@ -137,7 +137,10 @@ def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
 
 
 def test_refuses_to_continue_another_comparison(compared, tmp_path):
-    """Fewer steps, another model or another text are refused before any run is trained."""
+    """A comparison whose settings differ from those of the runs in its folder is refused before any run is trained.
+
+    The cases are fewer steps than the existing runs have, another model and another text.
+    """
     source = workdir.read_config(compared / "runs" / "gpt-seed1337").data.source
     common = (*TINY, f"--config.data.source={source}", f"--output={compared}", "--config.compare.names=gpt")
     for flags, message in (
@@ -234,9 +237,9 @@ def test_bad_flags(arguments, message, status, text_file, tmp_path):
 # ------------------------------------------------------------------ Measurements
 @pytest.mark.slow
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
-    """Losses at each context length match a float64 formula on the same tokens.
+    """The measured losses at each context length match a float64 formula on the same tokens.
 
-    They are measured once per checkpoint.
+    A second call measures nothing again, because the checkpoint is the same.
     """
     folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
                            model__num_layers=1, model__d_model=16, data__packing="best_fit")
@@ -258,7 +261,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
     sample = measure.TextSample(corpus, config, (1, 4), "other")
     starts = sample._chosen * 4 * TIME
-    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # windows that hold eval_steps · batch_size rows
+    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # windows of 4 rows; eval_steps · batch_size rows in all
     for times, row in ((1, rows[2]), (4, rows[3])):
         windows = np.stack([tokens[start:start + times * TIME + 1] for first in starts
                             for start in range(first, first + 4 * TIME, times * TIME)])
@@ -281,7 +284,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, tmp_path, monkeypatch):
-    """A measurement reads as many tokens per batch as a training microbatch, so it fits in memory if training does."""
+    """A measurement's batches have as many tokens as a training microbatch, so they fit in memory if training does."""
     folder = untrained_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
     config = workdir.read_config(folder)
     sample = measure.TextSample(data.open_existing(config.data), config, (1, 2), "own")
@@ -319,7 +322,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    assert measured(one) == measured(one) == 2  # the first value, 1, is that of the run's own text
+    assert measured(one) == measured(one) == 2  # 1 is the run's own text; the second call measures nothing
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())
     assert measured(one, again) == 2
@@ -330,7 +333,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
     assert measured(one) == 5
     check()
 
-    # An older version would have written the file without fingerprints.
+    # Files written by older versions contain no fingerprints.
     path = one / "evaluations" / "texts.json"
     rows = [{key: value for key, value in row.items() if key != "fingerprint"} for row in json.loads(path.read_text())]
     path.write_text(json.dumps(rows))
@@ -349,7 +352,7 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    assert of_one > 4 * of_four  # so the second store's first row has different indices at different context lengths
+    assert of_one > 4 * of_four  # so row indices in the second store are not scaled by exactly 4
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]
     assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()

@@ -28,7 +28,8 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
-# The variants cover every setting, and every position encoding in every trunk that implements it in its own way.
+# The variants cover every setting. Where a trunk has its own implementation of a position encoding, a variant covers
+# that combination.
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
     "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
@@ -116,7 +117,7 @@ def test_refuses_architectures_without_pytorch_code(tmp_path):
 def test_export_and_import(variant, tmp_path):
     """An exported model has the same loss and logits in PyTorch.
 
-    The logits are the same with cache, without cache, and after saving the model again in PyTorch. A left-padded row
+    The logits are the same with cache, without cache, and after PyTorch has saved the model again. A left-padded row
     generates the same tokens as the row alone. The imported model has bitwise equal parameters, and the same config
     except for scan_layers=False.
     """
@@ -215,7 +216,7 @@ def exported_gpt(tmp_path_factory):
 
 
 def test_folders_without_a_position_field_have_learned_positions(exported_gpt, tmp_path):
-    """A config.json without the field `position` was exported before this field existed."""
+    """Such folders were exported before config.json had the field `position`."""
     source, model, params = exported_gpt
     folder = shutil.copytree(source, tmp_path / "out")
     described = json.loads((folder / "config.json").read_text())
@@ -315,7 +316,10 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
 
 
 def other_sentencepiece(texts: list[str], kind: str):
-    """Returns a SentencePiece tokenizer of kind "unigram", which normalizes texts, or "byte fallback", which is BPE."""
+    """Returns a SentencePiece tokenizer of the given kind.
+
+    "unigram" is a unigram model that normalizes texts. "byte fallback" is a BPE model that keeps them unchanged.
+    """
     import sentencepiece
 
     model = io.BytesIO()
@@ -334,7 +338,7 @@ def other_sentencepiece(texts: list[str], kind: str):
 def test_a_run_survives_every_conversion(text_file, tmp_path):
     """A run is exported, the export is imported, and the best path of the imported model is exported.
 
-    Then --from=run copies the run to a new workdir, and copies this copy.
+    Then --from=run copies the run to a second workdir, and copies the second workdir to a third.
     """
     config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
     params = init(models.build(**config.model))
@@ -368,12 +372,12 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    assert expected == {"weights from: steps": None}  # the second copy's source, the first copy, was not trained
+    assert expected == {"weights from: steps": None}  # the last source was itself a copy, which was not trained
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
 def with_large_embedding(params):
-    """Returns `params` with the embedding, which is also the head, times ten; no initializer gives such values."""
+    """Returns `params` with the token embedding (also the head) multiplied by ten; no initializer gives such values."""
     return {**params, "token_embedding": 10 * params["token_embedding"]}
 
 

@@ -60,8 +60,8 @@ def session(model, params, ids, **settings):
 def assert_cache_matches_forward(model, params):
     """Decodes three rows; after each call, compares the logits with those of a full forward pass.
 
-    The prompts have 1, 5 and 9 tokens. Later calls read one to three tokens per row, and from the tenth token on one
-    token per row.
+    The prompts have 1, 5 and 9 tokens. Each later call adds tokens to the rows: 1, 2 and 3 tokens to the first, second
+    and third row, but only one token to a row that already has ten or more.
     """
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
@@ -91,7 +91,10 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
 
 
 def test_a_long_prompt():
-    """The prompt fills two chunks of queries; a single token follows. The attention window spans both chunks."""
+    """Decodes a prompt that takes two chunks of queries, and then one token.
+
+    The attention window spans both chunks.
+    """
     model, params = small("gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,))
     rows = random_rows(model, [150, 170])
     full = forward(model, params, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
@@ -105,7 +108,7 @@ def test_a_long_prompt():
 
 @pytest.mark.slow
 def test_selected_paths():
-    """A model with some of the paths gives the same logits as the full model with weight zero for the others."""
+    """A model reduced to selected paths gives the same logits as the full model if all other paths have weight zero."""
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
@@ -165,9 +168,9 @@ class FailsInDecoding(nn.Module):
     (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
     (GPT, None)])
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
-    """Two trunks that decode wrongly are refused, and gpt's trunk is accepted.
+    """Models with two trunks that decode wrongly are refused, and a model with gpt's trunk is accepted.
 
-    The model has no position encoding, so that only attention depends on positions.
+    The models have no position encoding, so that only attention depends on positions.
     """
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
@@ -240,9 +243,9 @@ def test_nothing_is_compiled_twice():
 
 @pytest.mark.slow
 def test_several_steps_draw_the_same_tokens_as_single_steps():
-    """All calls of several steps share one compiled program.
+    """Calls of several steps sample the same tokens as calls of one step, and share one compiled program.
 
-    The texts continue past the end of the context, where the newer half of the tokens is prefilled again.
+    The texts are longer than the context. When the context is full, the newer half of its tokens is prefilled again.
     """
     model, params = small("cgpt")
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
@@ -264,7 +267,8 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, the row with 1 in 24 steps.
+    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, and the row with 1 prompt
+    # token fills it in 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]
@@ -272,7 +276,10 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 
 @pytest.mark.slow
 def test_finished_rows_do_not_disturb_the_others():
-    """Of three rows, one ends in the middle of a multi-step call, and one at the end of the context."""
+    """A row gets the same tokens alone and in a batch with two rows that finish earlier.
+
+    One of these two rows ends in the middle of a multi-step call, and the other ends at the end of the context.
+    """
     model, params = small("cgpt")
     rows = random_rows(model, [3, 6, CONTEXT - 4])
     alone = session(model, params, rows[:1])

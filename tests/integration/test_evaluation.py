@@ -57,7 +57,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
     random = np.random.default_rng(0)
     sequences = [TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
                  for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]]
-    # Three more sequences end with the most likely tokens.
+    # Three more sequences end with four tokens chosen greedily.
     greedy = [random.integers(0, 512, 5).tolist() for _ in range(3)]
     for tokens in greedy:
         for _ in range(4):
@@ -101,9 +101,10 @@ def test_blank_and_empty_texts(gpt):
 
 @pytest.mark.slow
 def test_generates_until_the_first_stop_string(gpt):
-    """Greedy texts match token-by-token decoding up to the first stop string.
+    """Texts generated greedily match token-by-token decoding up to the first stop string.
 
-    Contexts that are too long are truncated on the left. Sampled texts differ between requests and depend on the seed.
+    Contexts that are too long are truncated on the left. Sampled texts differ between equal requests and depend on the
+    seed.
     """
     contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
     for context in contexts:
@@ -145,7 +146,10 @@ def test_generated_texts_keep_their_leading_space():
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    """Returns a folder of small files in the formats of the benchmarks: eight examples per task, one of them long."""
+    """Returns a folder of small files in the formats of the benchmarks.
+
+    Each task has eight examples, one of which is long.
+    """
     folder, words = tmp_path_factory.mktemp("questions"), "cup shelf lamp chair door plant stone boat".split()
     rows = {name: [] for name in ("copa_val", "piqa_valid", "hellaswag_val", "lambada_openai_test")}
     for i, word in enumerate(words):
@@ -182,10 +186,10 @@ class Uniform(SmallGPT):
 
 @pytest.mark.slow
 def test_a_uniform_model_prefers_short_options(shared_data):
-    """Accuracies on the first 100 questions of five tasks match counts from the files.
+    """The accuracies on the first 100 questions of five tasks match those computed from the tasks' files.
 
-    acc chooses the first of the shortest options. acc_norm chooses the option with the fewest bytes per character,
-    where the bytes include the space before the option.
+    Longer options are less likely, so acc chooses the first of the shortest options. acc_norm chooses the option with
+    the fewest bytes per character, where the bytes include the space before the option.
     """
     data, count = shared_data / "eval", 100
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]

@@ -1,4 +1,4 @@
-"""Generation with a trained model: streams, batches, conversations, full contexts."""
+"""Generation with trained and random models: streams, batches, conversations, full contexts."""
 
 import re
 import shutil
@@ -70,7 +70,7 @@ def test_stop_strings(model):
 def test_text_keeps_its_leading_space():
     """A space at the start of a generated text is kept.
 
-    Covers two tokenizers, which add a space before each text that they encode; one of them removes extra spaces.
+    Both tokenizers of this test add a space before each text that they encode. One of them also removes extra spaces.
     """
     prompts, greedy, loaded = ["the model is", "a cat", "on text"], {"temperature": 0}, None
     for remove_extra_whitespaces in (True, False):
@@ -102,7 +102,8 @@ def cgpt():
 def test_a_batch_with_convolutions(cgpt):
     """A batch gives the same texts as single prompts.
 
-    One prompt is empty, and the rows are so long that they drop their oldest tokens, each at another step.
+    One prompt is empty. The rows outgrow the context, so each row drops its oldest tokens; the rows do so at
+    different steps.
     """
     prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
     alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
@@ -150,11 +151,11 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     monkeypatch.setattr(decoder, "decode_step", counting)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt has end-of-text and 8 bytes; the last new token is not read
+    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt is end-of-text and 8 bytes; no call reads the last token
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
-    assert computed == [11, 1, 1]  # first the last token of the first answer and the 10 bytes of the turn
+    assert computed == [11, 1, 1]  # 11: the last token of the first answer, and the 10 bytes of the turn
 
     ids = conversation._session.ids[0]
     monkeypatch.undo()
@@ -192,7 +193,7 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
 
 
 def test_generate(workdir):
-    """Covers one text, several samples, one path, turns from standard input, and wrong flags of the command."""
+    """Covers the generate command: one text, several samples, one path, turns from standard input, and wrong flags."""
     def generate(*flags, **settings):
         result = call("generate", f"--workdir={workdir}", "--max_new_tokens=4", *flags, **settings)
         return result.returncode, result.stdout, result.stderr

@@ -52,7 +52,7 @@ def llama_state_dict(theirs, params, qk_norm: bool) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_logits_match_transformers(name):
-    """Qwen3 is Llama with normalized queries and keys (`qk_norm`)."""
+    """Qwen3's model is Llama's with normalized queries and keys (`qk_norm`)."""
     torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
     model = llama(qk_norm=name == "Qwen3")
     params, c = init(model), model.config
@@ -71,7 +71,11 @@ def test_logits_match_transformers(name):
 
 
 def test_parameters_and_flops_at_full_size():
-    """A layer has query and output matrices, keys and values a third as wide, and three MLP matrices of width 2048."""
+    """The numbers of parameters and FLOPs follow from the shapes of the matrices.
+
+    A layer has query and output matrices of width 768, key and value matrices of a third of this width, and three MLP
+    matrices of width 2048.
+    """
     model = models.build(**load_config("llama", "paper").model)
     width, layers, vocabulary = 768, 12, 50_304
     multiplied = layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
@@ -89,7 +93,7 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     trained = inference.load_trained(tmp_path)
     assert trained.step == 2
     check_decoding(trained.model, trained.params)
-    # The cache has half the usual size, because there are half as many key heads as query heads.
+    # The cache has half the usual size, because there are half as many key-value heads as query heads.
     session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
     session.reserve(63)
     session.sample(Sampling())

@@ -14,7 +14,8 @@ from scipy.special import erf, softmax
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# The variants cover scanned and unrolled layers, and every option in each architecture with which it may interact.
+# The variants cover scanned and unrolled layers. They also cover each option in every architecture that it might
+# interact with.
 VARIANTS = [
     ("gpt", {}),
     ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
@@ -43,7 +44,10 @@ def random_tokens(model, batch=2, time=None, seed=0):
 @pytest.mark.parametrize("architecture, fields", [
     pytest.param(*variant, marks=() if variant[1] == {} else pytest.mark.slow) for variant in VARIANTS])
 def test_logits_match_the_formulas(architecture, fields):
-    """The NumPy formulas compute one sequence and one head at a time, in float64. No logit depends on a later token."""
+    """Logits match NumPy formulas that compute one sequence and one head at a time, in float64.
+
+    No logit depends on a later token.
+    """
     model = build(architecture, **fields)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
     first, other = random_tokens(model, 2, time=24)
@@ -95,7 +99,7 @@ def plain_layers(stack):
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
     if len({len(part) for part in parts}) == 1:  # a Pattern, which repeats: take one block of each part in turn
         return [part[i] for i in range(len(parts[0])) for part in parts]
-    return [block for part in parts for block in part]  # the parts are runs of equal blocks
+    return [block for part in parts for block in part]  # each part consists of consecutive equal blocks
 
 
 def plain_blocks(config, stack, x, num_heads=None, first=0):

@@ -33,7 +33,7 @@ def assert_equal(one, other):
 
 
 def test_a_nonfinite_update_is_skipped():
-    """A batch with a token whose embedding is NaN changes no weights, optimizer state or learning rate schedule."""
+    """A batch that contains a token with a NaN embedding does not change weights, optimizer state or learning rate."""
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
     state, step = make_step(optax.adamw(1e-2), schedule=lambda count: 10.0 * count)
@@ -49,7 +49,11 @@ def test_a_nonfinite_update_is_skipped():
 
 
 def test_updated_weights_that_are_not_finite_are_reported():
-    """Loss and gradient are finite, since the token whose embedding is or becomes non-finite is not in the batch."""
+    """An update whose loss and gradient are finite is reported if the updated weights are not finite.
+
+    These weights are the embedding of a token that is not in the batch, so they do not affect the loss. They are
+    non-finite before the update or become non-finite in it.
+    """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)
     for value in (3e38, np.inf, np.nan, 1.0):

@@ -1,4 +1,7 @@
-"""Rows that contain several documents: separation of the documents in the model, loss mask, targets; mixtures."""
+"""Tests of rows that contain several documents, and of training on mixtures.
+
+The tests cover the separation of documents in the model, the loss mask and the targets.
+"""
 
 import functools
 import itertools
@@ -30,7 +33,10 @@ def random_params(model):
 
 
 def variants():
-    """Yields every architecture, every position encoding, and a cgpt with splash attention and a wider convolution."""
+    """Yields test parameters that cover all architectures and position encodings.
+
+    The last one is a cgpt with splash attention and a wider convolution.
+    """
     for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
         yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")
     yield pytest.param("cgpt", {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
@@ -65,7 +71,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
 
 @pytest.mark.slow
 def test_separated_documents_on_a_mesh_with_paths():
-    """pgpt on eight devices with splash attention has the loss and gradients of one device with XLA's attention."""
+    """pgpt has the same loss and gradients on eight devices with splash attention as on one with XLA's attention."""
     rng = np.random.default_rng(0)
     batch = Batch(rng.integers(0, 257, (4, 129), np.int32),
                   np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32), rng.random((4, 128)) < 0.8,
@@ -92,7 +98,10 @@ def test_separated_documents_on_a_mesh_with_paths():
 
 @pytest.mark.slow
 def test_loss_is_the_mean_over_targets_in_the_mask():
-    """Losses of evaluation and training match the formula, although microbatches have different numbers of targets."""
+    """Evaluation and training losses match a direct computation.
+
+    The microbatches have different numbers of targets.
+    """
     model, rng = build("gpt", num_layers=1, d_model=16, context_length=16), np.random.default_rng(0)
     params = random_params(model)
     tokens, targets = rng.integers(0, 257, (4, 17), np.int32), rng.integers(0, 257, (4, 16), np.int32)
@@ -130,7 +139,10 @@ def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separat
 
 
 def test_a_run_on_a_mixture(mixture, tmp_path):
-    """Padding is not counted as tokens, stores are logged and recorded, and changed mixture weights are refused."""
+    """Padding does not count as tokens, and changed mixture weights are refused.
+
+    The startup message names the stores of the mixture, and store.json records their weights.
+    """
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()

@@ -1,4 +1,8 @@
-"""Training steps on meshes of eight devices: losses compared with one device, collectives, dropout masks."""
+"""Tests of the training and evaluation steps, mostly on meshes of eight devices.
+
+The tests compare losses on eight devices with losses on one device. They also cover collectives, bfloat16, evaluation
+and dropout masks.
+"""
 
 import functools
 
@@ -19,7 +23,7 @@ from smallgpt_jax.step import eval_step, weighted_loss
 pytestmark = pytest.mark.slow
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
              model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
-# Further fields per architecture. Together they cover learned positions, RoPE and ALiBi on a mesh.
+# More config fields for each architecture. Together they cover learned positions, RoPE and ALiBi on a mesh.
 EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
                 "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1},
                 "cgpt": {"model__blocks_per_stage": 1}}
@@ -70,7 +74,7 @@ ON_EIGHT_DEVICES += [(name, mesh(data=2, fsdp=2, tensor=2)) for name in ARCHITEC
 
 @pytest.mark.parametrize("architecture, fields", ON_EIGHT_DEVICES)
 def test_eight_devices_match_one_device(architecture, fields):
-    """Losses and gradient norms match, also with microbatches, loss chunks, unrolled layers and rematerialization."""
+    """Losses and gradient norms match. The cases include microbatches, loss chunks, unrolled layers and remat."""
     np.testing.assert_allclose(
         first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
 
@@ -97,7 +101,10 @@ def test_paths_are_joined_by_one_all_reduce():
 
 
 def test_bfloat16_gradients_match_float32():
-    """One token occurs over a thousand times: its embedding gradient has too many terms for a sum in bfloat16."""
+    """Gradients match although one token occurs over a thousand times.
+
+    The gradient of this token's embedding has too many terms for a sum in bfloat16.
+    """
     tokens = np.random.default_rng(0).integers(0, 257, (64, 65))
     tokens[np.random.default_rng(1).random(tokens.shape) < 0.3] = 7
     gradients = {}
@@ -140,9 +147,10 @@ def test_microbatches_save_memory_in_evaluation():
 class DropoutMasks:
     """Runs two training steps of a pgpt and records the dropout masks.
 
-    The pgpt has two paths of three blocks, and each step has two microbatches. If nn.scan shared a mask between the
-    blocks of a path, the mask would be computed twice per path, since flax first checks which values are shared. With
-    two blocks per path, the number of masks would be the same without sharing. With three blocks, it differs.
+    The pgpt has two paths of three blocks, and each step has two microbatches. The number of recorded masks shows
+    whether nn.scan shares a mask between the blocks of a path. Without sharing, three masks are recorded per path. With
+    sharing, two masks would be recorded per path, because flax first computes the mask once to find out which values
+    are shared. Two blocks per path would not do, because two masks would be recorded in both cases.
     """
 
     def __init__(self, devices: int = 1, **fields):

@@ -70,9 +70,7 @@ def losses_in(workdir, split="train", metric="loss"):
 
 @pytest.fixture
 def optimized(monkeypatch):
-    """Makes training steps compile with optimization and for one device.
-
-    This saves time in runs of a hundred steps.
+    """Makes training steps compile with optimization and for one device, which saves time in runs of a hundred steps.
     """
     devices, compile_step = jax.devices()[:1], Program.compile_train_step
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
@@ -121,16 +119,16 @@ def copy_of(trained_run, tmp_path):
     return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
 
 
-# log_every must not divide checkpoint_every, so that a checkpoint has losses that are not logged yet.
+# log_every must not divide checkpoint_every, so that a checkpoint contains losses that are not logged yet.
 RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["damaged", "full disk"])
 def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
-    """The last checkpoint is damaged or cannot be written, so its steps are lost.
+    """If the last checkpoint is damaged or could not be written, the steps since the previous checkpoint are lost.
 
-    The resumed run repeats them from the previous checkpoint, with the same state and metrics.
+    The resumed run repeats these steps, and has the same state and metrics afterwards.
     """
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
@@ -144,7 +142,8 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
         file.write('{"step": 50, "spl')  # truncated
     if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # The limit is below the size of opt_state/_METADATA, since sizes of data files vary with the order of writes.
+        # Every save fails, because the limit is below the size of opt_state/_METADATA. The sizes of data files are not
+        # a reliable bound, because they vary with the order of writes.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
         try:
             with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
@@ -176,7 +175,8 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
     """A finished run is evaluated again if train.eval_steps selects other validation rows.
 
-    Rows are compared by `targets` in metrics.jsonl, or by the saved config for older lines, which lack `targets`.
+    The rows are identified by `targets` in metrics.jsonl. Lines of older versions lack `targets`; then
+    train.eval_steps is compared with the saved config.
     """
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32
@@ -207,7 +207,7 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
 
 @pytest.mark.slow
 def test_resumes_runs_of_older_versions(text_file, copy_of):
-    """A saved config may lack fields of newer versions; they get the values that older versions used."""
+    """If a saved config lacks fields of newer versions, these fields get the values that older versions used."""
     workdir = copy_of("gpt", **SMALL)
     path = workdir / "config.json"
     groups = json.loads(path.read_text())

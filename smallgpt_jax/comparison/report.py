@@ -101,8 +101,8 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         if len(table.head) > 2:
             blocks += [Heading(f"Longer contexts: {label}"), Plot(
                 f"context-{safe_name(text)}", figures.loss_against_context(text, label, runs),
-                f"Bits per byte of {label} by context length, on other tokens than the validation loss. Models with "
-                "learned positions are limited to the context length of training."), table]
+                f"Bits per byte of {label} by context length. They are measured on other tokens than the validation "
+                "loss. Models with learned positions are limited to the context length of training."), table]
         elif text != OWN_TEXT:  # the summary table already shows the loss on a run's training text
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):

@@ -25,10 +25,11 @@ SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
                 k: float) -> float:
-    """Returns the mean of −log p(following | current) over pairs of tokens, in nats.
+    """Returns the mean of −log p(b | a) over pairs of consecutive tokens (a, b), in nats.
 
-    `current` and `following` are the tokens of the pairs. The probability p(b | a) is
-    (count of a followed by b + k) / (count of a + k·vocab_size), with counts in `train`.
+    `current` contains the first token of each pair, and `following` contains the second. The bigram model is
+    p(b | a) = (n(a, b) + k) / (n(a) + k·vocab_size). n(a) is the number of times that token a occurs in `train`, and
+    n(a, b) is the number of times that the pair (a, b) occurs there.
     """
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
     pair = current.astype(np.int64) * vocab_size + following
@@ -44,9 +45,9 @@ def compare(folder: Path) -> dict[str, float]:
     Keys:
 
     - "bigram_loss": loss of the bigram model with the best k
-    - "k": this k
-    - "model_loss": loss in the run's last evaluation
-    - "step": step of this evaluation
+    - "k": the best k, with which the bigram model has its lowest loss
+    - "model_loss": loss of the run's model in the last evaluation
+    - "step": training step of the last evaluation
     """
     config = workdir.read_config(folder)
     corpus = data.open_existing(config.data)

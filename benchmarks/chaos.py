@@ -3,9 +3,9 @@
     python benchmarks/chaos.py --kills=100
 
 For each architecture, one run is trained without a kill. Other runs with the same config are killed with SIGKILL at
-random moments and restarted after each kill, until they are complete. Each of them is compared with the undisturbed
-run: every bit of the parameters and of the optimizer state, and every loss in metrics.jsonl. About half of the kills
-come before the first step. The benchmark takes about 10 seconds per kill.
+random moments and restarted after each kill, until they are complete. Every bit of their parameters and of their
+optimizer state, and every loss in their metrics.jsonl, is then compared with the undisturbed run. About half of the
+kills come before the first step. The benchmark takes about 10 seconds per kill.
 
 Prints the number of kills in each phase of a run and, as the last line, a JSON object. The exit status is 1 if anything
 differs.
@@ -125,7 +125,7 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
     """
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     seconds = []
-    for _ in range(2):  # only the second run is timed: like the killed runs, it uses the compilation cache
+    for _ in range(2):  # the first run fills the compilation cache; only the second run is timed
         subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
         undisturbed.start()
         seconds = [time.monotonic()]

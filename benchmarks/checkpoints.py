@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Times --every training steps with one checkpoint and --every training steps without a checkpoint, alternately. Saving
-the checkpoint starts before the first step, and the time includes the wait until it is written. Prints both times, the
-relative overhead and, as the last line, a JSON object.
+Alternately times N training steps with one checkpoint and N training steps without a checkpoint; N is set by --every.
+Saving the checkpoint starts before the first step, and the time includes the wait until the checkpoint is written.
+Prints both times, the relative overhead and, as the last line, a JSON object.
 """
 
 import json

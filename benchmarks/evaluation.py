@@ -4,7 +4,8 @@
 
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
 lm-evaluation-harness, twice. Only the first evaluation compiles. After each evaluation, runs only the forward passes of
-the same batches. Prints each time, in seconds and relative to the forward passes, and, as the last line, a JSON object.
+the same batches. Prints all times in seconds, and their ratios to the mean time of the forward passes. The last line is
+a JSON object.
 """
 
 import json
@@ -28,7 +29,7 @@ _TASK = flags.DEFINE_string("task", "piqa", "Name of the task in lm-evaluation-h
 
 
 class RecordingScorer(Scorer):
-    """A Scorer that keeps the sequences that it has scored last."""
+    """A Scorer that keeps the sequences of the last call of `score`."""
 
     sequences = ()
 

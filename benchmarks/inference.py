@@ -10,10 +10,10 @@ length, the table has these columns:
 - prefill: milliseconds for the prompt and the first new token. The prompt leaves room for --new_tokens tokens in the
   context.
 - decode: speed of greedy decoding at the end of the context, in tokens/s
-- weights and cache: size in MB. The cache of this project's models is counted as allocated, the cache of transformers
-  as filled.
-- bandwidth: memory bandwidth that decoding reaches by reading weights and cache, relative to the bandwidth of summing
-  an array that is larger than any CPU cache
+- weights and cache: size in MB. For this project's models, the cache is counted as allocated. For transformers, only
+  the filled part of the cache is counted.
+- bandwidth: bytes of weights and cache that decoding reads per second, relative to the memory bandwidth. The memory
+  bandwidth is measured by summing an array that is larger than any CPU cache.
 
 Weights are random, which does not affect speed. The models are timed in turn, and each number is the median of
 --repeats timings.
@@ -48,7 +48,8 @@ GREEDY = Sampling(temperature=None)
 
 _SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and vocabulary of all models.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes.")
-_CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Context lengths: prompt and new tokens together.")
+_CONTEXTS = flags.DEFINE_list("contexts", ["128", "512", "1024"], "Context lengths; a context consists of the prompt "
+                              "and the new tokens.")
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 32, "Tokens to generate per timing.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timings per model, batch size and context length.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", None, "Names of the models to measure. Default: all.")
@@ -120,7 +121,7 @@ class Transformers:
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        # The position embedding is not counted. The token embedding is, because it is also the weight of the head.
+        # The position embedding is not counted. The token embedding is counted, because the head uses it as its weight.
         self.read_bytes = self.weight_bytes - 4 * width * context
 
     def run(self, prompts_BxT, new_tokens: int):

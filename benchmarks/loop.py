@@ -2,11 +2,15 @@
 
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
-Each of --rounds rounds first measures a full run of --steps steps, which reads data and writes progress, metrics.jsonl,
-TensorBoard files and checkpoints. It then measures the same number of steps alone: calls of the same compiled training
-step, always with the same batch. The time of the full run is computed from the speeds that it logs, except the first of
-them. These speeds exclude compilation, evaluation and the start of a checkpoint, but not the writing of checkpoints in
-the background. Prints the milliseconds per step of both, the relative overhead and, as the last line, a JSON object.
+Each of --rounds rounds has two measurements. The first measures a full run of --steps steps, which reads data and
+writes progress, metrics.jsonl, TensorBoard files and checkpoints. The second measures as many calls of the compiled
+training step alone, always with the same batch.
+
+The time of a full run is computed from the speeds that the run logs; the first logged speed is ignored. The logged
+speeds exclude compilation, evaluation and the start of a checkpoint. They include the effect of checkpoints that are
+written in the background.
+
+Prints the milliseconds per step in a full run and alone, the relative overhead and, as the last line, a JSON object.
 """
 
 import contextlib

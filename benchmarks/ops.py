@@ -45,7 +45,7 @@ def training(function):
 
 
 def on_gpu(function):
-    """Returns `function`, in which `cross_entropy` uses its code for GPUs."""
+    """Returns a version of `function` in which `cross_entropy` takes its code path for GPUs."""
     def traced(*arguments):
         with mock.patch.object(cross_entropy, "platform", lambda: "gpu"):
             return function(*arguments)

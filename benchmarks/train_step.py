@@ -6,18 +6,20 @@
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
 This project's models run the compiled training step of `train`. They are compared with the peer: `transformers`' GPT-2
-with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. Its AdamW
-and gradient clipping have the same settings. It runs eagerly on a CPU, and with `torch.compile` and PyTorch's fused
-attention on a GPU.
+with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. The
+settings of AdamW and gradient clipping are those of our models. On a CPU, the peer runs eagerly. On a GPU, it runs with
+`torch.compile` and PyTorch's fused attention.
 
-All models train on one device, at every step on the same batch of random tokens. The models are timed in turn: in each
-round, each model runs --steps steps without waiting between steps. The benchmark fails if a loss does not fall.
+All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
+each round, each model runs --steps steps without waiting between steps. The benchmark fails if the loss of a model does
+not fall.
 
 The table has these columns for each model:
 
-- compile s: seconds for compilation and the first step. They are not part of a round.
+- compile s: seconds for compilation and the first step; neither is part of a round
 - tokens/s: median over rounds
-- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s in the same round, median and range over rounds
+- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s in the same round; the column shows the median and
+  the range over rounds
 - MFU, if the chip's peak is known
 - memory MB: for our models, the memory of the compiled program; for the peer, the peak allocation (on GPUs only)
 - loss: first and last loss
@@ -103,7 +105,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a gpt with the config's sizes, for counting the FLOPs of the peer, which has the same architecture."""
+    """Returns a gpt with the config's sizes. `transformers`' GPT-2 with these sizes has the same FLOPs per token."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, "architecture": "gpt"})
 
@@ -151,8 +153,9 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # Registers PyTorch's attention under a name for which transformers builds no mask, so that the function uses
-        # is_causal. Under the name "sdpa", a compiled model passes a mask, which rules out the fastest kernel.
+        # Registers PyTorch's attention under a name for which transformers builds no mask. The attention then uses its
+        # argument is_causal. With the name "sdpa", a compiled model would pass a mask, which rules out the fastest
+        # kernel.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -201,7 +204,7 @@ class Transformers:
 
 
 def check_peer(configs: list[ConfigDict]) -> None:
-    """Raises UserError if the peer cannot be run with these configs on this machine; compiles nothing."""
+    """Raises UserError if `transformers`' GPT-2 cannot be run with these configs on this machine. Compiles nothing."""
     try:
         import torch
         import transformers  # noqa: F401
@@ -217,9 +220,9 @@ def check_peer(configs: list[ConfigDict]) -> None:
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Measures the models of `configs`, which must have the same sizes, and the peer unless --peer=none.
+    """Measures the models of `configs`. Unless --peer=none is set, also measures `transformers`' GPT-2.
 
-    Returns one row of results per model.
+    The models must have the same sizes. Returns one row of results per model.
     """
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
@@ -286,7 +289,7 @@ def versions() -> dict:
 
 
 def main() -> None:
-    # With the compilation cache, compilation times would be too short.
+    # With the cache, programs of earlier runs would not be compiled again, and the compilation times would be wrong.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     if unknown := set(sizes) - set(SIZES):

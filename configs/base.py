@@ -36,20 +36,20 @@ def paper() -> ConfigDict:
     model.architecture = config_dict.placeholder(str)  # gpt | pgpt | lgpt | cgpt | package.module:Class
     model.vocab_size = 50_304  # rows of the token embedding; must be at least the tokenizer's vocabulary size
     model.context_length = 1024  # positions per sequence
-    model.num_layers = 12  # number of blocks, summed over paths and stages
+    model.num_layers = 12  # total number of blocks in all paths and stages
     model.num_heads = 12  # attention heads per block; must divide d_model
     model.d_model = 768  # width of the residual stream; in lgpt and cgpt, width of the first stage
     model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
-    model.attention_windows = ()  # attention window of each block, in positions; the list is repeated over all blocks.
-    # 0: full attention. Example: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
+    model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention. A
+    # short list is repeated: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
     model.norm_epsilon = 1e-5  # added to the variance
     model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down
     model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's approximation) | "silu"
-    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (runs on XLA's attention) | "none".
+    model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".
     # Except with "learned", models also run beyond context_length and can be trained further with another
     # context_length (docs/conversion.md)
     model.rope_base = 10_000.0  # base of RoPE's frequencies, base^(−2i/head width)
@@ -58,7 +58,7 @@ def paper() -> ConfigDict:
     model.dtype = "bfloat16"  # dtype of matrix products and activations: float32 | bfloat16; weights are float32
     model.attention = "auto"  # attention backend: auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
     model.scan_layers = False  # scan over the blocks: compiles faster, but steps are slower and need more memory
-    model.remat = "none"  # rematerialization: "none" | "dots": save only matrix products | "full": save nothing
+    model.remat = "none"  # rematerialization: "none" | "dots" (saves only matrix products) | "full" (saves nothing)
 
     config.data = data = ConfigDict()
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME |
@@ -99,9 +99,9 @@ def paper() -> ConfigDict:
     config.train = train = ConfigDict()
     train.steps = 19_073  # number of training steps
     train.batch_size = 512  # sequences per step, over all devices
-    train.microbatches = 8  # number of parts of a batch, computed one after another in training and in evaluation
-    train.loss_chunks = 8  # number of parts of a sequence, whose logits are computed one after another; must divide
-    # context_length
+    train.microbatches = 8  # each batch is computed in this many parts, one after another, in training and evaluation
+    train.loss_chunks = 8  # the logits of each sequence are computed in this many parts, one after another; must
+    # divide context_length
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations

@@ -18,7 +18,7 @@ from configs import lgpt
 def get_config(size: str = "paper"):
     config = lgpt.get_config(size)
     config.model.architecture = "cgpt"
-    # Number of taps of each convolution. The paper uses 1. ConvGPT then equals LinearGPT, because a convolution with
+    # Number of taps of each convolution. The paper uses 1. With 1, ConvGPT equals LinearGPT, because a convolution with
     # one tap is a dense layer.
     config.model.conv_kernel = 1 if size == "paper" else 3
     return config

@@ -20,10 +20,10 @@ def get_config(size: str = "paper"):
     config.model.architecture = "lgpt"
     config.model.blocks_per_stage = 2  # number of blocks in each stage; must divide num_layers
     config.model.compress_last_stage = True  # halve the width after the last stage, too
-    config.model.stage_heads = "fixed"  # number of heads: "fixed": same in all stages | "scaled": halved with the width
+    config.model.stage_heads = "fixed"  # number of heads: "fixed" (constant) | "scaled" (halved with the width)
     if size == "quickstart":
-        # The output then has width 48. The quickstart's usual d_model of 128 would give width 32, with which the model
-        # learns little more than bigrams.
+        # With d_model = 192, the last stage's output has width 48. With the usual 128 of the quickstart, it would have
+        # width 32, and the model would learn little more than bigrams.
         config.model.d_model = 192
         config.optimizer.learning_rate = 1.5e-3
         config.optimizer.final_learning_rate = 1e-4

@@ -151,7 +151,7 @@ class Checkpoints:
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
-        """Returns the `unlogged_losses` that were saved with `step`; [] if an older version wrote the checkpoint."""
+        """Returns the `unlogged_losses` that were saved with `step`, or [] if the checkpoint does not contain them."""
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
@@ -199,9 +199,10 @@ class Checkpoints:
 
 @functools.cache
 def report_thread_errors_once() -> None:
-    """Silences the reports of failed writes by orbax and tensorstore; `Checkpoints` reports each error itself.
+    """Silences orbax and tensorstore, so that only `Checkpoints` reports a failed write, and does so once.
 
-    Orbax logs every error that it raises, and tensorstore prints a traceback per abandoned write.
+    Otherwise, orbax would also log every error that it raises, and tensorstore would print a traceback for each
+    abandoned write.
     """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -217,7 +218,7 @@ def report_thread_errors_once() -> None:
 def is_machine_error(error: Exception) -> bool:
     """Returns whether an error comes from the machine (permissions, I/O, memory, devices).
 
-    Other errors are caused by a damaged checkpoint.
+    All other errors of reading are taken to mean that the checkpoint is damaged.
     """
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 

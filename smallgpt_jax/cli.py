@@ -30,7 +30,7 @@ from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
-# Maps a part of absl's error message for a flag value of the wrong type to the kind of value that the flag expects.
+# For flag values of the wrong type: a part of absl's error message → the type of value that the flag expects.
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
 flags.disclaim_key_flags()  # --help then lists --config as a flag of the command, not of this module
@@ -59,7 +59,7 @@ def run(main: Callable[[], None]) -> None:
         distributed.skip_tpu_search()
         run_command(main)
 
-    with best_effort("stderr"):  # an unwritable standard error must not change the exit status
+    with best_effort("stderr"):  # if standard error cannot be written, the exit status must stay the same
         app.run(main_without_traceback, flags_parser=parse)
 
 
@@ -112,9 +112,10 @@ RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns `argv` with the run names in --config.runs.NAME.… quoted as Python strings, as ml_collections expects.
+    """Returns a copy of `argv` in which each NAME in --config.runs.NAME.… is quoted, unless it is an identifier.
 
-    For the run "lr 0.1", --config.runs.lr 0.1.model.d_model=8 becomes
+    ml_collections expects the other names as Python strings. For example, for the run "lr 0.1", the argument
+    '--config.runs.lr 0.1.model.d_model=8' becomes
     --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
     def quoted(name: str) -> str:
@@ -127,7 +128,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Returns a message with its run names as the user wrote them: inverts `quote_run_names`."""
+    """Returns a message in which the names that `quote_run_names` has quoted appear as the user wrote them."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 

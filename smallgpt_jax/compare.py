@@ -30,8 +30,9 @@ _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
                               "expanded.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
-_LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss: losses logged by the "
-                              "paper's authors (524,288 tokens per step), added to the plot of loss against tokens.")
+_LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss. It contains losses that "
+                              "the paper's authors logged (524,288 tokens per step). They are added to the plot of "
+                              "loss against tokens.")
 flags.mark_flags_as_required(["output"])
 
 BUDGET_DESCRIPTIONS = {
@@ -55,7 +56,7 @@ def main() -> None:
     named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
-    # Processes write the report one after another, so the last report contains all runs.
+    # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
     with file_lock(output / workdir.LOCK_FILE, wait=True):
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
@@ -71,7 +72,8 @@ def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
 def find_runs(output: Path) -> list[tuple[str, Path]]:
     """Returns (name, folder) for each run in --workdirs.
 
-    Raises UserError if the list is empty or if `output` contains the report of other runs.
+    Raises UserError if the list is empty. Also raises UserError if `output` contains a report on runs that a comparison
+    trained there, and --workdirs names other runs.
     """
     for pattern in _WORKDIRS.value:
         local_path("--workdirs", pattern)
@@ -82,7 +84,8 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     own = output / budget.RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
             folder.resolve().parent == own.resolve() for folder in folders):
-        raise UserError(f"--output={output}: contains the report of other runs, those in {own}; use another --output")
+        raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
+                        "--output")
     return results.name_workdirs(folders)
 
 
@@ -130,7 +133,7 @@ def print_ignored_overrides() -> None:
 
 
 def check_existing(run: budget.PlannedRun, output: Path, text: data.Corpus) -> None:
-    """Raises UserError if the run's folder contains a run with another config or another text."""
+    """Raises UserError if the run's folder contains a run that has another config or was trained on another text."""
     try:
         workdir.check_workdir(run.folder, run.config)
         workdir.check_same_text(run.folder, text)

@@ -13,8 +13,8 @@ To compare three learning rates instead, replace the last line:
 
         return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
 
-On the command line, the name of a run selects its fields: '--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a
-field of the run "lr 0.003".
+On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets a field of one run. For example,
+'--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003".
 """
 
 import importlib
@@ -32,8 +32,8 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     """
     config = common.unlock()
     config.compare = group = ConfigDict()
-    group.budget = "tokens"  # what is equal for all runs: "tokens" | "flops": training FLOPs | "seconds": training
-    # time | "parameters": tokens and, by adapting the widths, parameters
+    group.budget = "tokens"  # what is equal for all runs: "tokens" | "flops" (of training) | "seconds" (of training) |
+    # "parameters" (parameters and tokens; the widths of the models are changed)
     group.names = ",".join(runs)  # names of the runs to train, in this order
     group.reference = next(iter(runs), "")  # the run whose train.steps and parameters set the budget
     group.seconds = 0.0  # seconds of training per run, for budget "seconds"

@@ -1,9 +1,10 @@
-"""Comparison of ParallelGPT with one, two and four paths, ParallelGPT with equal path weights, and GPT.
+"""Comparison of GPT and of ParallelGPT with different numbers of paths and with learned or equal path weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-All runs have the same number of blocks. The path weights are learned, except in the run "2 equal paths". ParallelGPT
-with one path is GPT with a dense layer before its blocks.
+The runs are ParallelGPT with one, two and four paths and learned path weights, ParallelGPT with two paths and equal
+path weights, and GPT. All runs have the same number of blocks. ParallelGPT with one path is GPT with a dense layer
+before the blocks.
 """
 
 from configs.compare import base

@@ -2,13 +2,14 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
-The first run is the LinearGPT recipe itself, named "halved n×" after its number of stages. The names of the runs mean:
+The names of the runs mean:
 
-- "halved n×": the model has n stages, each followed by a layer that halves the width
+- "halved n×": the model has n stages, each followed by a dense layer that halves the width. The first of these runs has
+  the LinearGPT recipe's number of stages and is the recipe itself.
 - "last stage kept": the width is not halved after the last stage
 - "scaled heads": the number of heads halves from stage to stage, and the head width stays constant. This run is omitted
   if the number of heads cannot be halved often enough.
-- "conv n": the width is halved by causal convolutions of n taps instead of dense layers
+- "conv n": ConvGPT, in which causal convolutions of n taps halve the width instead of dense layers
 - "gpt": the GPT recipe
 """
 

@@ -55,7 +55,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def device_name(device: jax.Device) -> str:
-    """Returns the name of a device: the model name in /proc/cpuinfo for CPUs, if it exists; otherwise `device_kind`."""
+    """Returns `device.device_kind` or, for a CPU, the model name from /proc/cpuinfo, if it exists."""
     if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
                   if line.startswith("model name")]

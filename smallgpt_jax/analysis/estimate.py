@@ -1,4 +1,4 @@
-"""Estimates of memory and speed, from programs compiled for devices that need not be attached."""
+"""Estimates the memory and speed of training. The programs are compiled for devices that need not be attached."""
 
 import dataclasses
 import math
@@ -142,7 +142,10 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(needs) -> int:
-    """Returns the total bytes of a program's arguments and temporaries, and of the results that alias no argument."""
+    """Returns the total bytes of a program's arguments, of its temporaries, and of its results that alias no argument.
+
+    `needs` is the program's `memory_analysis()`.
+    """
     return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
             + needs.output_size_in_bytes - needs.alias_size_in_bytes)
 
@@ -191,8 +194,8 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
 
     `line` is the HLO instruction that calls the kernel. Products are counted as the matrix unit computes them: heads
     are padded to a width of 128, and splash attention computes only the (512 × 512) blocks on and below the diagonal.
-    Memory traffic is ignored, because it takes less time than the products, except in "online-softmax", which reads the
-    scores from memory.
+    Memory traffic is ignored. It takes less time than the products, except in "online-softmax", which reads the scores
+    from memory.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:

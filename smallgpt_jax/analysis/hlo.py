@@ -40,16 +40,13 @@ class Instruction:
 
     @property
     def channel(self) -> str:
-        """The channel id, which all instructions of one asynchronous collective share.
-
-        If the instruction has no channel id, `line`.
-        """
+        """The channel id, which all instructions of one asynchronous collective share, or `line` if there is no id."""
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
 
     @property
     def scatters(self) -> bool:
-        """Whether the instruction is a reduce-scatter in the form of a TPU fusion of an all-reduce and a slice."""
+        """Whether the instruction is a TPU's fusion of an all-reduce and a slice, that is, a reduce-scatter."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
@@ -85,12 +82,13 @@ class Program:
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": …, "bytes": …}} of the collectives that a device executes.
 
-        For each kind, such as "all-reduce", "count" is the number of executions and "bytes" the total size of the
+        For each kind, such as "all-reduce", "count" is the number of executions, and "bytes" is the total size of their
         results.
         """
         channels = {}  # an asynchronous collective has several instructions with the same channel
         for times, instruction in self.executed():
-            # Of an asynchronous collective, "-done" is counted. The result of "-start" also includes the operands.
+            # An asynchronous collective is counted at its "-done" instruction, because the result of its "-start"
+            # instruction also includes the operands.
             kind = instruction.opcode.removesuffix("-done")
             if instruction.scatters:
                 kind = "reduce-scatter"
@@ -113,7 +111,7 @@ class Program:
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields pairs (number of executions, instruction) of a computation and of the computations that it calls.
+        """Yields (number of executions, instruction) for each instruction of a computation and of its callees.
 
         `name` is the name of the computation, by default the program's entry. `times` is the number of executions of
         the computation itself. With `fused`, instructions inside fusions are included.
@@ -129,7 +127,10 @@ class Program:
                     yield from self.executed(fused, called, times)
 
     def trips(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop: the compiler's annotation, or the constant in its condition."""
+        """Returns the number of iterations of a loop.
+
+        It is read from the compiler's annotation or, if there is none, from the constant in the loop's condition.
+        """
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

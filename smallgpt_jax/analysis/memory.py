@@ -23,8 +23,8 @@ A training step of a GPT needs these bytes per device:
     attention weights      L·B·S·(S + Q)/2·H·e/T, with XLA's attention and without rematerialization
     logits                 S·B·V·(4 + e)/(T·chunks)
 
-In the factor of block activations, 4 stands for the inputs of LayerNorms and projections, 4/T for queries, keys, values
-and attention outputs, and 2F/T for the MLP's GELU and its derivative.
+In the factor 4 + (4 + 2F)/T of the block activations, the first 4 stands for the inputs of LayerNorms and projections,
+4/T for queries, keys, values and attention outputs, and 2F/T for the MLP's GELU and its derivative.
 """
 
 import dataclasses
@@ -41,10 +41,11 @@ from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
 
 def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
                      separate_documents: bool) -> dict[str, float]:
-    """Returns the terms of this module's formula, in bytes per device, with `sequences` sequences at a time.
+    """Returns the terms of this module's formula, in bytes per device.
 
-    The sizes of weights, gradients and moments are not estimates: they are computed from `state` (shapes with
-    shardings), so they are exact for any optimizer and mesh.
+    `sequences` is the number of sequences that a device computes at a time. The sizes of weights, gradients and moments
+    are not estimates: they are computed from `state` (shapes with shardings), so they are exact for any optimizer and
+    mesh.
     """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4

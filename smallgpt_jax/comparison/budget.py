@@ -1,4 +1,4 @@
-"""Plans the runs of a comparison: configures them to use equal tokens, FLOPs, parameters or seconds."""
+"""Plans the runs of a comparison, so that all have the same number of tokens, FLOPs, parameters or seconds."""
 
 import bisect
 import copy
@@ -40,7 +40,7 @@ class PlannedRun(NamedTuple):
 
 
 def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
-    """Returns the runs of a comparison in training order: all models with the first seed, then all with the next seed.
+    """Returns the runs of a comparison in training order: all models are trained with one seed before the next seed.
 
     Raises UserError for an invalid comparison and for a budget that a run cannot meet.
     """
@@ -61,7 +61,7 @@ def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """Returns {name: config} before the budget is applied.
+    """Returns {name: config} of the runs of a comparison, before the budget is applied.
 
     Raises UserError for an invalid comparison and for runs with different training texts.
     """
@@ -124,8 +124,8 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
-            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)}, with "
-                            "the fields that the run overrides")
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)} and "
+                            "contain the fields that the run overrides")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
             if group == "model" and field in own_fields and field not in run.model:
@@ -151,7 +151,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     return run
 
 
-_trainable: set[str] = set()  # digests of the configs that build_program, which takes seconds, has accepted
+_trainable: set[str] = set()  # digests of the configs that build_program has accepted; a call takes seconds
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
@@ -200,9 +200,9 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    The number of heads is kept if one of its widths gives a number of parameters within 2% of `target`. Otherwise it is
-    replaced by the nearest number of heads that has such a width and changes the head width by less than a factor of
-    two.
+    The number of heads is kept if it allows a width that gives a number of parameters within 2% of `target`. Otherwise,
+    it is replaced by the nearest number of heads that allows such a width and changes the head width by less than a
+    factor of two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
@@ -312,9 +312,9 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
-    """Returns the cost of a training step: its FLOPs for the budget "flops", else its tokens.
+    """Returns the FLOPs of a training step for the budget "flops", and its tokens for the other budgets.
 
-    FLOPs include padding; tokens exclude it.
+    The FLOPs include those of padding. The tokens do not include padding.
     """
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":

@@ -1,6 +1,6 @@
 """Functions for multi-process runs: initialization, communication, and handling of failed processes.
 
-All processes run the same program on the same config. Only process 0, the primary process, prints and writes files.
+All processes run the same program on the same config. Only process 0, the primary process, writes files and prints.
 Functions marked "(collective)" must be called by all processes.
 """
 
@@ -33,11 +33,11 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
     """Connects this process to the other processes of the run. Silences standard output except on the primary process.
 
     Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None,
-    their values are detected in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits
+    JAX detects their values in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits
     with status 1 if not all processes connect in time. Raises UserError for invalid arguments.
 
     Args:
-      coordinator: HOST:PORT that process 0 opens and the other processes connect to.
+      coordinator: address HOST:PORT at which process 0 listens and to which the other processes connect.
       num_processes: number of processes of the run.
       process_id: number of this process, from 0.
       timeout: seconds to wait for the other processes.
@@ -45,7 +45,8 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
     if 0 < len(missing) < 3:
-        raise UserError(f"{' and '.join(missing)}: missing; a multi-process run needs all three flags")
+        raise UserError(f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
+                        "--num_processes and --process_id")
     if not missing and not 0 <= process_id < num_processes:
         raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator and not re.fullmatch(r".+:\d+", coordinator):
@@ -69,7 +70,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
             coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, shutdown_timeout_seconds=HEARTBEAT_TIMEOUT)
     except Exception as error:
-        if not coordinator and not in_slurm_step():  # a single TPU VM, for example of a notebook
+        if not coordinator and not in_slurm_step():  # a TPU VM outside any multi-host job, such as a notebook's
             return
         raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
     finally:
@@ -110,7 +111,8 @@ def on_tpu_vm() -> bool:
 def skip_tpu_search() -> None:
     """Sets JAX's platform to the CPU if libtpu is installed but the machine has no TPU.
 
-    The command `plan` uses libtpu without a TPU. Without this setting, JAX would search for a TPU and log errors.
+    libtpu may be installed without a TPU because the command `plan` uses it. Without this setting, JAX would search for
+    a TPU and log errors.
     """
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
@@ -118,7 +120,7 @@ def skip_tpu_search() -> None:
 
 
 def is_primary() -> bool:
-    """Returns whether this process is the primary process, which prints and writes files."""
+    """Returns whether this process is the primary process, which writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -127,10 +129,13 @@ def is_single_process() -> bool:
 
 
 def start_any_process(is_so: bool) -> jax.Array:
-    """Returns whether `is_so` is true in any process, without waiting (collective). bool() of the result waits."""
+    """Starts to compute whether `is_so` is true in any process (collective).
+
+    On accelerators, returns before the result is computed; bool() of the result waits for it.
+    """
     shardings, program = _any_program()
     logged = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
-    # Blocks on CPUs: simulated devices can deadlock, see program.Program.runnable.
+    # On CPUs, wait here, because programs on simulated devices can deadlock (see program.Program.runnable).
     return jax.block_until_ready(program(logged)) if jax.default_backend() == "cpu" else program(logged)
 
 
@@ -147,7 +152,10 @@ def any_process(is_so: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], None]) -> None:
-    """Runs `action` on process 0 while the other processes wait. If it raises, all processes raise (collective)."""
+    """Runs `action` on process 0 while the other processes wait (collective).
+
+    If `action` raises an error, all processes raise an error.
+    """
     problem = None
     try:
         if is_primary():

@@ -18,7 +18,7 @@ class WorkdirBusyError(UserError):
 
 
 class DivergenceError(UserError):
-    """Loss, gradient or weights of a run are not finite."""
+    """The loss, the gradient or a weight of a run is not finite."""
 
 
 class StoppedError(Exception):

@@ -3,9 +3,9 @@
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=paper
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=hellaswag,piqa --data_dir=eval_data --limit=500
 
-`paper` stands for the paper's seven tasks: HellaSwag, WinoGrande, CommonsenseQA, ANLI r1, PIQA, COPA, ARC-Easy. Other
-tasks have the harness's names; lambada_openai and wikitext report perplexity. Prints a table of results, and writes the
-table (Markdown) and the harness's results (JSON) to WORKDIR/evaluations.
+`paper` stands for the seven tasks of arXiv 2404.14462: HellaSwag, WinoGrande, CommonsenseQA, ANLI r1, PIQA, COPA and
+ARC-Easy. All other task names are the harness's; the tasks lambada_openai and wikitext report perplexity. Prints a
+table of results, and writes the table (Markdown) and the harness's results (JSON) to WORKDIR/evaluations.
 """
 
 import dataclasses
@@ -29,20 +29,22 @@ from smallgpt_jax.files import local_path, write_atomically
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
 
-SCORING_VERSION = 1  # part of the cache key; increase it when scores change
+SCORING_VERSION = 1  # part of the cache key; increase it when a code change affects the scores
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
-_TASKS = flags.DEFINE_list("tasks", None, "Comma-separated task names; paper: the paper's seven tasks.")
+_TASKS = flags.DEFINE_list("tasks", None, "Comma-separated task names; `paper` stands for the seven tasks of "
+                           "arXiv 2404.14462.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, which are used "
                                 "instead of the Hugging Face hub; see docs/evaluation.md.")
-_PATHS = flags.DEFINE_string("paths", "all", "For pgpt, paths to evaluate: all, best (largest weight), or "
-                             "indices such as 0,1.")
+_PATHS = flags.DEFINE_string("paths", "all", "For pgpt, the paths to evaluate: all, best (the path with the "
+                             "largest weight), or indices such as 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
 _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Few-shot examples before each question. Default: the "
-                                    "task's number, usually 0.", lower_bound=0)
-_LIMIT = flags.DEFINE_float("limit", None, "Questions per task; a number below 1 is a fraction of the task.",
+                                    "number in the task's own config, usually 0.", lower_bound=0)
+_LIMIT = flags.DEFINE_float("limit", None, "Maximum number of questions per task. A value below 1 is a fraction "
+                            "of the task's questions.",
                             lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 1234, "Seed of few-shot examples and sampled texts.")
+_SEED = flags.DEFINE_integer("seed", 1234, "Seed for choosing few-shot examples and for sampling texts.")
 _GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings for tasks that generate text, such as "
                                   "temperature=0.8,do_sample=True.")
 _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "Include each question and its scores in the JSON file.")
@@ -60,7 +62,8 @@ def main() -> None:
         raise UserError("lm-evaluation-harness is not installed; run pip install -e '.[eval]'") from None
     data_dir = local_path("--data_dir", _DATA_DIR.value) if _DATA_DIR.value else None
     if data_dir and not data_dir.is_dir():
-        raise UserError(f"--data_dir={data_dir}: no such folder; create it, or leave the flag out to use the hub")
+        raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
+                        "Hugging Face hub")
     trained = inference.load_trained(_WORKDIR.value, _STEP.value)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
     model_name = config.architecture
@@ -98,7 +101,7 @@ def main() -> None:
 
 
 def model_fingerprint(params, model_state, tokenizer) -> str:
-    """Returns a hash for the name of the score cache: of weights, tokenizer, SCORING_VERSION and lm_eval's version."""
+    """Returns a hash of weights, tokenizer, SCORING_VERSION and lm_eval's version; it names the score cache."""
     variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
     content = [SCORING_VERSION, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
@@ -110,7 +113,10 @@ def join_name_parts(*parts: str | bool | None) -> str:
 
 
 class ProgressLine:
-    """Progress on standard error: updated in place on a terminal, else one line every ten seconds."""
+    """Shows progress on standard error.
+
+    On a terminal, one line is updated in place. Elsewhere, a new line is printed every ten seconds.
+    """
 
     def __init__(self):
         self._in_place, self._shown_at, self._started = sys.stderr.isatty(), 0.0, 0.0

@@ -47,7 +47,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def safe_name(text: str) -> str:
-    """Returns `text` as a valid file name: replaces all but letters, digits and "-_.=" by underscores."""
+    """Returns `text` as a valid file name: replaces all characters except letters, digits and "-_.=" by underscores."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)
 
 
@@ -91,7 +91,7 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise LockHeldError(file.read().strip() or "another process") from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks: continue without one
             break
         # The previous holder may have removed the file, and another process may have created a new one. A lock on the
         # old file is then useless, so try again.

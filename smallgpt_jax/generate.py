@@ -18,7 +18,7 @@ NEW_TOKENS = 200
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _PROMPT = flags.DEFINE_multi_string(
-    "prompt", None, "Text to continue; repeatable. Default: a new document.")
+    "prompt", None, "Text to continue; repeatable. By default, the model begins a new document.")
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Let the model continue the conversation after each input line.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive, the default is "
@@ -27,7 +27,8 @@ _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts per prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Sample only from the top_k most likely tokens. Default: all.")
 _TOP_P = flags.DEFINE_float(
-    "top_p", None, "Sample only from the smallest set of most likely tokens with a total probability of top_p.")
+    "top_p", None, "Sample only from the smallest set of most likely tokens whose total probability is at least "
+    "top_p.")
 _REPETITION_PENALTY = flags.DEFINE_float(
     "repetition_penalty", None, "Values above 1 make tokens that are in the context less likely. Default: no penalty.")
 _STOP = flags.DEFINE_multi_string("stop", [], "End the text before this string; repeatable.")

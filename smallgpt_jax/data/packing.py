@@ -1,8 +1,9 @@
-"""Packing of documents into rows of context_length + 1 tokens: `concat` and `best_fit`.
+"""Packs documents into rows of context_length + 1 tokens, by one of two methods: `concat` or `best_fit`.
 
 A row's inputs are its first context_length tokens. Its targets are its last context_length tokens, unless the batch has
-explicit targets. With `separate_documents`, a batch has segment ids, which number the documents of each row from 1; 0
-marks padding. Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
+explicit targets (`Batch.targets_BxT`). With `separate_documents`, a batch has segment ids, which number the documents
+of each row from 1; padding has the id 0. Attention and ConvGPT's convolutions then do not cross documents, and
+positions restart at each document.
 """
 
 import dataclasses
@@ -16,13 +17,13 @@ from smallgpt_jax.data.store import Split
 
 class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segment_ids_BxT: np.ndarray | None = None  # int32; None: tokens attend to earlier documents in the row too
-    loss_mask_BxT: np.ndarray | None = None  # bool, targets that are included in the loss; None: all
+    segment_ids_BxT: np.ndarray | None = None  # int32; None: tokens also attend to earlier documents in the row
+    loss_mask_BxT: np.ndarray | None = None  # bool: whether the loss includes the target; None: all targets
     targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
 
 
 class Packing(Protocol):
-    """The rows into which the documents of a split are packed, in a fixed order. An epoch reads each row once."""
+    """The rows into which the documents of a split are packed, numbered from 0. An epoch reads each row once."""
 
     num_rows: int
     padding: float  # fraction of the input tokens that are padding
@@ -36,8 +37,8 @@ class Packing(Protocol):
 class Concat:
     """Concatenates documents, each preceded by an end-of-text token, and cuts the result into rows.
 
-    Consecutive rows overlap by one token, so each token except the first is a target once per epoch. The tokens after
-    the last full row are dropped.
+    Consecutive rows overlap by one token: the last target of a row is also the first input of the next row. The tokens
+    after the last full row are dropped. Each of the remaining tokens except the first is a target once per epoch.
     """
 
     split: Split
@@ -72,9 +73,9 @@ class Concat:
 class BestFit:
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
-    Only documents longer than a row are cut. Every token of the split is an input once per epoch. The target of a
-    token is the next token of the same document; the target of a document's last token is end-of-text. Packing needs
-    about 130 bytes of memory per document, of which about 30 bytes are kept.
+    Only documents longer than context_length tokens are cut. Every token of the split is an input once per epoch. The
+    target of a token is the next token of the same document; the target of a document's last token is end-of-text.
+    Packing needs about 130 bytes of memory per document. About 30 of these bytes stay in use after packing.
     """
 
     split: Split
@@ -110,7 +111,7 @@ class BestFit:
             for number, (start, length) in enumerate(pieces, start=1):
                 # `text` is one token longer than the piece, because it includes the target of the piece's last token:
                 # the next token if the document is cut here, else the end-of-text that begins the next document. At
-                # the end of the split there is no further token.
+                # the end of the split no token follows, and the target keeps its initial value, end-of-text.
                 text = stream[start:start + length + 1]
                 tokens[place:place + len(text)] = text
                 targets[place:place + len(text) - 1] = text[1:]
@@ -120,22 +121,23 @@ class BestFit:
 
 
 class BestFitPlan(NamedTuple):
-    """The contents of all rows, as pieces of documents in the order of the rows.
+    """The contents of all rows: pieces of documents, sorted by row.
 
     A piece is a whole document, or at most context_length tokens of a longer document.
     """
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
-    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece, then the number of pieces
+    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece; last entry: number of pieces
 
 
 def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
     """Returns the assignment of documents to rows of `room` tokens by best-fit decreasing.
 
     The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
-    The longest pieces are placed first, each into the row where it leaves the least room; equally full rows are filled
-    in order. All pieces of the same length are placed at once, so the Python loop runs over lengths, not over pieces.
+    The longest pieces are placed first, each into the row where it leaves the least room. Among equally full rows, the
+    row that first became this full is chosen. All pieces of the same length are placed at once, so the Python loop runs
+    over lengths, not over pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // room)

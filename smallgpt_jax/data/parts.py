@@ -14,11 +14,11 @@ from typing import NamedTuple
 from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
-NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons for skipping; invalid_utf8="replace" repairs such items
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons of skipped items that invalid_utf8="replace" would repair
 
 
 class Skipped(NamedTuple):
-    """A skipped item, and why it was skipped."""
+    """Stands for a skipped item. `reason` says why the item was skipped."""
 
     reason: str
 
@@ -26,7 +26,11 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """How far a source has been read: the number of complete parts, and the number of items read of the next part."""
+    """A position in a source.
+
+    `parts` is the number of parts before the position. `items` is the number of items between the start of the next
+    part and the position.
+    """
 
     parts: int = 0
     items: int = 0
@@ -34,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The name of the items' text field, and what to do with invalid items: fields of the config's `data` group."""
+    """Fields of the config's `data` group: the name of the items' text field, and what to do with invalid items."""
 
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
@@ -58,21 +62,21 @@ class Rules:
 class Part:
     """One file or shard of a source.
 
-    `read(rules)` returns an iterator over the part's items, always in the same order, and a function that returns the
-    fraction of the part that has been read, 0 to 1.
+    `read(rules)` returns an iterator and a function. The iterator yields the part's items, always in the same order.
+    The function returns the fraction of the part that has been read so far, 0 to 1.
     """
 
     name: str
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
-    version: tuple = ()  # differs if the items have changed; () if changes cannot be detected
+    version: tuple = ()  # changes when the items change; () if changes cannot be detected
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
-    """Returns `text`, the value of an item's text field, as a valid string, or a Skipped if the value is invalid.
+    """Returns `text`, the value of an item's text field, as a valid string.
 
-    Raises UserError if the value is invalid and the rules refuse invalid items. The error message contains `where`, the
-    position of the item in the source, and `fields`, the names of the item's fields.
+    If the value is invalid, returns a Skipped, or raises UserError if the rules refuse invalid items. The error message
+    contains `where`, the position of the item in the source, and `fields`, the names of the item's fields.
     """
     if isinstance(text, bytes):
         try:
@@ -95,7 +99,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
 
 
 class DocumentBatch(NamedTuple):
-    """Consecutive documents, the numbers of items skipped among them, and the place where the next batch begins."""
+    """Consecutive documents, the counts of items skipped on the way, and the place where the next batch begins."""
 
     texts: list[str]
     skipped: Counter  # reason → number of skipped items
@@ -105,9 +109,10 @@ class DocumentBatch(NamedTuple):
 
 
 class Digest:
-    """A digest of what has been read of a source so far.
+    """A digest of a source up to the current reading position.
 
-    It covers the name, size and version of each `Part` that was read completely, and the items read of the next part.
+    It covers the name, size and version of each `Part` that has been read completely. Of the part that is being read,
+    it covers the items read so far.
     """
 
     def __init__(self, parts: Iterable[Part] = ()):
@@ -139,7 +144,10 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
 
 def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
                      ) -> Iterator[DocumentBatch]:
-    """Yields the documents from `start` on, in batches of about `size` (default BATCH_CHARACTERS) characters."""
+    """Yields the documents of a source from `start` on, in batches of about `size` characters.
+
+    The default of `size` is BATCH_CHARACTERS.
+    """
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
     total, before = sum(weights), sum(weights[:start.parts])  # `before`: the weight of the complete parts

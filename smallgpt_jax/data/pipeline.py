@@ -1,4 +1,4 @@
-"""The data of a run: packs a corpus into rows, shuffles the rows, and places batches on the devices of a mesh."""
+"""Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on the mesh's devices."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ class DataPipeline:
     corpus: corpora.Corpus
     train: batches.Mixture
     tokens_per_step: float  # without padding
-    train_batches: Any  # item i: this process's rows of the batch of step i + 1
+    train_batches: Any  # item i: this process's rows of the batch for step i + 1
     validation_batches: Any
-    row_numbers: Any  # item i: the row numbers in `train` of the batch of step i + 1
+    row_numbers: Any  # item i: the numbers of the rows in the batch for step i + 1; they index `train`
     to_devices: Callable  # this process's rows → the global batch
 
     def row_numbers_at(self, step: int) -> list[int]:
-        """Returns the row numbers of the training batch of `step`."""
+        """Returns the numbers of the rows in the training batch for `step`."""
         return list(self.row_numbers[step - 1])
 
 
@@ -35,9 +35,9 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
                   eval_steps: int, seed: int) -> DataPipeline:
     """Returns the data pipeline that a config's `data` group describes. Batches are placed on the devices of `mesh`.
 
-    Process 0 prepares a missing store. The other processes then open the store, or prepare their own copy if they do
-    not share the file system of process 0. Raises UserError if the text is missing, too short, or not the same in all
-    processes.
+    If a token store does not exist, process 0 prepares it first. The other processes then open the store, or prepare
+    their own copy if they do not share the file system of process 0. Raises UserError if the training text is missing,
+    too short, or not the same in all processes.
     """
     if data.workers < 0:
         raise UserError(f"config.data.workers={data.workers}: must not be negative")

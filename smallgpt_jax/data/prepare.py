@@ -46,16 +46,18 @@ def prepare_store(
     folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
     invalid_utf8: str, invalid_items: str, workers: int | None = None, log=print, unfinished: str = "",
 ) -> TokenStore:
-    """Returns the token store at `folder`. If there is none, prepares it from `source` first, atomically.
+    """Returns the token store at `folder`. If the store does not exist, prepares it first from `source`, atomically.
 
-    After an interruption, the same call resumes (see journal.py). Memory: about 10 MB per worker, plus a few times the
-    size of the longest document.
+    After an interruption, the same call resumes the preparation (see journal.py). The preparation needs about 10 MB of
+    memory per worker, plus a few times the size of the longest document.
 
     Args:
         folder: the folder of the store. A symbolic link is resolved first. The unfinished store is in the same parent
             folder as the store.
-        workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on it.
-        unfinished: the name of the unfinished store's folder, without ".partial"; "": the name of `folder`.
+        workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on this
+            number.
+        unfinished: the name of the unfinished store's folder, without ".partial". If "", the folder is named after
+            `folder`.
 
     The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
     or if the existing store was made from another source or with other settings.
@@ -86,14 +88,14 @@ def prepare_store(
                 (folder / JOURNAL_FILE).unlink()
     except OSError as error:
         if error.filename and folder.parent not in Path(error.filename).parents:
-            raise  # an error from reading a source or tokenizer
+            raise  # the error comes from reading a source or tokenizer
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
     return open_matching_store(given_folder, made_from)
 
 
 def require_free_path(folder: Path) -> None:
-    """Raises UserError unless `folder` is a store, or a path to which a finished store can be renamed."""
+    """Raises UserError unless `folder` already is a store, or a finished store can be renamed to `folder`."""
     if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
         return
     if os.path.ismount(folder):
@@ -105,7 +107,7 @@ def require_free_path(folder: Path) -> None:
 
 def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict, workers: int, log,
                 ) -> None:
-    """Writes a store to `partial`. Resumes an unfinished store there if possible."""
+    """Writes a store to `partial`. If `partial` contains an unfinished store, resumes its preparation if possible."""
     tokenizer, journal = resume_or_start(partial, parts, rules, made_from, log)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
@@ -139,7 +141,10 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
 
 
 def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: dict, log) -> tuple[Tokenizer, Journal]:
-    """Returns the tokenizer and journal of the unfinished store at `partial`. Starts over if it cannot be resumed."""
+    """Returns the tokenizer and journal of the unfinished store at `partial`.
+
+    If there is no unfinished store, or if its preparation cannot be resumed, starts a new one.
+    """
     identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
                 "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
     if journal := resume_journal(partial, identity, parts, rules, log):
@@ -175,7 +180,10 @@ def require_documents(made_from: dict, splits: dict[str, dict], skipped: dict[st
 
 
 def remove_partial(partial: Path, log) -> None:
-    """Removes the folder of an unfinished store, if it exists. Raises UserError if it contains any other files."""
+    """Removes the folder of an unfinished store, if the folder exists.
+
+    Raises UserError if the folder contains files that do not belong to an unfinished store.
+    """
     if not partial.exists():
         return
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
@@ -190,7 +198,7 @@ def remove_partial(partial: Path, log) -> None:
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the `Place` where its training stopped reading the source (None: at the end)."""
+    """Returns the tokenizer, and the `Place` up to which its training has read the source (None: the whole source)."""
     learned = Place()
 
     def texts() -> Iterator[str]:
@@ -207,8 +215,8 @@ def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fracti
 def is_validation(text: str, fraction: float) -> bool:
     """Returns whether a document belongs to the validation split.
 
-    The choice depends only on a hash of the text. The order of the documents has no effect, and copies of a document
-    are in the same split.
+    The choice depends only on a hash of the text. The order of the documents has no effect, and equal documents are in
+    the same split.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
@@ -246,10 +254,11 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 
 
 def split_long_text(text: str) -> Iterator[str]:
-    """Splits a text into pieces of at most LONG_TEXT characters, before spaces between words if possible.
+    """Splits a text into pieces of at most LONG_TEXT characters.
 
-    Byte-pair tokens do not cross the boundaries between these pieces. The ids of the pieces are therefore the ids of
-    the whole text, unless a SentencePiece model prepends a space to each piece.
+    A piece begins at a space between two words if possible. No byte-pair token contains characters from both sides of
+    such a boundary. If all pieces begin there, their concatenated ids are the ids of the whole text, unless a
+    SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:
@@ -301,7 +310,7 @@ class StoreWriter:
         self.flush()  # writes the journal, which marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
-        """Appends a batch to the files. Writes the journal every JOURNAL_SECONDS."""
+        """Appends a batch to the files. Writes the journal if the last write was over JOURNAL_SECONDS ago."""
         for name, split in self._splits.items():
             split.add(encoded[name])
         skipped = Counter(self._journal.latest.skipped)
@@ -323,7 +332,7 @@ class StoreWriter:
 
 
 class SplitWriter:
-    """Appends documents to the files of one split, after truncating the files to the sizes recorded in the journal."""
+    """Truncates the files of one split to the sizes recorded in the journal, then appends documents to the files."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
                  text_bytes: int):

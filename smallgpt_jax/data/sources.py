@@ -3,11 +3,11 @@
 A source is one of:
 
 - `python_stdlib`: the source code of the Python standard library, which needs no download.
-- A path, folder or glob: local files of JSON lines, Parquet or plain text, optionally compressed.
+- The path of a file or folder, or a glob: local files of JSON lines, Parquet or plain text, optionally compressed.
 - `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
 - `tfds:NAME`: the training split of a TensorFlow dataset.
 
-Several of these, separated by commas, are also a source.
+A source can also be a list of these, separated by commas.
 """
 
 import glob
@@ -104,12 +104,12 @@ def local_files(name: str) -> list[Path]:
 
 
 def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields `root` and each folder below it, with the names of its files. Follows symbolic links to folders.
+    """Yields `root` and each folder below it, with the names of the files in it. Follows symbolic links to folders.
 
     A folder reached through several links is yielded once, so the function returns even if links form a cycle.
     """
     seen, waiting = set(), [str(root)]
-    for start in waiting:  # the loop body appends further links
+    for start in waiting:  # the loop body appends to `waiting`
         for folder, names, files in os.walk(start):
             real = os.path.realpath(folder)
             if real in seen:
@@ -124,7 +124,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
     """Returns `paths` without the files that occur twice because of symbolic links to folders.
 
-    If several paths lead to the same folder, only the files under the shortest of them are kept.
+    If several paths lead to the same folder, only the files under the shortest of these paths are kept.
     """
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
@@ -133,7 +133,7 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 
 
 def suggest_glob(folder: Path, paths: list[Path]) -> str:
-    """Returns a hint for an error message: the glob for the files with the most common suffix in a folder.
+    """Returns a hint for an error message: a glob that matches the files with the most common suffix in `folder`.
 
     Returns "" if no file has a suffix.
     """
@@ -149,7 +149,7 @@ def suggest_glob(folder: Path, paths: list[Path]) -> str:
 def find_enclosing_folder(source: str, path: Path) -> Path | None:
     """Returns a folder that `source` reads and that contains `path`, or None if there is no such folder.
 
-    Files written to `path` could then be read as text of the source.
+    If there is such a folder, files written to `path` could be read as text of the source.
     """
     around = set(path.resolve().parents)
     return next((folder for name in split_names(source) if is_local(name)

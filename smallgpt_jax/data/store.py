@@ -6,8 +6,8 @@ A store is a folder with:
 - `SPLIT.bin`, per split: the token ids of all documents (uint16 if the vocabulary allows, else uint32; little-endian)
 - `SPLIT.documents.bin`, per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
 
-A document is an end-of-text id followed by the ids of its text. Flat files need no library for random access. They can
-be truncated at any token, so that an interrupted preparation can resume.
+A document is an end-of-text id followed by the ids of its text. The `.bin` files are flat arrays: random
+access needs no library, and the files can be truncated at any token, so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ class Split:
 
     @cached_property
     def stream(self) -> np.ndarray:
-        """Returns all token ids, (tokens,), memory-mapped."""
+        """Returns all token ids of the split as a memory-mapped array, (tokens,)."""
         return np.memmap(tokens_file(self.folder, self.name), self.dtype, "r")
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Returns the offset of each document in `stream`, (documents,) int64, memory-mapped."""
+        """Returns the offset of each document in `stream` as a memory-mapped int64 array, (documents,)."""
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
 
@@ -75,7 +75,7 @@ class TokenStore:
         return tokenizers.load(self.folder / "tokenizer")
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of a split: the hash in the metadata if there is one, else a hash of the split's files."""
+        """Returns a hash of a split. If the metadata does not contain the hash, computes it from the split's files."""
         if known := self.metadata.get("fingerprints"):
             return known[split]
         return fingerprint(self.folder, split, getattr(self, split).text_bytes)
@@ -93,7 +93,8 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 def open_store(folder: Path) -> TokenStore:
     """Opens the store in `folder`.
 
-    Raises UserError if the folder is not a store or has another format, or if a file is missing or has the wrong size.
+    Raises UserError if the folder is not a store, if the store's format is not FORMAT, or if a file is missing or has
+    the wrong size.
     """
     fix = "remove the folder and rerun smallgpt_jax.prepare"
     try:

@@ -58,7 +58,7 @@ def open_binary(path: Path):
 
 
 def decompress(path: Path, raw) -> io.BufferedIOBase:
-    """Returns the open file `raw`, wrapped to decompress its content if `path` has a compression suffix."""
+    """Returns the open file `raw`. If `path` has a compression suffix, returns a file that decompresses `raw`."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(raw)
@@ -71,7 +71,7 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """Turns errors of libraries that read a damaged file into a UserError with the file's path."""
+    """Raises a UserError that contains `path` in place of an error that occurs while the file is read."""
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
@@ -96,7 +96,8 @@ def read_lines(path: Path, raw) -> Iterator[bytes]:
 def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
     """Decodes UTF-8 block by block. All line endings become newlines.
 
-    Replaces invalid bytes, or raises UserError with the position of the first one if `invalid_utf8` is "refuse".
+    If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte. Otherwise replaces
+    invalid bytes.
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     errors = "strict" if invalid_utf8 == "refuse" else "replace"
@@ -123,8 +124,9 @@ def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
     """Splits a text, the concatenation of `pieces`, into documents of at most `most` characters.
 
     Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
-    in the validation split. The cost is one additional end-of-text token per document. A document has up to about 16
-    thousand characters, or fewer in sources below 1.6 MB, which become about a hundred documents.
+    in the validation split. Splitting costs one additional end-of-text token per document. `sources.open_source` sets
+    `most` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources also become
+    about a hundred documents.
     """
     text = ""
     for piece in pieces:
@@ -184,7 +186,7 @@ def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[],
         with name_file_in_errors(path):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
                 column = batch.column(0)
-                # pyarrow does not check that strings are valid UTF-8. Therefore pass bytes to `extract_text`.
+                # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
                 if types.is_string(column.type) or types.is_large_string(column.type):
                     column = column.cast("binary" if types.is_string(column.type) else "large_binary")
                 yield column.to_pylist()

@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         """Returns the text that `ids` encode. All ids must be below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files that `load` needs besides KIND_FILE: file name → content."""
+        """Returns a dict from file name to content, with the files that `load` needs in addition to KIND_FILE."""
 
 
 class Bytes(Tokenizer):
@@ -75,7 +75,7 @@ class Bytes(Tokenizer):
 class SentencePiece(Tokenizer):
     """A SentencePiece model.
 
-    Decoding restores the text, except that U+2581 becomes a space, because SentencePiece uses it for spaces.
+    Decoding restores the text, except that U+2581 becomes a space, because SentencePiece represents spaces by U+2581.
     """
 
     kind = "sentencepiece"
@@ -159,8 +159,8 @@ class GPT2(Tokenizer):
 def gpt2_bytes() -> dict[str, int]:
     """Returns a mapping from the characters in GPT-2's files to the bytes that they represent.
 
-    Printable Latin-1 characters represent themselves; the characters from U+0100 on represent the other 68 bytes in
-    order.
+    A printable Latin-1 character represents the byte of its own code. The characters from U+0100 on represent the
+    other 68 bytes, in ascending order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
@@ -197,7 +197,7 @@ def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def load(folder: Path) -> Tokenizer:
-    """Returns the tokenizer in a folder. Raises UserError naming the file that is missing or unreadable."""
+    """Returns the tokenizer in a folder. Raises UserError if one of its files is missing or unreadable."""
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
@@ -213,7 +213,7 @@ def load(folder: Path) -> Tokenizer:
     pair = [files.get(ours) or files.get(theirs) for ours, theirs in GPT2_FILES.items()]
     if not all(pair):
         raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), or vocab.json and "
-                        "merges.txt (GPT-2; also as encoder.json and vocab.bpe)")
+                        "merges.txt (GPT-2), or encoder.json and vocab.bpe (GPT-2)")
     try:
         return GPT2(*(path.read_bytes() for path in pair))
     except (ValueError, KeyError) as error:
@@ -253,10 +253,10 @@ def read_sentencepiece(path: Path) -> SentencePiece:
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model, trained on `texts`.
+    """Returns a byte-pair model with `size` pieces, trained on `texts`.
 
-    The model preserves all whitespace and encodes unseen characters as bytes. If the text is too short for `size`
-    pieces, the model has fewer. Raises UserError if there is no text.
+    The model preserves all whitespace and encodes unseen characters as bytes. If the texts are too short for `size`
+    pieces, the model has fewer pieces. Raises UserError if there is no text.
     """
     def lines():
         read = 0
@@ -282,7 +282,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
 
 def download(name: str) -> bytes:
-    """Returns one of GPT-2's two files. tiktoken downloads it, or reads it from its cache (TIKTOKEN_CACHE_DIR)."""
+    """Returns one of GPT-2's two files. tiktoken downloads it, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
     import tiktoken.load
 
     try:

@@ -16,7 +16,7 @@ from smallgpt_jax.inference import TextModel, build_text_model
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 
-MAX_NEW_TOKENS = 256  # limit of generated tokens for tasks that set none
+MAX_NEW_TOKENS = 256  # maximum number of generated tokens, for tasks that set no maximum
 BATCH_ROWS = 32  # texts generated per batch
 SAMPLING_SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}
 OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
@@ -25,13 +25,13 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 class SmallGPT(TemplateLM):
     """A model for lm-evaluation-harness, equivalent to its `hf` backend with a causal language model.
 
-    An empty context is replaced by the end-of-text token; other contexts do not start with this token. Contexts are
-    truncated on the left if they exceed the model's context length. Text to score is never truncated.
+    An empty context is replaced by the end-of-text token, which is not prepended to other contexts. Contexts that do
+    not fit into the model's context length are truncated on the left. The text to score is never truncated.
 
     Args:
       scorer: computes log-likelihoods.
       params, model_state: variables of the scorer's model.
-      progress: called with a label, the number of finished texts and the total.
+      progress: called with a label, the number of finished texts and the total number of texts.
       seed: seed for sampling texts.
     """
 
@@ -66,7 +66,7 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, is greedy) per request.
+        """Returns, per request, the log-likelihood of the continuation and whether it is the greedy continuation.
 
         A request is ((context, continuation), context tokens, continuation tokens).
         """
@@ -86,7 +86,10 @@ class SmallGPT(TemplateLM):
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """Returns one score per job and adds it to the harness's cache. A job is a text, split into sequences."""
+        """Returns the score of each job, and adds the scores to the harness's cache.
+
+        A job is a text that is split into sequences.
+        """
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
         done = sum(not parts for parts in jobs)
@@ -108,7 +111,7 @@ class SmallGPT(TemplateLM):
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
         seen, samples = Counter(), []
-        for request in requests:  # identical requests get different samples
+        for request in requests:  # number identical requests, so that each gets its own random sample
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0

@@ -27,9 +27,10 @@ def json_rows(text: str) -> list[dict]:
 
 
 def hellaswag(text: str) -> list[dict]:
-    """Returns HellaSwag's rows. The harness's code preprocesses them: it removes WikiHow's markup in brackets.
+    """Returns HellaSwag's rows.
 
-    A query is the activity label, a colon and the context.
+    If a row has no query, its query is made of the activity label, a colon and the context. The harness's function
+    `preprocess` removes WikiHow's markup in brackets from this query and from the choices.
     """
     from lm_eval.tasks.hellaswag.utils import preprocess
 
@@ -86,7 +87,10 @@ TASKS = {
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    """Raises UserError if tasks are not in TASKS or files are missing. The message lists all these tasks or files."""
+    """Raises UserError if any task is not in TASKS, or if any file of the tasks is missing in `folder`.
+
+    The message lists all of these tasks or files.
+    """
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
                         "out to download the data from the hub")

@@ -1,4 +1,4 @@
-"""Markdown table of evaluation results: scores with standard errors, chance levels, and the paper's scores."""
+"""Markdown table of evaluation results: scores, standard errors, chance levels, and the scores of arXiv 2404.14462."""
 
 import math
 
@@ -17,7 +17,7 @@ LOGGED = {
                  arc_easy=.2456),
     "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
                  arc_easy=.2561)}
-LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of the scores in LOGGED; acc for all other tasks
+LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of the scores in LOGGED; all other tasks: acc
 FOOTNOTE = (
     "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "
     "For the other six tasks, their code sums the log-probabilities of the whole vocabulary at every position and "

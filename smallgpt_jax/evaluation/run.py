@@ -31,9 +31,9 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
 
     Args:
       model: returns the `lm_eval` model; called after tasks and data are loaded.
-      tasks: the harness's task names; `paper` stands for the paper's seven tasks.
+      tasks: the harness's task names; `paper` stands for the tasks in PAPER.
       data_dir: folder with the benchmarks' original files (see `local_data`). None: data comes from the hub.
-      cache: path at which scores are stored. An interrupted evaluation resumes from them.
+      cache: path at which scores are stored. An interrupted evaluation resumes from the stored scores.
       settings: arguments of `lm_eval.simple_evaluate`.
 
     Raises UserError for unknown tasks and missing data, or if a task has too few examples for `num_fewshot`.
@@ -75,7 +75,10 @@ def quiet_logging():
 
 
 def expand_tasks(tasks: Sequence[str]) -> list[str]:
-    """Returns the task names without duplicates, `paper` replaced by its tasks. Raises UserError if there are none."""
+    """Returns the task names without duplicates. Replaces `paper` by the tasks in PAPER.
+
+    Raises UserError if `tasks` is empty.
+    """
     names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
     if not names:
         raise UserError("--tasks: is empty; name at least one task, or paper")
@@ -83,7 +86,10 @@ def expand_tasks(tasks: Sequence[str]) -> list[str]:
 
 
 def task_manager(names: Sequence[str]):
-    """Returns a TaskManager that reads only the folders of the tasks `names`, or all folders if FOLDERS lacks one."""
+    """Returns a TaskManager for the tasks `names`.
+
+    It reads only the folders of these tasks, or all folders if one of these tasks is not in FOLDERS.
+    """
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -102,7 +108,10 @@ def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """Returns what `TaskManager.load` accepts for a task: its name, or its config if this has to be changed."""
+    """Returns the argument of `TaskManager.load` for a task.
+
+    This is the task's name, or the task's config if the config must be changed.
+    """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from smallgpt_jax import models, sharding
 
 STATIC_LENGTHS = 6  # maximum number of static lengths
-LENGTH_STEP = 16  # static lengths are multiples of this
+LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
 CHUNK = 256  # positions per chunk of logits, per device
 
 
@@ -29,13 +29,13 @@ class TokenSequence(NamedTuple):
 
 class Score(NamedTuple):
     log_likelihood: float  # sum over the scored tokens, in nats
-    is_greedy: bool  # whether each scored token is the most likely one
+    is_greedy: bool  # whether every scored token is the most likely one
 
 
 class ScoringBatch(NamedTuple):
     """B sequences, padded to T + 1 tokens, where T is a static length."""
 
-    indices: list[int]  # index of each row's sequence in the argument of `Scorer.score`
+    indices: list[int]  # for each row, the index of its sequence in the argument of `Scorer.score`
     tokens_BxT1: np.ndarray
     scored_BxT: np.ndarray  # bool: whether the token after this position is scored
 
@@ -43,7 +43,7 @@ class ScoringBatch(NamedTuple):
 class Scorer:
     """Scores sequences of up to context_length + 1 tokens, data-parallel over all devices.
 
-    `batch_tokens` limits the positions per device in a batch, padding included.
+    `batch_tokens` limits the number of token positions per device in a batch, padding included.
     """
 
     def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
@@ -53,7 +53,7 @@ class Scorer:
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
-        """Yields (index, score) of each sequence when its score is computed, longest sequences first."""
+        """Yields (index, score) for each sequence, batch by batch, longest sequences first."""
         pending = None  # the previous batch: its results are read after the next batch is dispatched
         for batch in self.batches(sequences):
             results = self.run(batch)
@@ -98,7 +98,7 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 
 
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
-    """Returns two (B, T) arrays: log-probabilities of the next tokens, and whether each is the most likely token.
+    """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most likely token.
 
     Logits are computed only at scored positions, CHUNK positions at a time. At the other positions, the first array is
     0 and the second is True.
@@ -139,14 +139,15 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
     """Returns the static lengths that minimize the total padding of sequences with lengths `needed`.
 
-    The result has at most STATIC_LENGTHS lengths, in ascending order and none above `longest`.
+    Returns at most STATIC_LENGTHS lengths, in ascending order. None of them exceeds `longest`.
     """
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i]: (positions including padding, static lengths) for the sequences that have the first i candidate lengths.
+    # best[i]: the fewest positions, padding included, for all sequences whose rounded length is among the first i
+    # candidates, and the static lengths that achieve this number.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
@@ -159,7 +160,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 def windows(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
     """Splits a text into the fewest sequences that score each of tokens[first:] once.
 
-    A sequence has at most context_length + 1 tokens. Before its scored tokens, it has as many preceding tokens as fit.
+    A sequence has at most context_length + 1 tokens. Its scored tokens are preceded by as many earlier tokens as fit.
     """
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)

@@ -11,7 +11,8 @@ from smallgpt_jax.train import train
 
 
 @pytest.mark.parametrize("flags, substrings", [
-    (["--coordinator=127.0.0.1:9"], ["--num_processes", "--process_id", "needs all three flags"]),
+    (["--coordinator=127.0.0.1:9"],
+     ["--num_processes and", "--process_id: missing", "needs --coordinator, --num_processes and --process_id"]),
     (["--num_processes=2", "--process_id=2", "--coordinator=127.0.0.1:9"], ["--process_id=2", "expected 0 to 1"]),
     (["--num_processes=2", "--process_id=1", "--coordinator=here"], ["--coordinator=here", "HOST:PORT"]),
 ])

@@ -2,7 +2,7 @@
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-- `prepare` reads files and writes a token store, on all cores. It is measured with each tokenizer. With GPT-2's
+- `prepare` reads files and writes a token store, on all cores. It is measured with each kind of tokenizer. With GPT-2's
   tokenizer, it is compared with tiktoken's batch encoding of the same documents, with one thread per core.
 - The loader reads a token store on disk and yields shuffled, packed batches, which it prefetches into memory. It is
   measured with and without separate documents (segment ids). It is compared with a plain NumPy loader, which copies

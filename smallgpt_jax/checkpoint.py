@@ -57,7 +57,7 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Starts writing `state`. Returns as soon as `state` is copied from the devices.
 
-        If writing fails, now or later, logs the error and removes the unfinished checkpoint.
+        If writing fails, even after this method has returned, logs the error and removes the unfinished checkpoint.
         """
         self.wait_until_finished()
         items = {"params": state.params, "opt_state": state.opt_state}

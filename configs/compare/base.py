@@ -52,7 +52,7 @@ def recipe(name: str, size: str) -> ConfigDict:
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
-    """Returns {group: {field: value}} of the fields of `config` that `common` lacks or that differ from `common`."""
+    """Returns {group: {field: value}} of the fields of `config` whose values are missing or different in `common`."""
     found = {group: {field: value for field, value in fields.items()
                      if field not in common[group] or value != common[group][field]}
              for group, fields in config.to_dict().items()}

@@ -47,7 +47,7 @@ TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6
 def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip for a `jax.Device.device_kind`, or None for unknown kinds and CPUs.
 
-    For a GPU, this is the chip with the longest name that `device_kind` starts with.
+    For a GPU, this is the chip whose name is the longest prefix of `device_kind`.
     """
     matching = [name for name in CHIPS if device_kind == name
                 or (name.startswith("NVIDIA") and device_kind.startswith(name))]

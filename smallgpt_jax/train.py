@@ -198,7 +198,10 @@ def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: Dat
 
 def mean_loss(eval_step: Callable, batches: Iterable, is_stopped: Callable[[], bool] = lambda: False,
               ) -> tuple[float, int] | None:
-    """Returns (mean loss in nats per target in the loss mask, number of these targets), or None if `is_stopped()`."""
+    """Returns the mean loss of the targets in the loss mask, in nats, and their number. Returns None if stopped.
+
+    The evaluation is stopped when `is_stopped` returns True before a batch.
+    """
     sums = []
     for batch in batches:
         if is_stopped():

@@ -55,7 +55,7 @@ MAY_CHANGE = {
 
 def check_workdir(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
-    if not os.path.exists(workdir):  # Path.exists would raise PermissionError
+    if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")

@@ -243,7 +243,7 @@ CASES = {
 
 
 def normalize(message: str, folder: Path) -> str:
-    """Returns a message with the folder, large numbers and the cause of damage replaced by placeholders."""
+    """Returns the message with placeholders for the folder, for large numbers and for the cause of damage."""
     message = message.replace(str(folder), "HERE")
     message = re.sub(r"\b\d{1,3}(,\d{3})+", "NUMBER", message)
     return re.sub(r"\(2: .*?\)\.\n", "(2: WHY).\n", message)

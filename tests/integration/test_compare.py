@@ -358,4 +358,4 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
     # Two of the eight windows of 256 tokens are from the first store, and six are from the second.
     share = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
-    assert 0.7 < share <= 0.75  # below 0.75, because the digits store also contains line breaks
+    assert 0.7 < share <= 0.75  # the share of digits is below 0.75, because that store also has line breaks

@@ -175,7 +175,7 @@ def test_imports_gpt2(tmp_path, fields):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits
     np.testing.assert_allclose(forward(model, params, jnp.asarray(tokens)), expected, atol=1e-4)
-    # Older GPT-2 files are pickles, contain the causal mask, and name tensors without the prefix.
+    # Older GPT-2 files are pickles, contain the causal mask, and omit the prefix of the tensor names.
     old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
     old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
     (tmp_path / "theirs" / "model.safetensors").unlink()

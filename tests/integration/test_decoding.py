@@ -1,6 +1,6 @@
-"""Decoding: cached logits are compared with the full forward pass.
+"""Tests of decoding: cached logits are compared with logits of the full forward pass.
 
-Batched rows are compared with single rows, and calls of several steps with calls of single steps.
+The tests also compare the rows of a batch with single rows, and calls of several steps with calls of one step.
 """
 
 import re
@@ -70,7 +70,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # not for cgpt, whose cache therefore grows during the test
+        texts.reserve(CONTEXT)  # nothing is reserved for cgpt, so its cache grows during the test
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)

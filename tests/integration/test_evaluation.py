@@ -1,4 +1,4 @@
-"""Evaluation: scores compared with plain arithmetic and with the `hf` backend of lm-evaluation-harness."""
+"""Tests of evaluation: scores are compared with plain arithmetic and with the `hf` backend of lm-evaluation-harness."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ def logits_of(model, params, tokens) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, devices", [("gpt", 1), ("cgpt", 8)])
 def test_scores_are_sums_of_log_probabilities(architecture, devices):
-    """Scores of batched sequences of all lengths match the float64 log-probabilities of each sequence alone."""
+    """Scores of batched sequences match log-probabilities that are computed in float64 for each sequence alone."""
     model = build(architecture, context_length=CONTEXT)
     params = init(model)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Generation with trained and random models: streams, batches, conversations, full contexts."""
+"""Tests of generation with trained and random models: streams, batches, conversations, full contexts."""
 
 import re
 import shutil

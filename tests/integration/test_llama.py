@@ -1,4 +1,4 @@
-"""The Llama recipe: logits compared with transformers; training on a mesh, decoding and planning."""
+"""Tests of the Llama recipe: logits (compared with transformers), training on a mesh, decoding and planning."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Logits of every architecture compared with plain NumPy; longer contexts, bfloat16 and dropout."""
+"""Tests of every architecture: logits (compared with plain NumPy), longer contexts, bfloat16 and dropout."""
 
 import dataclasses
 import math

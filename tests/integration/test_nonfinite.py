@@ -44,7 +44,7 @@ def test_a_nonfinite_update_is_skipped():
     assert metrics["skipped"] == 1 and second.step == 2
     assert_equal(second[1:], first[1:])
     third, metrics = step(second, good)
-    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # the rate after one update
+    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # only one update was applied
     assert_equal(third[1:], step(first, good)[0][1:])
 
 

@@ -84,7 +84,7 @@ def test_data_parallel_traffic_is_the_gradients_alone():
     traffic = hlo.Program(step.as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
-    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # scalars, such as the loss
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # the rest are scalars, such as the loss
 
 
 def test_paths_are_joined_by_one_all_reduce():

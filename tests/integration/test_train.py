@@ -1,4 +1,6 @@
-"""Training runs of tiny models: learning, resumption, changes of devices, refused configs and workdirs."""
+"""Tests that train tiny models.
+
+They cover learning, resumption, changes of devices, and configs and workdirs that are refused."""
 
 import json
 import math

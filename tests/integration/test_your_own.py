@@ -1,4 +1,4 @@
-"""Architectures from a package outside the repository: the examples of docs/your-own.md, executed as printed."""
+"""Tests that run the examples of docs/your-own.md as printed, in a package outside the repository."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ SIZES = dict(num_layers=2, d_model=16, num_heads=2)
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory):
-    """Writes the files printed in docs/your-own.md to a folder and adds it to `sys.path`."""
+    """Writes the files printed in docs/your-own.md to a folder, and adds the folder to `sys.path`."""
     folder = tmp_path_factory.mktemp("own")
     page = (ROOT / "docs" / "your-own.md").read_text()
     for name, code in re.findall(r"```python\n# (my_models/\w+\.py)\n(.*?)```", page, re.DOTALL):
@@ -46,7 +46,10 @@ def own_config(architecture: str, **fields):
 
 
 def test_an_architecture_with_its_own_fields(text_file, tmp_path):
-    """The example `Twice` trains on eight devices, generates text, and can be evaluated, planned and compared."""
+    """A model of the example architecture `Twice` can be trained, evaluated, planned and compared, and generates text.
+
+    It is trained on eight devices.
+    """
     config = importlib.import_module("my_models.recipe").get_config("tiny")
     config.data.update(source=str(text_file), validation_fraction=0.2)
     config.model.update(**SIZES, passes=3)
@@ -56,7 +59,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["model"]
     assert (saved["architecture"], saved["passes"], saved["input_scale"]) == ("my_models.twice:Twice", 3, 0.5)
 
-    model = inference.load(tmp_path)  # also compares decoding with the full forward pass
+    model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     trained = inference.load_trained(tmp_path)
     (_, score), = Scorer(trained.model, trained.params).score([TokenSequence([1, 2, 3, 4], 2)])
@@ -64,7 +67,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
     result = estimate(build_program(config))
-    # The FLOPs of the blocks are counted once per pass.
+    # `Twice` applies its blocks `passes` times (here, 3 times). The FLOPs of each pass are counted.
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives
@@ -88,7 +91,7 @@ def test_refuses_wrong_fields():
     ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
     ("my_models.average:Average", {"model__scan_layers": False})])
 def test_own_blocks_and_mixers(architecture, fields):
-    """Decoding matches the full forward pass, and documents in one row do not see each other."""
+    """Decoding matches the full forward pass, and documents in the same row do not affect each other."""
     config = own_config(architecture, data__separate_documents=True, train__batch_size=2, **fields)
     model = models.build(**config.model)
     params = init(model)
@@ -98,15 +101,19 @@ def test_own_blocks_and_mixers(architecture, fields):
     tokens = np.random.default_rng(0).integers(0, 257, (2, 65), np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0).astype(np.int32)
     eval_step, losses = program.compile_eval_step(), []
-    for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):  # another token in the first document
+    # The two batches differ in the first token of each row, which belongs to the row's first document.
+    for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):
         rows = Batch(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
-                     np.tile(np.arange(64) >= 32, (2, 1)))  # only targets in the second document
+                     np.tile(np.arange(64) >= 32, (2, 1)))  # the loss counts only the second document's targets
         losses.append(float(eval_step(params, {}, rows)[0]))
     assert losses[0] == losses[1]
 
 
 def test_own_losses_metrics_and_state():
-    """The training step uses loss, metric and state of the example `Calm`, with and without scan and microbatches."""
+    """The training step uses the loss, the metric and the state that the example `Calm` defines.
+
+    Covers scanned layers without microbatches, and unscanned layers with two microbatches.
+    """
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
     for scan, microbatches in ((True, 1), (False, 2)):
@@ -114,8 +121,8 @@ def test_own_losses_metrics_and_state():
                             train__microbatches=microbatches, train__batch_size=4)
         program = build_program(config, jax.devices()[:1])
         state = program.initial_state()
-        # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of the whole loss, so
-        # kernels are enlarged.
+        # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of the total loss. So
+        # the test enlarges the kernels.
         state = state._replace(params=jax.tree_util.tree_map_with_path(
             lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
@@ -136,7 +143,7 @@ def test_own_losses_metrics_and_state():
 
 
 def test_state_is_saved_and_restored(text_file, tmp_path):
-    """On eight devices, a resumed run ends with the same state as an uninterrupted run."""
+    """On eight devices, a resumed run ends with the same weights and model state as an uninterrupted run."""
     def config(steps):
         return own_config(
             "my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,

@@ -1,4 +1,4 @@
-"""A comparison in subprocesses: killed, resumed, and shared by two processes at once."""
+"""A test of `compare`: a comparison is killed, and then resumed by two processes at the same time."""
 
 import concurrent.futures
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
-    """The comparison is killed while it trains the second of three seeds. Two processes then train the rest."""
+    """The comparison is killed while it trains the second of three runs. Two processes then train the other two."""
     output = tmp_path / "out"
     arguments = (
         "compare", "--config=configs/compare/paper.py:tiny", "--config.compare.names=gpt", "--config.compare.seeds=3",
@@ -48,11 +48,11 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
     first, second = (one.stdout for one in done)
     assert "[1/3]" not in first + second and "[2/3] gpt, seed 1338" in first
     sessions = re.findall(r"steps of 8 × 64 tokens(.*)", first + second)
-    assert sorted(sessions) == ["", ", 4 done"]  # each run is trained by one of the two processes
+    assert sorted(sessions) == ["", ", 4 done"]  # each process trains one of the two remaining runs
     assert "is training it" in first + second
     assert [path.name for path in sorted((output / "runs").iterdir())] == [
         "gpt-seed1337", "gpt-seed1338", "gpt-seed1339"]
-    # The last report has all seeds, with the memory, speed and FLOPs that the runs recorded.
+    # The final report contains all seeds, with the memory, speed and FLOPs that the runs recorded.
     runs = json.loads((output / "results.json").read_text())["runs"]
     assert [run["seed"] for run in runs] == [1337, 1338, 1339] and all(run["is_finished"] for run in runs)
     for run_ in runs:

@@ -1,4 +1,4 @@
-"""Conversion in subprocesses in which PyTorch cannot be imported."""
+"""A test of conversion in subprocesses in which PyTorch cannot be imported."""
 
 import pytest
 from conftest import init, load_config, run, save_run

@@ -1,4 +1,4 @@
-"""Multi-process runs on one machine, started as users start them."""
+"""Tests of multi-process runs on one machine, started as users start them."""
 
 import os
 import subprocess
@@ -49,7 +49,10 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, text_file):
-    """Returns a function (workdir, fault) that runs local_cluster.sh: two processes, each with half of the weights."""
+    """Returns a function that trains a run with local_cluster.sh, given its workdir and a fault.
+
+    The run has two processes, each of which holds half of the weights.
+    """
     folder = tmp_path_factory.mktemp("bin")
     (folder / "faulty.py").write_text(FAULTY)
     python = folder / "python"
@@ -69,7 +72,7 @@ def cluster(tmp_path_factory, text_file):
 
 
 def losses(workdir) -> np.ndarray:
-    """Returns the losses of the training steps. Asserts that each step is logged once."""
+    """Returns the losses of the training steps, after checking that each step is logged once."""
     lines = [line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return np.array([line["loss"] for line in lines])
@@ -80,10 +83,10 @@ def saved_steps(workdir) -> list[int]:
 
 
 def test_two_processes_train_as_one(tmp_path, text_file, cluster):
-    """Losses of two processes match those of one process.
+    """A run trained by two processes has the same losses as a run trained by one process.
 
-    They also match after process 1 is killed, cannot read a checkpoint, or is stopped, and after a single process
-    resumes the run.
+    The losses are also the same if process 1 is killed, cannot read a checkpoint or receives SIGTERM, and if the run is
+    resumed by a single process.
     """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)
@@ -117,7 +120,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
 
 
 def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
-    """Process 0, which alone checks the workdir, refuses a folder that is not a run. No process hangs."""
+    """No process hangs if process 0 refuses the workdir, which only process 0 checks."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").write_text("")
     started = time.monotonic()

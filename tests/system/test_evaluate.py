@@ -1,4 +1,4 @@
-"""The evaluate command, started as users start it."""
+"""A test of the command `evaluate`, started as users start it."""
 
 import json
 import shutil
@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_evaluate(trained_run, tmp_path):
-    """The command prints and writes a table, and writes the JSON of lm-evaluation-harness.
+    """The command prints a table of results, and writes the table and the JSON of lm-evaluation-harness to files.
 
-    Covers few-shot examples and a limit. Standard error contains only progress.
+    Covers --num_fewshot and --limit. Standard error contains only progress messages.
     """
     workdir = tmp_path / "run"
     shutil.copytree(trained_run("gpt"), workdir)

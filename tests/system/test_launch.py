@@ -1,7 +1,7 @@
-"""The launch scripts: dry runs, and real runs with fake programs in place of gcloud, srun and python.
+"""Tests of the launch scripts: dry runs, and real runs with fakes of gcloud, srun, python and other programs.
 
-A fake program records its arguments and then runs Python code of the test. The fake gcloud runs the commands for a
-worker in a local shell, with another home folder.
+A fake program records its arguments and then runs Python code that the test provides. The fake gcloud runs the commands
+for a TPU worker in a local shell, in which HOME is another folder.
 """
 
 import json
@@ -55,7 +55,7 @@ if args[0] == "venv":
 
 
 class Machine:
-    """A folder of fake programs, which come first in PATH, and a record of their calls."""
+    """Runs scripts with fake programs, whose folder comes first in PATH, and records the calls of these programs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -77,7 +77,8 @@ class Machine:
         return subprocess.Popen(
             ["bash", script, *args], cwd=cwd, env=self.environment(**more), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # A pytest in the background ignores SIGINT, and bash cannot trap a signal that it inherits as ignored.
+            # If pytest runs in the background, it ignores SIGINT. Its child processes inherit this, and bash cannot
+            # trap an ignored signal.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:
@@ -106,7 +107,7 @@ def wait_until(condition, seconds: float = 10) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the arguments of printed commands; the text has one command per line."""
+    """Returns the arguments of each command in `text`, which has one command per line."""
     return [shlex.split(line, comments=True) for line in text.splitlines()]
 
 
@@ -293,7 +294,7 @@ START = [ssh(f"{WORKER_SCRIPT} ready mine"), ssh(f"{WORKER_SCRIPT} start --confi
 
 
 class Cloud(Machine):
-    """A machine with a fake gcloud, a repository with the launch scripts, and a folder for the only TPU worker."""
+    """A `Machine` with a fake gcloud, a repository with the launch scripts, and a folder for the only TPU worker."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -436,7 +437,7 @@ def test_tpu_resume_recreates_the_slice(cloud):
 
 
 def test_tpu_resume_creates_a_missing_slice(cloud):
-    """A slice is missing if an earlier `resume` was interrupted after it had deleted the slice."""
+    """The slice is missing, for example, if an earlier `resume` was interrupted after it had deleted the slice."""
     cloud.states("BROKEN", "ACTIVE")
     assert cloud.tpu("resume", *ACCELERATOR, "--", "--x").returncode == 0
     assert [args[3] for args in cloud.args("gcloud")][:3] == ["describe", "create", "describe"]
@@ -451,7 +452,7 @@ def test_tpu_resume_keeps_an_existing_slice(cloud):
 
 
 def test_tpu_delete_asks_for_confirmation(cloud):
-    result = cloud.tpu("delete")  # nobody confirms: standard input is empty
+    result = cloud.tpu("delete")  # standard input is empty, so there is no confirmation
     assert (result.returncode, result.stderr) == (1, "error: nothing was deleted\n")
     assert cloud.calls("gcloud") == []
     assert cloud.tpu("delete", "--yes").returncode == 0

@@ -1,4 +1,4 @@
-"""Training processes that are stopped and killed."""
+"""A test of a training run whose processes are stopped and killed."""
 
 import re
 import signal
@@ -20,10 +20,10 @@ def one_device_for_child_processes(monkeypatch):
 
 
 def test_stops_and_kills_do_not_change_a_run(text_file, tmp_path):
-    """A run that is stopped and killed ends like an uninterrupted run.
+    """A run that is stopped, killed and resumed ends with the same state and losses as an uninterrupted run.
 
-    It is stopped by SIGTERM and Ctrl-C while compiling, training and evaluating, and killed while training. (The
-    command benchmarks/chaos.py kills runs at random moments.)
+    It is stopped by SIGTERM while compiling, by SIGTERM while training, and by Ctrl-C while evaluating. It is killed
+    while training. (The command benchmarks/chaos.py kills runs at random moments.)
     """
     overrides = (f"--config.data.source={text_file}", "--config.model.d_model=16", "--config.model.num_layers=1",
                  "--config.model.context_length=32", "--config.train.eval_steps=0",
@@ -53,10 +53,11 @@ def test_stops_and_kills_do_not_change_a_run(text_file, tmp_path):
     assert status == 143 and 10 <= int(saved[1]) < 100
     interrupted.start()
     interrupted.wait_for("step  60/200")
-    assert interrupted.kill() in ("training", "evaluating")  # after a multiple of ten steps, `kill` assumes evaluation
+    # The run is training. But `kill` returns "evaluating" if the last logged step is a multiple of ten.
+    assert interrupted.kill() in ("training", "evaluating")
     status, last = interrupt("step 100/200", signal.SIGINT)
     saved = re.fullmatch(stopped, last)
-    assert status == 130 and int(saved[1]) == 100  # saved before the evaluation
+    assert status == 130 and int(saved[1]) == 100  # step 100 is saved, but its evaluation is not finished
     assert "step 100/200   validation loss" not in interrupted.output()
     interrupted.start()
     interrupted.finish()

@@ -1,4 +1,4 @@
-"""Every attention backend compared with a plain formula in float64, on one device and on a mesh."""
+"""Tests that compare attention backends with a plain formula in float64, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ TIME = 256
 
 
 def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
-    """Returns attention outputs by a plain formula in float64, which applies one rule of the mask after another."""
+    """Returns attention outputs, computed with a plain formula in float64. It applies the rules of the mask in turn."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
@@ -33,13 +33,13 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
 
 
 def inputs(batch=2, heads=2, head_width=16, groups=None):
-    """Returns random queries, keys and values, and weights for a weighted sum of the attention outputs."""
+    """Returns random queries, keys and values, and random weights for a weighted sum of the attention outputs."""
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, TIME, head_width))
     return q, k[:, :groups], v[:, :groups], weights
 
 
 def documents(batch: int) -> np.ndarray:
-    """Returns segment ids of rows with several documents of different lengths, one of them a single token."""
+    """Returns the segment ids of rows with documents of different lengths; one document is a single token."""
     cuts = [[100], [1, 2, 255], [128]]
     return np.array([np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)])
 
@@ -60,7 +60,10 @@ def value_and_gradients(q, k, v, weights, mask, **options):
     pytest.param("splash", 128, 2, 0, False, marks=pytest.mark.slow),
     ("splash", 16, 1, 0, True), ("splash", 16, 2, 37, False)])
 def test_backends_match_the_formula(backend, head_width, groups, window, has_segments):
-    """Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of queries."""
+    """The outputs match the formula, and the gradients match those of the reference backend.
+
+    Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of queries.
+    """
     q, k, v, weights = inputs(head_width=head_width, groups=groups)
     segments = documents(2) if has_segments else None
     mask = AttentionMask(window, segments)
@@ -137,9 +140,10 @@ def test_reference_gradients_match_finite_differences_of_the_formula():
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_kernel_on_a_mesh(groups):
-    """Rows are sharded over the mesh axes data and fsdp, and heads over tensor.
+    """On a mesh, the splash kernel gives the outputs and gradients of the reference backend.
 
-    Covers a single key head, which cannot be sharded over the two devices of tensor.
+    Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`. Covers a single key
+    head, which cannot be sharded over the two devices of `tensor`.
     """
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)

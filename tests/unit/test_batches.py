@@ -1,4 +1,4 @@
-"""Batches: packing, shuffling, mixtures."""
+"""Tests of batches: packing, shuffling, mixtures."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from smallgpt_jax import data
 from smallgpt_jax.data import batches, packing
 from smallgpt_jax.errors import UserError
 
-END_OF_TEXT = 256  # token id of the tokenizer "bytes"
+END_OF_TEXT = 256  # id of the end-of-text token of the tokenizer "bytes"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,10 @@ def sorted_rows(rows):
 # ---------------------------------------------------------------------- both packings
 
 def numbered(lengths):
-    """Returns a split in which the id of each token is its position in the stream, except that end-of-text is 0."""
+    """Returns a split of documents with these lengths, in which the id of a token is its position in the stream.
+
+    Each document starts with an end-of-text token, which has id 0.
+    """
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
@@ -46,9 +49,10 @@ def numbered(lengths):
 @pytest.mark.parametrize("context", [5, 16, 64])
 @pytest.mark.parametrize("kind", packing.PACKINGS)
 def test_targets_of_an_epoch(kind, context, separate):
-    """Each token of the stream is an input once per epoch. Its target is in the loss mask, even if it is end-of-text.
+    """Each token of the stream is an input once per epoch, and the loss mask includes its target.
 
-    The packing `concat` leaves out the tokens after its last full window.
+    The mask also includes targets that are end-of-text tokens. The packing `concat` is an exception: it drops the
+    tokens at the end of the stream that do not fill a row.
     """
     lengths = np.random.default_rng(0).integers(2, 50, 300)
     split = numbered(lengths)
@@ -61,7 +65,7 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        position = token or target - 1  # the position of end-of-text, id 0, follows from its target
+        position = token or target - 1  # for an end-of-text token (id 0): one before its target
         assert target == (0 if position in ends else position + 1)
         positions.append(position)
     used = packed.num_rows * context if kind == "concat" else split.tokens
@@ -95,7 +99,7 @@ def test_segment_ids_of_concat(documents):
 
 
 def test_share_of_cut_documents(tmp_path):
-    split = random_store(tmp_path / "store", [9] * 60).train  # ten tokens each, end-of-text included
+    split = random_store(tmp_path / "store", [9] * 60).train  # 60 documents of ten tokens, end-of-text included
     whole = sum(start // 25 == (start + 9) // 25 for start in range(0, split.tokens, 10))
     assert packing.Concat(split, 25, False).cut_documents == pytest.approx(1 - whole / split.documents)
     assert packing.Concat(split, 10, False).cut_documents == 0
@@ -108,7 +112,10 @@ def test_share_of_cut_documents(tmp_path):
 
 @pytest.mark.parametrize("room", [7, 40, 100])
 def test_best_fit_decreasing(room):
-    """The free space of the rows matches a plain implementation, which places one piece of a document at a time."""
+    """The rows have the same free space as in a plain implementation of best-fit decreasing.
+
+    The plain implementation places one piece of a document at a time.
+    """
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 60, seed * 3 + 1)
         pieces = sorted([room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True)
@@ -141,7 +148,7 @@ def test_best_fit_contains_every_token_and_every_target(documents, context):
         pairs += [(int(row[i]), int(row_targets[i])) for i in np.flatnonzero(row_mask)]
     pieces = [text[i:i + context] for text in texts for i in range(0, len(text), context)]
     assert sorted(found) == sorted(pieces)  # only documents longer than a row are cut
-    # The target is the next token of the document, or an end-of-text after its last token.
+    # The target of a token is the next token of its document. The target of a document's last token is end-of-text.
     assert sorted(pairs) == sorted(pair for text in texts for pair in zip(text, [*text[1:], END_OF_TEXT]))
     assert packed.padding == pytest.approx(1 - split.tokens / segments.size)
     assert packed.padding < 0.02
@@ -176,7 +183,7 @@ def test_batch_depends_on_seed_and_step_only(documents):
 
 
 def test_order_is_stable_across_versions(documents):
-    """Each seed gives the same order in all versions."""
+    """A seed gives the same order of rows as in earlier versions of this project."""
     numbers = batches.row_numbers(concat(documents.train, 32), 8, seed=3)
     assert " ".join(map(str, numbers[0])) == "104 380 217 363 318 66 174 251"
 
@@ -237,7 +244,7 @@ def test_rows_of_a_mixture_follow_its_weights(two_stores):
     np.testing.assert_allclose(is_small.sum(axis=1), 4, atol=1)  # of 16 rows per batch
     assert is_small.mean() == pytest.approx(0.25, abs=0.005)
     assert all(np.array_equal(order[7][i], batches.train_batches(texts, 16, seed=5)[7][i]) for i in (0, 1))
-    # Each store has its own epochs: it repeats no row before all its rows have been read.
+    # Each store has its own epochs: no row of a store is repeated before all rows of this store have been read.
     small = texts.packings[0]
     numbers = np.concatenate([batches.row_numbers(texts, 16, 5)[i] for i in range(100)])
     numbers = numbers[numbers < small.num_rows][:2 * small.num_rows]

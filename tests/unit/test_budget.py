@@ -1,4 +1,4 @@
-"""Planned comparisons: budgets, invalid configs, names of runs."""
+"""Tests of planned comparisons: budgets, invalid configs, names of runs."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def comparison(size: str = "tiny", **fields) -> ConfigDict:
 def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
-    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice the tokens per step of the other runs
+    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice as many tokens per step as in the other runs
     planned = budget.plan_runs(config, tmp_path)
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
@@ -42,9 +42,9 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
-    """A `best_fit` run, which has padding, gets more steps than a `concat` run of equal tokens.
+    """With a budget of tokens, a run with padding (`best_fit`) gets more steps than a run without (`concat`).
 
-    With equal FLOPs, both runs get the same number of steps.
+    With a budget of FLOPs, both runs get the same number of steps.
     """
     source = tmp_path / "source.jsonl"  # every document has 41 tokens, so a row of 64 tokens has room for only one
     source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
@@ -99,13 +99,13 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
 
 @pytest.mark.parametrize("target, d_model, num_heads", [
     (10_240, 32, 4),  # the recipe's own width
-    (2_560, 16, 4),  # another width, for the recipe's 4 heads
-    (6_250, 25, 5),  # no width for 4 heads is within 2% of the target
+    (2_560, 16, 4),  # another width than the recipe's, but the recipe's number of heads (4)
+    (6_250, 25, 5),  # another number of heads, because no width for 4 heads is within 2% of the target
     (12_250, 35, 5),
-    (5_000, 22, 2),  # no width for any number of heads is within 2%; 22 is the nearest
+    (5_000, 22, 2),  # no width is within 2% of the target for any number of heads; 22 is the nearest
 ])
 def test_width_search(target, d_model, num_heads, monkeypatch):
-    """The search counts parameters at most six times, because each count takes seconds for deep models."""
+    """The search finds the width and counts parameters at most six times; each count takes seconds for deep models."""
     counted = []
 
     def count(config) -> int:
@@ -126,7 +126,7 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
     config.compare.seconds = 60.0
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [180, 120] * 2
-    config.model.d_model = 128  # the speeds of these new configs have not been measured yet
+    config.model.d_model = 128  # the configs are new, so their speeds are measured again
     assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
@@ -224,7 +224,7 @@ def test_refuses_misspelt_comparison_fields():
 
 
 def validate(config: ConfigDict) -> None:
-    """Validates a config without tracing the model. Replaces `build_program`, which takes seconds."""
+    """Validates a config without tracing the model. Used in place of `build_program`, which takes seconds."""
     validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
 
 
@@ -236,6 +236,6 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     planned = budget.plan_runs(config, tmp_path)
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
-    if name == "stages":  # the first run is lgpt's recipe
+    if name == "stages":  # the first run has the model of lgpt's recipe
         assert planned[0].config.model.to_dict() == load_config("lgpt", size).model.to_dict()
     measure.parse_texts(config.compare.texts)

@@ -64,9 +64,10 @@ def truncate(path, place):
 
 @pytest.mark.slow
 def test_damage_to_any_file_is_detected(saved, tmp_path):
-    """Damages each file of the newest checkpoint, one at a time. The restored state is always intact.
+    """The restored state is intact if any file of the newest checkpoint is damaged.
 
-    It is the state of the older checkpoint, or of the newest one if the damage does not affect the state.
+    If the damage affects the state, the state of the older checkpoint is restored. Otherwise, the state of the newest
+    checkpoint is restored. The test damages one file at a time.
     """
     names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
              if path.is_file() and path.stat().st_size]
@@ -105,7 +106,7 @@ def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3, log=logged.append)
     assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(10))
     assert len(logged) == 1 and str(tmp_path / "damaged_checkpoints" / "20") in logged[0]
-    checkpoints.save(20, state_of(20))  # the step can be saved again
+    checkpoints.save(20, state_of(20))  # step 20 can be saved again
     checkpoints.close()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
 
@@ -175,9 +176,9 @@ def test_checksums_do_not_depend_on_the_mesh():
 
 
 def test_chaos_finds_every_difference(tmp_path):
-    """`differences` finds a changed weight, a changed loss and a duplicate line of metrics.jsonl.
+    """`chaos.differences` finds a changed weight, a changed loss and a duplicate line of metrics.jsonl.
 
-    It finds nothing for an unchanged copy of a run.
+    It finds no difference between a run and an unchanged copy of it.
     """
     runs = {name: chaos.Run(tmp_path / name, "gpt", 10) for name in ("one", "copy", "weights", "loss", "line")}
     for name, run in runs.items():
@@ -196,7 +197,10 @@ def test_chaos_finds_every_difference(tmp_path):
 
 
 def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
-    """The training processes are fakes. Each run is killed at most twice, because it finishes after its third start."""
+    """`chaos.kill_runs` restarts each killed run until the run finishes.
+
+    The training processes are fakes. They finish after the third start, so each run is killed at most twice.
+    """
     events = []
 
     class Run:

@@ -1,4 +1,4 @@
-"""Exit status and standard streams of commands, which run in the test process."""
+"""Tests of the exit status and the standard streams of commands, which run in the test process."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def full_disk() -> int:
 @pytest.mark.parametrize("output, status, message", [
     (closed_pipe, 141, ""), (full_disk, 1, "error: input or output: No space left on device\n")])
 def test_unwritable_output(monkeypatch, capsys, is_buffered, output, status, message):
-    """A closed pipe ends the command with status 141 and no message, a full disk with status 1 and a message."""
+    """The exit status is 141 for a closed pipe and 1 for a full disk. Only the full disk causes a message."""
     raw = io.FileIO(output(), "wb")
     unwritable = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
     monkeypatch.setattr(sys, "stdout", unwritable)

@@ -20,7 +20,7 @@ def test_every_architecture_has_a_recipe():
     assert set(ARCHITECTURES) <= set(RECIPES)
 
 
-# Other tests train models of the sizes that are not listed here.
+# The sizes that are not listed here need no test, because other tests train models of these sizes.
 @pytest.mark.parametrize("recipe, size", [(recipe, "paper") for recipe in RECIPES] + [("lgpt", "quickstart")])
 def test_every_recipe_builds(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
@@ -45,7 +45,10 @@ def test_every_recipe_is_a_valid_config(recipe, size):
 
 
 def test_cgpt_kernel():
-    """cgpt has kernel size 1 at size `paper` and in configs/compare/paper.py. Its smaller sizes have kernel size 3."""
+    """The convolutions of cgpt have kernel size 1 at size `paper`, and kernel size 3 at the smaller sizes.
+
+    In configs/compare/paper.py, they have kernel size 1 at all sizes.
+    """
     assert {size: load_config("cgpt", size).model.conv_kernel for size in base.SIZES} == {
         "paper": 1, "quickstart": 3, "tiny": 3}
     comparison = importlib.import_module("configs.compare.paper")
@@ -59,7 +62,7 @@ def test_paper_recipes_differ_only_in_the_model():
         for config in others:
             for group in ("data", "mesh", "train"):
                 assert config[group] == others[0][group]
-            # At size `quickstart`, lgpt and cgpt have another learning rate than gpt and pgpt.
+            # At size `quickstart`, the learning rate of lgpt and cgpt differs from that of gpt and pgpt.
             narrows = size == "quickstart" and config.model.architecture in ("lgpt", "cgpt")
             assert config.optimizer == others[2 if narrows else 0].optimizer
 

@@ -1,4 +1,4 @@
-"""Hugging Face and TensorFlow datasets as sources."""
+"""Tests of Hugging Face and TensorFlow datasets as text sources."""
 
 import json
 import re
@@ -17,8 +17,8 @@ from smallgpt_jax.errors import UserError
 
 @pytest.mark.slow
 def test_hugging_face_dataset(tmp_path, monkeypatch):
-    """Reads a dataset from a local folder, where each file is a shard."""
-    monkeypatch.setenv("USE_TORCH", "0")  # `datasets` is then imported two seconds faster
+    """The dataset is a local folder with three files, each of which is a shard."""
+    monkeypatch.setenv("USE_TORCH", "0")  # so that the import of `datasets` is two seconds faster
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
@@ -156,16 +156,16 @@ def test_prepare_resumes_after_a_damaged_shard_is_replaced(tmp_path, monkeypatch
     files[1].write_bytes(whole)
     logged = []
     prepare_store(tmp_path / "one", "tfds:words", log=logged.append)
-    assert "61% done" in logged[0], logged  # resumes after the last complete batch of the second shard
+    assert "61% done" in logged[0], logged  # resumed after the last complete batch of the second shard
     prepare_store(tmp_path / "other", "tfds:words")
     assert all((tmp_path / "one" / f"{split}.bin").read_bytes() == (tmp_path / "other" / f"{split}.bin").read_bytes()
                for split in store.SPLITS)
 
 
 def test_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
-    """A TensorFlow dataset of 1,000 C4 documents gives the same token store as JSON lines of its texts.
+    """A TensorFlow dataset of 1,000 C4 documents gives the same token store as JSON lines of the same texts.
 
-    The texts for the JSON lines are read by grain and decoded by tfds.
+    To write the JSON lines, the test reads the records with grain and decodes them with tfds.
     """
     tfds = pytest.importorskip("tensorflow_datasets")
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(shared_data / "tfds"))

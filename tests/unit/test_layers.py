@@ -1,4 +1,4 @@
-"""Tests of layers and model configs: positions, activations, initial weights, selected paths, refused configs."""
+"""Tests of layers and model configs: positions, activations, initial weights, paths of pgpt, refused configs."""
 
 import functools
 import math
@@ -68,7 +68,7 @@ def test_gelu_and_its_derivative():
     density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
     np.testing.assert_allclose(gelu(x), x * cdf, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), cdf + x * density, rtol=1e-5, atol=2e-6)
-    # The result for a bfloat16 input has the negative tail; 1 + erf computed in bfloat16 would be rounded to 0 there.
+    # For a bfloat16 input, the result in the negative tail is not 0. It would be 0 if 1 + erf were in bfloat16.
     tail = jnp.array([-3.0], "bfloat16")
     assert float(gelu(tail)[0]) == pytest.approx(-3 * math.erfc(3 / math.sqrt(2)) / 2, rel=0.01)
 
@@ -95,7 +95,7 @@ def test_gpt2_initialization():
 def test_initial_loss_is_uniform(architecture, d_model):
     """The initial loss of narrow and wide models is that of a uniform distribution over the vocabulary.
 
-    Both are tested, because the initial std of some weights depends on the width.
+    Both widths are tested, because the initial std of some weights depends on the width.
     """
     model = build(architecture, d_model=d_model, num_layers=2, mlp_ratio=1.0)
     tokens, targets = np.random.default_rng(0).integers(0, 512, (2, 4, 64))

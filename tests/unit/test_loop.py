@@ -38,7 +38,7 @@ class Run:
         self.events.append(f"update {batch}")
         return state + 1, batch
 
-    # Methods of `Logger`.
+    # Fakes of the methods of `Logger`.
     def exchange(self, step, metrics):
         previous = self.take() if self._pending else None
         self._pending = metrics
@@ -60,18 +60,18 @@ class Run:
         yield
         self.events.append("unpause")
 
-    # Method of `Checkpoints`.
+    # Fake of `Checkpoints.save`.
     def save(self, step, state, losses):
         assert step == state
         self.events.append(f"save {step}")
 
-    # Replaces the function `train.evaluate`.
+    # Fake of the function `train.evaluate`.
     def evaluate(self, step, state):
         assert step == state
         self.events.append(f"evaluate {step}")
         return step != self._stop_in_evaluation
 
-    # Method of `StopRequest`.
+    # Fake of `StopRequest.is_requested_anywhere`.
     def is_requested_anywhere(self):
         assert self.can_save
         updates = [event for event in self.events if event.startswith("update")]
@@ -85,7 +85,7 @@ def test_metrics_are_read_after_the_next_update_is_dispatched():
 
 
 def test_saving_and_evaluating_at_one_step():
-    """A step that is saved and evaluated has its metrics checked first, is then saved, and is evaluated last."""
+    """If a step is saved and evaluated, the loop reads its metrics, then saves the state, and then evaluates it."""
     run = Run()
     run.loop(steps=4, eval_every=2, checkpoint_every=2)
     assert run.events == [
@@ -100,7 +100,7 @@ def test_saving_and_evaluating_at_different_steps():
     assert run.loop(steps=7, eval_every=3, checkpoint_every=2) == (7, 7, False)
     assert [event for event in run.events if event.split()[0] in ("save", "evaluate")] == [
         "save 2", "evaluate 3", "save 4", "save 6", "evaluate 6", "save 7", "evaluate 7"]
-    assert run.unread_batch == 8  # no further batch has been read
+    assert run.unread_batch == 8  # the loop has read no batch after that of step 7
 
 
 def test_a_resumed_run_makes_the_remaining_steps():
@@ -130,14 +130,14 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    assert (f"save {step}" in run.events) == is_saved  # `train.run` saves step 2 after the loop
+    assert (f"save {step}" in run.events) == is_saved  # the loop does not save step 2; `train.run` does so later
 
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
-    """Covers an ordinary step (2) and a checkpoint step (3), whose metrics are read before it is saved.
+    """A non-finite loss ends the run at an ordinary step (2) and at a step with a checkpoint (3).
 
-    The metrics of step 2 are read after step 3 is dispatched.
+    The metrics of step 2 are read after step 3 is dispatched. The metrics of step 3 are read before step 3 is saved.
     """
     run = Run(bad_steps=(bad_step,))
     with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):

@@ -1,4 +1,4 @@
-"""Loss, optimizer, axis rules and FLOP counts on small arrays and shapes, without training."""
+"""Tests of loss, optimizer, axis rules and FLOP counts on small arrays and shapes, without training."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_cross_entropy_and_its_gradients(chunks):
 
 
 def test_improbable_tokens():
-    """In evaluation, losses above 70 nats are exact. In training, they are understated, but finite."""
+    """Losses above 70 nats are exact in evaluation. In training, the computed loss is too low, but finite."""
     x, head = jnp.ones((1, 1, 1)), jnp.array([[0.0], [200.0], [190.0]])
     arguments = head, jnp.array([[0]]), jnp.ones((1, 1)), 1
     assert float(cross_entropy(x, *arguments)) == pytest.approx(200, rel=1e-6)
@@ -50,7 +50,7 @@ def test_improbable_tokens():
 
 
 def test_logits_are_never_materialized():
-    """No array of the compiled gradient is larger than a chunk of the logits."""
+    """The lowered gradient computation contains arrays with a chunk of the logits, but no array with all logits."""
     x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((999, 8), "float32")
     targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in ("int32", "float32"))
     text = jax.jit(jax.grad(cross_entropy), static_argnums=4).lower(
@@ -87,7 +87,7 @@ def updates_of(model, params, gradients, **fields):
 def test_update_matches_the_paper(name):
     """The first update with clipped gradients equals that of algorithm 2 in the optimizer's paper.
 
-    AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675.
+    The papers are arXiv 1711.05101 (AdamW) and arXiv 2302.06675 (Lion).
     """
     model = build("pgpt", use_bias=True, num_layers=2)
     params = init(model)
@@ -129,7 +129,7 @@ def test_axis_rules_place_weights():
     assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
     assert blocks["attention"]["out"]["kernel"].spec == P("path", None, "tensor", None, "fsdp")
     assert params["token_embedding"].spec == P("tensor", "fsdp")
-    # The 3 heads are replicated, because the mesh axis of 2 devices does not divide them.
+    # The 3 heads are replicated, because 3 is not a multiple of 2, the length of the mesh axis `tensor`.
     odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
         None, "fsdp", None, None, None)
@@ -167,9 +167,9 @@ def test_flops_of_a_matrix_product():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_flops_of_gpt(scan_layers):
-    """A token takes 6 FLOPs per weight of the matrix products, and 12·layers·width·context FLOPs in attention.
+    """Training takes 6 FLOPs per token and weight of the matrix products, and more FLOPs in attention.
 
-    The formula is that of arXiv 2204.02311, appendix B.
+    Attention takes 12·layers·width·context FLOPs per token. The formula is that of arXiv 2204.02311, appendix B.
     """
     config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size

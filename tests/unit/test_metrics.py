@@ -24,7 +24,7 @@ LOSSES = [5 / step for step in range(1, 21)]
 def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> Logger:
     """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
 
-    If `first_step` is 0, returns the losses that were not yet logged at the save.
+    If `first_step` is 0, returns the losses that had not yet been logged when step 15 was saved.
     """
     logger = Logger(workdir, first_step, Progress(20), log_every=log_every, tokens_per_step=512, bytes_per_token=1.0,
                     peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
@@ -56,7 +56,10 @@ def lines_of(workdir, split="train"):
 
 
 def test_logged_lines(tmp_path, clock, capsys):
-    """A line contains the loss, its mean since the previous line, the total tokens, and the speed without saves."""
+    """A logged line contains the loss, the mean loss since the previous line, the tokens so far, and the speed.
+
+    The time that saves take does not lower the logged speed.
+    """
     each, tenth = tmp_path / "each", tmp_path / "tenth"
     each.mkdir(), tenth.mkdir()
     log_run(each, 1, clock)
@@ -76,7 +79,7 @@ def test_logged_lines(tmp_path, clock, capsys):
     assert list(tenth.glob("events.out.tfevents*"))
     assert "step 20/20   validation loss 2.0000, 2.8854 bits per byte\n" in capsys.readouterr().out
 
-    # A run that resumes from the checkpoint of step 15 logs the same mean losses.
+    # A run that resumes from the checkpoint of step 15 logs the same mean losses as an uninterrupted run.
     assert unlogged == LOSSES[10:15]
     log_run(tenth, 10, clock, first_step=15, unlogged_losses=unlogged)
     assert {step: line["loss_mean"] for step, line in lines_of(tenth).items()} == {
@@ -103,7 +106,10 @@ def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
 
 
 def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
-    """Events are written without tensorboardX's own thread, which would hang after a failed write."""
+    """After a full disk, metrics.jsonl still gets all lines, but no more events are written.
+
+    Events are not written by tensorboardX's own thread, because that thread would hang after a failed write.
+    """
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -178,7 +184,10 @@ def test_best_effort_ignores_write_errors(monkeypatch, error):
 
 @pytest.mark.parametrize("stream, status", [("stdout", 0), ("stderr", 143)])
 def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
-    """Covers the flush at exit: if it fails, Python replaces the exit status by 120."""
+    """A command keeps its exit status if its output cannot be written.
+
+    Without `best_effort`, the flush at exit would fail, and Python would replace the status by 120.
+    """
     program = (f"import sys; from smallgpt_jax.output import best_effort\n"
                f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); sys.exit({status})")
     with open("/dev/full", "w") as full:

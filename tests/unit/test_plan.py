@@ -1,4 +1,4 @@
-"""Estimates before a run: parameter and FLOP counts, memory, compiler reports, batch size search, chips."""
+"""Tests of estimates before a run: parameters, FLOPs, memory, compiler reports, batch size search, chips."""
 
 import json
 import os
@@ -31,7 +31,8 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,  # here, the 2·D in MULTIPLIED counts biases
+    # The dense layers of pgpt have 2·D biases. MULTIPLIED already contains 2·D, for the weighted sum.
+    "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }
 PARAMETERS["cgpt"] = PARAMETERS["lgpt"]
@@ -55,7 +56,10 @@ def test_components():
 
 
 def test_components_of_a_custom_architecture(monkeypatch):
-    """Parameters of custom modules are listed under the module's name, others under the part of the model."""
+    """Parameters of custom modules are listed under the names of these modules.
+
+    Other parameters are listed under the components that all models have, such as "attention" and "LayerNorms".
+    """
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -91,13 +95,16 @@ def test_positions_without_an_embedding(position, fallback):
 @pytest.mark.parametrize("fields, kept", [
     ({}, 4 + 12 / 2), ({"model__remat": "dots"}, 3 + 8 / 2), ({"model__remat": "full"}, 1)])
 def test_activation_memory_matches_the_formula(fields, kept):
-    """Each device computes 4 sequences at a time in bfloat16, with tensor parallelism over 2 devices."""
+    """The estimated memory matches formulas for 12 blocks, 4 sequences per device and microbatch, and bfloat16.
+
+    Tensor parallelism splits most arrays over 2 devices.
+    """
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
     program = build_program(config, jax.devices()[:8])
     found = memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)
-    # CPUs use XLA's attention. It saves attention weights for every chunk of 128 queries and all keys up to the chunk's
-    # last query.
+    # CPUs use XLA's attention. For every chunk of 128 queries, it saves the attention weights of all keys up to the
+    # chunk's last query.
     scores = 0 if fields else L * 4 * sum(128 * keys for keys in range(128, S + 1, 128)) * 12 * 2 / 2
     assert found["activations"] == L * 4 * S * D * 2 * kept + scores
     assert found["logits"] == 4 * S / 8 * V * (4 + 2) / 2
@@ -152,7 +159,7 @@ def tiny():
 
 @pytest.fixture
 def compiled(tiny, monkeypatch):
-    """Returns (program, estimate) of `tiny`. Compiling this program returns the steps that `tiny` has compiled."""
+    """Returns (program, estimate) of `tiny`. During the test, compiling a step returns the compiled step of `tiny`."""
     program, train_step, eval_step, known = tiny
     monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
     monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
@@ -162,7 +169,10 @@ def compiled(tiny, monkeypatch):
 @pytest.mark.parametrize("refusal", [
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
-    """Covers an evaluation step that does not fit together with the optimizer state, and one that does not compile."""
+    """A plan does not fit if its evaluation step needs too much memory.
+
+    Covers an evaluation step that does not fit together with the optimizer state, and one that does not compile.
+    """
     program, known = compiled
 
     def refuse(program):
@@ -180,7 +190,7 @@ def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
 
 
 def test_plan_of_a_step_that_does_not_fit(monkeypatch):
-    """Compiling the training step raises the TPU compiler's out-of-memory error. `plan` reports the size in it."""
+    """`plan` reports the size that the TPU compiler's out-of-memory error states."""
     def refuse(program, options=None):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
@@ -287,9 +297,10 @@ def test_reading_a_program():
 
 
 def test_roofline_of_a_kernel():
-    """Splash attention computes two matrix products per head, with 1024 positions and the head width padded to 128.
+    """The estimated time of an attention kernel is the time of its matrix products at the peak speed of the chip.
 
-    It computes 3 of the 4 blocks of (512 × 512) scores, because the causal mask excludes the fourth.
+    Splash attention computes two matrix products per head, with 1024 positions and the head width padded to 128. It
+    computes 3 of the 4 blocks of (512 × 512) scores, because the causal mask excludes the fourth block.
     """
     line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
@@ -314,7 +325,10 @@ def test_parses_the_compilers_memory_errors(message, needed):
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 37, 64, 100])
 def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest):
-    """The fake memory grows linearly with the batch size, except for one jump. At most `largest` sequences fit."""
+    """The search finds `largest`, the largest number of sequences that fit, with at most 12 compilations.
+
+    In this test, the memory grows linearly with the batch size, except for one jump.
+    """
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 

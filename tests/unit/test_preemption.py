@@ -1,4 +1,4 @@
-"""Stop requests by signals, which the test process sends to itself."""
+"""Tests of stop requests by signals, which the test process sends to itself."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from smallgpt_jax.errors import StoppedError
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Replaces os._exit by a function that only records its status, and returns the list of statuses."""
+    """Replaces os._exit by a function that only records the exit status. Returns the list of recorded statuses."""
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
     return exits
@@ -34,7 +34,7 @@ def test_the_second_request_exits(exits, capsys):
         with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
             stop.raise_stopped(7)
         assert stopped.value.status == 143
-        # A repeated SIGTERM is the same request, because `timeout` sends it twice: to the process and to its group.
+        # A repeated SIGTERM is the same request, because `timeout` sends SIGTERM to the process and to its group.
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)

@@ -1,4 +1,4 @@
-"""Preparation of token stores: content, resuming, concurrent preparations, failures."""
+"""Tests of the preparation of token stores: content, resuming, concurrent preparations, failures."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def corpus(tmp_path):
 
 
 def documents_of(split):
-    """Returns the texts of a split's documents. The tokens must be bytes."""
+    """Returns the texts of a split's documents. The tokenizer of the split must be "bytes"."""
     pieces = "".join(chr(i) if i < 256 else "\0" for i in split.stream).split("\0")
     assert pieces[0] == ""  # the stream begins with an end-of-text token
     return pieces[1:]
@@ -66,7 +66,10 @@ def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokeniz
 
 
 def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
-    """Preparation is interrupted three times. In this test, the journal is written after every batch."""
+    """A preparation that is interrupted three times makes the same store as an uninterrupted preparation.
+
+    The test has the journal written after every batch.
+    """
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(prepare, "JOURNAL_SECONDS", 0)
@@ -167,9 +170,9 @@ def prepare_until_the_invalid_line(shards, tmp_path, **settings):
     (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
 ], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
 def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """Preparation resumes and tokenizes at most `max_tokenized` texts.
+    """After `fix`, preparation resumes, and tokenizes at most `max_tokenized` texts.
 
-    The store equals a store that is prepared without interruption.
+    The store equals a store that is prepared from the fixed folder without interruption.
     """
     prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)
@@ -211,7 +214,7 @@ def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, mon
 
 
 def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monkeypatch):
-    """A preparation that has skipped texts of invalid UTF-8 starts over if a new config replaces the invalid bytes."""
+    """A preparation that has skipped texts with invalid UTF-8 starts over if a new config replaces invalid bytes."""
     (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
     with interrupted(monkeypatch, after=60):
         prepare_store(tmp_path / "store", shards, invalid_items="skip", workers=1)
@@ -222,9 +225,9 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
 
 @pytest.mark.parametrize("max_characters", [3000, 10**9])
 def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
-    """If the text changes, the tokenizer is retrained and preparation starts over.
+    """If the text on which the tokenizer was trained has changed, it is retrained, and preparation starts over.
 
-    Preparation resumes instead if the tokenizer was trained only on text that precedes the change.
+    If the change comes after this text, the tokenizer is kept, and preparation resumes.
     """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
     monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", max_characters)
@@ -253,9 +256,9 @@ def test_refuses_store_inside_source(corpus, tmp_path):
 
 
 def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
-    """If the store's path is a symbolic link, unfinished and finished stores are written where the link points.
+    """If the path of the store is a symbolic link, unfinished and finished stores are written where the link points.
 
-    The link remains.
+    The finished store does not replace the link.
     """
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     path, _ = corpus
@@ -288,7 +291,7 @@ def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
 
 
 def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
-    """The second preparation waits for the lock and opens the store of the first."""
+    """The second preparation waits until the first has made the store, and then opens this store."""
     encode, encoding, second_waits = prepare.encode, threading.Event(), threading.Event()
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10**6)
     logs = [], []
@@ -322,7 +325,7 @@ def test_summary(tmp_path):
     prepare_store(tmp_path / "store", path, invalid_items="skip", log=logged.append)
     text = "\n".join(logged)
     assert "100 documents" in text and "bytes per token" in text
-    # Lengths include the digits and the end-of-text token.
+    # The lengths in tokens include the digits and the end-of-text token of each document.
     assert "median 54, 95% at most 98, longest 5,005" in text
     assert "skipped: 1 no text in the field 'text'" in text
 
@@ -364,9 +367,9 @@ def test_refuses_source_without_text(tmp_path):
 
 
 def test_full_disk(corpus, tmp_path):
-    """A limit of 20 kB per file, in place of a full disk, ends the command with an error and without a store.
+    """On a full disk, the command ends with an error and makes no store. The same command can be rerun later.
 
-    Without the limit, the same command finishes the store.
+    A limit of 20 kB per file simulates the full disk.
     """
     flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
              f"--config.data.store={tmp_path / 'store'}"]

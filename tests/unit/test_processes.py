@@ -1,4 +1,7 @@
-"""Tests of multi-process runs, in one process with fakes of the others: flags, agreement, failures, local rows."""
+"""Tests of multi-process runs in one process, with fakes of the other processes.
+
+The tests cover flags, equal configs in all processes, failures, and the rows of the batch that a process reads.
+"""
 
 import numpy as np
 import pytest
@@ -61,7 +64,7 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
-    """Here, the process has devices 0, 3 and 6 of the mesh. On TPU slices, a process can have scattered devices."""
+    """The devices of a process can be scattered over the mesh, as on TPU slices. Here, they are devices 0, 3 and 6."""
     mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     local = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}

@@ -28,14 +28,14 @@ def test_seconds_are_interpolated_and_extrapolated():
 
 
 def test_conclusion_compares_runs_with_the_same_seed():
-    """Models are compared per seed, since losses differ more between seeds than between models."""
+    """Two models are compared seed by seed, because losses differ more between seeds than between models."""
     groups = {"a": [make_run(seed) for seed in range(3)],
               "b": [make_run(seed, name="b", worse=0.5) for seed in range(3)]}
     assert report.conclusion(groups) == (
         "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
         "0.5000.")
     assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
-    # Only model a has the third seed, for which its loss is highest. With this seed in its mean, a would rank behind b.
+    # Only model a has a run with the third seed. This run has a's highest loss. If it counted, a would rank behind b.
     fewer = [make_run(seed, name="b", worse=0.2) for seed in range(2)]
     assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
     groups["c"] = [make_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
@@ -45,7 +45,8 @@ def test_conclusion_compares_runs_with_the_same_seed():
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """Only these results are used: of the last step, for the whole model in its own dtype, on all examples of a task.
+    """`benchmarks` returns the results of one step. It ignores results of single paths, in another dtype, or on only
+    some examples of a task.
 
     Results with different numbers of shots or examples are separate entries.
     """
@@ -123,7 +124,7 @@ def test_warns_of_different_validation_rows():
         return report.warnings(runs), report.conclusion(results.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
-    # The validation rows are the same; only the batch size differs.
+    # The two runs are evaluated on the same rows, with different batch sizes.
     assert warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0] == []
     warnings, outcome = warnings_and_conclusion(512, 1536)
     assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]
@@ -133,7 +134,7 @@ def test_warns_of_different_validation_rows():
         (20.0, results.Spread(4., 4., 4., 1))]
     warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
     assert "differ in config.data.packing" in warning and "different rows" in warning
-    # Older versions did not record the number of targets.
+    # Older versions did not record the number of targets of an evaluation.
     warning, = warnings_and_conclusion(None, None, **{"train.eval_steps": 8})[0]
     assert "differ in config.train.eval_steps" in warning and "different rows" in warning
 

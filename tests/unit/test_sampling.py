@@ -20,7 +20,7 @@ PENALIZED = np.where(SEEN, np.where(LOGITS > 0, LOGITS / 1.3, LOGITS * 1.3), LOG
     (dict(temperature=None, repetition_penalty=1.3), PENALIZED),
     (dict(temperature=0.5, repetition_penalty=1.3), PENALIZED / 0.5),
     (dict(top_k=2), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
-    # The rows of LOGITS have the probabilities .49 .02 .11 .30 .07 and .02 .47 .00 .06 .43.
+    # The probabilities are .49 .02 .11 .30 .07 in the first row of LOGITS, and .02 .47 .00 .06 .43 in the second row.
     (dict(top_p=0.5), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
     (dict(top_p=0.1), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
     (dict(top_p=0.8), [[2.0, INF, 0.5, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),

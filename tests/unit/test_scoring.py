@@ -1,4 +1,4 @@
-"""Tests of evaluation without models: windows, static lengths, data files and tables."""
+"""Tests of the parts of evaluation that need no model: windows, static lengths, data files and tables."""
 
 import json
 
@@ -15,7 +15,7 @@ EXAMPLES = {"hellaswag": 10042, "winogrande": 1267, "commonsense_qa": 1221, "piq
 
 
 def test_windows_score_each_token_once_with_as_much_context_as_possible():
-    """Tests the example of lm-evaluation-harness: a BOS token and ten more tokens, with a context of four tokens."""
+    """The example is that of lm-evaluation-harness: a BOS token and ten more tokens, with a context of four tokens."""
     tokens = ["BOS", *range(10)]
     assert windows(tokens, 1, 4) == [(["BOS", 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4), ([5, 6, 7, 8, 9], 2)]
     assert windows(tokens, 9, 4) == [([5, 6, 7, 8, 9], 2)]  # a question longer than the context loses its beginning
@@ -36,7 +36,7 @@ def test_static_lengths_are_few_and_fit():
 
 
 def test_results_table_of_a_group():
-    """lm-evaluation-harness gives no number of examples for a group of tasks, so its cell in the table is empty."""
+    """In the row of a group of tasks, the number of examples is empty, because lm-evaluation-harness gives none."""
     results = {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 0.01},
                            "copa": {"alias": "copa", "sample_len": 100, "acc,none": 0.5, "acc_stderr,none": "N/A"}},
                "n-shot": {"copa": 0}}

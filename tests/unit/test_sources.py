@@ -44,7 +44,7 @@ def test_json_lines(tmp_path):
 
 
 def test_line_endings_become_newlines(tmp_path):
-    """Covers all line endings, including a "\\r\\n" that is split between two blocks of a file."""
+    """All line endings become "\\n", even if a "\\r\\n" is split between two blocks of a file."""
     (tmp_path / "dos.txt").write_bytes(b"x" * 999_999 + b"\r\nline\r\n\r\nold\rmac\r")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "kept\r\n"}))
     texts = read(tmp_path)

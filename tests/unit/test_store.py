@@ -1,4 +1,4 @@
-"""Token stores: fingerprints, damage, mixtures."""
+"""Tests of token stores: fingerprints, damage, mixtures."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from smallgpt_jax.errors import UserError
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """Returns a folder with two stores of one text: `one` has byte tokens, `two` SentencePiece tokens."""
+    """Returns a folder with two stores of the same text: `one` has byte tokens, and `two` has SentencePiece tokens."""
     folder = tmp_path_factory.mktemp("stores")
     texts = write_jsonl(folder / "texts.jsonl", [f"document {i} " + "text " * (i % 50) for i in range(300)])
     prepare_store(folder / "one", texts)
@@ -24,9 +24,9 @@ def stores(tmp_path_factory):
 
 
 def test_fingerprints_identify_content(tmp_path):
-    """Two stores of the same text have equal fingerprints, even if the names of the files differ.
+    """Two stores of the same text have equal fingerprints, even if the names of the source files differ.
 
-    The store of another text of the same size has a different fingerprint.
+    Stores of different texts have different fingerprints, even if the texts have the same size.
     """
     texts = [f"document {n:05d}" for n in range(1000)]
     other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))

@@ -1,4 +1,4 @@
-"""Tests of text generation without weights: settings, prompts, detokenizing."""
+"""Tests of the parts of text generation that need no weights: settings, prompts, detokenizing."""
 
 import functools
 
@@ -96,9 +96,9 @@ def test_a_character_split_between_turns_is_completed():
 
 
 def test_a_space_of_the_prompt_is_not_repeated():
-    """If the tokenizer drops the space at the end of a prompt, the first new token starts with this space.
+    """The generated text does not start with a space if the prompt ends with a space.
 
-    The space is then removed from the generated text.
+    The tokenizer of this test drops a space at the end of the prompt, so that the first new token starts with a space.
     """
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
     before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
@@ -147,7 +147,8 @@ def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monk
 
 
 def test_an_interrupted_text_ends_its_line(capsys, monkeypatch):
-    # Commands and benchmarks define flags of the same names, so `generate` gets separate FlagValues here.
+    # Other commands and benchmarks define flags with the same names as `generate`. So `generate` gets its own
+    # FlagValues here.
     own = flags.FlagValues()
     for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
                  "mark_flag_as_required", "mark_flags_as_required"):

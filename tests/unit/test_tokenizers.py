@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, training, damaged files."""
+"""Tests of tokenizers: round trips, training, damaged files."""
 
 import hashlib
 import io
@@ -44,7 +44,7 @@ def test_round_trip(all_tokenizers, kind, tmp_path):
 
 
 def test_gpt2_ids(all_tokenizers):
-    """The ids and the vocabulary size are those published for OpenAI's encoder."""
+    """The token ids and the vocabulary size are those published for OpenAI's encoder."""
     if "gpt2" not in all_tokenizers:
         pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
     assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
@@ -64,7 +64,10 @@ def test_sentencepiece_on_small_text_has_fewer_pieces():
 
 
 def test_end_of_text_is_never_a_user_defined_piece():
-    """Texts can contain user-defined pieces. If <|endoftext|> is one, the end-of-sentence piece is the end-of-text."""
+    """If <|endoftext|> is a user-defined piece, the end-of-sentence piece marks the end of a text instead.
+
+    The reason is that a text can contain user-defined pieces.
+    """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,
@@ -74,7 +77,7 @@ def test_end_of_text_is_never_a_user_defined_piece():
 
 
 def test_sentencepiece_learns_from_every_document():
-    """The documents to learn from may come from an iterator, and their lines may have any length."""
+    """The training documents may come from an iterator, and their lines may have any length."""
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
     tokenizer = tokenizers.from_spec("sentencepiece:600", (text for text in texts))
     assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
@@ -101,7 +104,7 @@ def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
 
 
 def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
-    """All files are synced first, then their folder, which stores their names."""
+    """`save` syncs all files, and then their folder, because the folder stores their names."""
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
     tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of the reader of `.pt` files, with files written by PyTorch, damaged files and malicious files."""
+"""Tests of the reader of `.pt` files. The files are written by PyTorch, damaged, or malicious."""
 
 import pickle
 import tracemalloc
@@ -33,9 +33,9 @@ class Evil:
 
 
 def calls(*calls: tuple[str, str]) -> bytes:
-    """Returns a pickle that calls functions, given as (name, pickled arguments), in order.
+    """Returns a pickle that makes the given calls in order. A call is (name of the function, pickled arguments).
 
-    `?` in the arguments stands for the result of the previous call.
+    A `?` in the arguments stands for the result of the previous call.
     """
     content = b""
     for function, arguments in calls:
@@ -46,8 +46,8 @@ def calls(*calls: tuple[str, str]) -> bytes:
 
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
-# The pickle opcodes of the persistent id ('storage', FloatStorage, '0', 'cpu', 4). In a pickled tensor, the offset, the
-# shape and the strides follow it.
+# The pickle opcodes of the persistent id ('storage', FloatStorage, '0', 'cpu', 4). In a pickled tensor, they are
+# followed by the offset, the shape and the strides.
 STORAGE = "(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI4\ntQ"
 
 
@@ -84,7 +84,7 @@ def write_shared_storage(path: Path, count: int = 1, numbers: int = 4, **zip_set
 
 
 def write_false_size(path: Path) -> Path:
-    """Writes a file with a storage of four numbers, although the pickle and the zip directory claim 2²⁶ numbers."""
+    """Writes a file with a storage of four numbers. Its pickle and its zip directory claim 2²⁶ numbers."""
     with zipfile.ZipFile(write_shared_storage(path)) as archive:
         program = archive.read("a/data.pkl").replace(b"I4\n", b"I%d\n" % 2**26)
     with zipfile.ZipFile(path, "w") as archive:
@@ -122,7 +122,7 @@ def write_pickle(path: Path, content: bytes) -> Path:
 
 
 def write_tensor_beyond_its_storage(path: Path) -> Path:
-    """Writes a file with a storage of four numbers, although the pickle claims a tensor of a million numbers in it."""
+    """Writes a file with a storage of four numbers. Its pickle claims that the storage contains a million numbers."""
     torch.save({"model": {"x": torch.arange(4.0)}}, path)
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
@@ -135,7 +135,7 @@ def write_tensor_beyond_its_storage(path: Path) -> Path:
 
 
 def write_without(path: Path, name: str) -> Path:
-    """Writes a checkpoint in the format of the paper's code that lacks the tensor `name`."""
+    """Writes a checkpoint without the tensor `name`, in the format of the paper's code."""
     model = torch.nn.Module()
     tensors_ = {"transformer.wte.weight": torch.zeros(8, 4), "transformer.wpe.weight": torch.zeros(8, 4),
                 "transformer.ln_f.weight": torch.zeros(4), "lm_head.weight": torch.zeros(8, 4),

@@ -71,8 +71,8 @@ def paper() -> ConfigDict:
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store; an existing store is used unchanged.
     # "": a store in the cache folder, rebuilt when the source changes
-    data.mixture = ""  # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". Replaces
-    # the fields source, tokenizer and store
+    data.mixture = ""  # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, it
+    # replaces the fields source, tokenizer and store
     data.packing = "concat"  # "concat": join all documents and cut rows from them | "best_fit": fill rows with
     # documents that fit, which cuts few documents but needs some padding
     data.separate_documents = False  # do not let tokens attend to other documents in the same row

@@ -3,8 +3,8 @@
 A store is a folder with:
 
 - `metadata.json` and `tokenizer/`
-- `SPLIT.bin`, per split: the token ids of all documents (uint16 if the vocabulary allows, else uint32; little-endian)
-- `SPLIT.documents.bin`, per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
+- one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for large vocabularies)
+- one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
 
 A document is an end-of-text id followed by the ids of its text. The `.bin` files are flat arrays: random
 access needs no library, and the files can be truncated at any token, so that an interrupted preparation can resume.

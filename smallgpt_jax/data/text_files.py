@@ -125,8 +125,8 @@ def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
 
     Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
     in the validation split. Splitting costs one additional end-of-text token per document. `sources.open_source` sets
-    `most` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources also become
-    about a hundred documents.
+    `most` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources also
+    become about a hundred documents.
     """
     text = ""
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Reads benchmark data from the benchmarks' original files, for machines without a network.
 
 Each reader returns rows in the format of the Hugging Face dataset that the harness's task uses. Each task has a single
-split; few-shot examples are taken from it too.
+split; few-shot examples are also taken from this split.
 """
 
 import json
@@ -93,7 +93,7 @@ def require_files(names: Sequence[str], folder: Path) -> None:
     """
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
-                        "out to download the data from the hub")
+                        "out to download the data from the Hugging Face hub")
     if missing := [f"{file} ({name}, {TASKS[name].source})" for name in names for file in TASKS[name].files
                    if not (folder / file).is_file()]:
         raise UserError(f"--data_dir={folder}: missing {', '.join(missing)}; add them under these names")

@@ -318,7 +318,7 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
 def other_sentencepiece(texts: list[str], kind: str):
     """Returns a SentencePiece tokenizer of the given kind.
 
-    "unigram" is a unigram model that normalizes texts. "byte fallback" is a BPE model that keeps them unchanged.
+    "unigram" is a unigram model that normalizes texts. "byte fallback" is a BPE model with byte fallback.
     """
     import sentencepiece
 

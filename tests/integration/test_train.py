@@ -1,6 +1,7 @@
 """Tests that train tiny models.
 
-They cover learning, resumption, changes of devices, and configs and workdirs that are refused."""
+They cover learning, resumption, changes of devices, and configs and workdirs that are refused.
+"""
 
 import json
 import math

@@ -42,7 +42,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
-    """With a budget of tokens, a run with padding (`best_fit`) gets more steps than a run without (`concat`).
+    """With a budget of tokens, a run with padding (`best_fit`) gets more steps than one without padding (`concat`).
 
     With a budget of FLOPs, both runs get the same number of steps.
     """

@@ -20,7 +20,7 @@ def test_every_architecture_has_a_recipe():
     assert set(ARCHITECTURES) <= set(RECIPES)
 
 
-# The sizes that are not listed here need no test, because other tests train models of these sizes.
+# This test leaves out sizes at which other tests train models.
 @pytest.mark.parametrize("recipe, size", [(recipe, "paper") for recipe in RECIPES] + [("lgpt", "quickstart")])
 def test_every_recipe_builds(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)

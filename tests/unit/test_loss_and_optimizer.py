@@ -180,7 +180,7 @@ def test_flops_of_gpt(scan_layers):
 @pytest.mark.parametrize("windows, positions", [
     ((256, 256, 256, 0), 9 * 256 + 3 * 1024), ((256, 0), 6 * 256 + 6 * 1024), ((100,), 12 * 100), ((4096,), 12 * 1024)])
 def test_flops_of_windows(windows, positions):
-    """Each layer counts min(T, window) positions, not T. `positions` is the sum over the layers."""
+    """Attention FLOPs are counted for min(T, window) positions per layer. `positions` is the sum over all layers."""
     config = load_config("gpt", "paper", model__attention_windows=windows).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size
     assert train_flops_per_token(models.build(**config)) == 6 * weights + 12 * 768 * positions

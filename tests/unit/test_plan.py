@@ -169,9 +169,9 @@ def compiled(tiny, monkeypatch):
 @pytest.mark.parametrize("refusal", [
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
-    """A plan does not fit if its evaluation step needs too much memory.
+    """`estimate` reports that a program does not fit if its evaluation step needs too much memory.
 
-    Covers an evaluation step that does not fit together with the optimizer state, and one that does not compile.
+    Covers a step that does not fit into memory together with the optimizer state, and a step that does not compile.
     """
     program, known = compiled
 

@@ -68,7 +68,7 @@ def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokeniz
 def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
     """A preparation that is interrupted three times makes the same store as an uninterrupted preparation.
 
-    The test has the journal written after every batch.
+    In this test, preparation writes its journal after every batch.
     """
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
@@ -225,7 +225,7 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
 
 @pytest.mark.parametrize("max_characters", [3000, 10**9])
 def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
-    """If the text on which the tokenizer was trained has changed, it is retrained, and preparation starts over.
+    """If the text that trained the tokenizer has changed, the tokenizer is retrained, and preparation starts over.
 
     If the change comes after this text, the tokenizer is kept, and preparation resumes.
     """

@@ -35,7 +35,7 @@ def test_conclusion_compares_runs_with_the_same_seed():
         "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
         "0.5000.")
     assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
-    # Only model a has a run with the third seed. This run has a's highest loss. If it counted, a would rank behind b.
+    # Only model a has a run with the third seed. If the high loss of this run counted, a would rank behind b.
     fewer = [make_run(seed, name="b", worse=0.2) for seed in range(2)]
     assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
     groups["c"] = [make_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]

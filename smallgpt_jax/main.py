@@ -8,7 +8,7 @@ start each process with these flags:
     python -m smallgpt_jax.main … --coordinator=HOST:PORT --num_processes=2 --process_id=0
 
 The run writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/ and tokenizer/ to the workdir.
-`smallgpt_jax.generate` needs no other files.
+`smallgpt_jax.generate` needs no files outside the workdir.
 """
 
 from absl import flags

@@ -32,17 +32,17 @@ class StepMetrics(NamedTuple):
 
 
 class Logger:
-    """Logs a run's metrics to its files and to the terminal.
+    """Logs a run's metrics to files in the workdir and to the terminal.
 
-    Holds the newest update's metrics on the devices and reads them only after the next update has been dispatched, so
-    that no device waits for the host. Write errors do not end a run.
+    The metrics of the newest update stay on the devices. They are read only after the next update has been dispatched,
+    so that no device waits for the host. Write errors do not end a run.
     """
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
                  bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
-        """Starts logging; the first logged step comes after `first_step`.
+        """Starts logging. `first_step` is the number of steps that are already done.
 
-        `unlogged_losses` are the losses between the last logged step and `first_step`, restored from the checkpoint.
+        `unlogged_losses` are the losses of the steps after the last logged step, restored from the checkpoint.
         """
         self._writer, self._progress = MetricsWriter(workdir, first_step, log=progress.message), progress
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
@@ -59,7 +59,7 @@ class Logger:
         return previous
 
     def take(self) -> StepMetrics:
-        """Waits for the metrics of the newest step and returns them."""
+        """Waits for the stored metrics and returns them."""
         (step, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.losses.append(values["loss"])
@@ -84,7 +84,7 @@ class Logger:
                               + f"   {duration(left)} left")
 
     def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """Writes the validation loss: `nats` per token, averaged over `targets` tokens."""
+        """Writes the validation loss. `nats` is the mean loss per token, in nats, over `targets` tokens."""
         bits_per_byte = nats / math.log(2) / self._bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
                                           "tokens": round(step * self._tokens_per_step)})
@@ -92,7 +92,7 @@ class Logger:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time spent in the `with` block from tokens per second."""
+        """Excludes the time spent in the `with` block from the measurement of tokens per second."""
         with self._watch.paused():
             yield
 
@@ -104,8 +104,8 @@ class NonFiniteGuard:
     """Decides whether a run continues after a non-finite update.
 
     The training step skips updates with a non-finite loss or gradient. If `config.train.on_nonfinite` is "skip", the
-    guard logs each skipped update, and ends the run after `max_nonfinite` of them in a row. Otherwise the first skipped
-    update ends the run. An applied update that makes the weights non-finite always ends the run.
+    guard logs each skipped update, and ends the run after `max_nonfinite` skipped updates in a row. Otherwise the first
+    skipped update ends the run. If an update is applied and makes the weights non-finite, the run always ends.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
@@ -115,7 +115,7 @@ class NonFiniteGuard:
         self._in_a_row = 0
 
     def check(self, metrics: StepMetrics) -> None:
-        """Logs a skipped update, or raises DivergenceError to end the run."""
+        """Does nothing after a finite update. Otherwise logs the skipped update or raises DivergenceError."""
         if metrics.is_finite:
             self._in_a_row = 0
             return
@@ -142,11 +142,12 @@ class NonFiniteGuard:
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0.
 
-    Lines that metrics.jsonl already has for steps after `first_step` are removed, because the run repeats these steps.
+    `first_step` is the number of steps that are already done. Lines that metrics.jsonl already has for later steps are
+    removed, because the run repeats these steps.
 
-    Write errors do not end the run. Unwritten lines of metrics.jsonl are retried with the next line; after an error in
-    the event file, no more events are written. The writer calls `log` when writing starts to fail, and at the end if
-    lines are lost.
+    Write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries again when it writes
+    the next line. After an error in the event file, no more events are written. `log` is called with a message when
+    writing starts to fail, and at the end if lines are lost.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):
@@ -161,7 +162,7 @@ class MetricsWriter:
             self._events = EventFile(workdir, first_step)
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Appends a line with the values and the Unix time in seconds."""
+        """Appends the values and the Unix time in seconds to metrics.jsonl, and writes the values to the event file."""
         if not self._writes:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -175,14 +176,15 @@ class MetricsWriter:
                 self._events.write(step, split, values)
 
     def _append(self) -> OSError | None:
-        """Writes the pending lines; returns the error, if any."""
+        """Writes the pending lines to metrics.jsonl. Returns the error, or None if the lines were written."""
         length = None
         try:
             with self._path.open("a") as file:
                 length = file.tell()
                 file.write(self._waiting)
                 file.flush()
-                os.fsync(file.fileno())  # lines must survive a power loss, as the checkpoints of later steps do
+                # If a checkpoint survives a power loss, the lines of earlier steps must survive it, too.
+                os.fsync(file.fileno())
         except OSError as error:
             if length is not None:
                 with contextlib.suppress(OSError):
@@ -193,7 +195,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _gives_up_events(self):
-        """Stops writing the event file if the `with` block raises OSError."""
+        """If the `with` block raises OSError, logs the error and stops writing the event file."""
         try:
             yield
         except OSError as error:

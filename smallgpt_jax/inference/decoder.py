@@ -1,8 +1,8 @@
-"""Decoding with a cache: for each new token, the model computes a single position.
+"""Decoding with a cache: for each new token, the model computes one position instead of the whole text.
 
-`decode_step`, one jitted function for all architectures, feeds each row's new tokens to the model and samples the next
-token per row. It serves prompts, turns of a conversation and single tokens, which differ only in the number of new
-tokens. `decode_steps` runs `decode_step` in a loop on the device.
+`decode_step` feeds each row's new tokens to the model and samples the next token per row. It is a single jitted
+function for all architectures. It is used for prompts, for turns of a conversation and for single tokens; these calls
+differ only in the number of new tokens. `decode_steps` runs `decode_step` in a loop on the device.
 """
 
 import functools
@@ -18,12 +18,14 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.sampling import Sampling, sample
 from smallgpt_jax.models.context import Context
 
-MAX_STEPS = 4  # steps per call of `decode_steps`; tokens sampled after the end of a text are wasted
-MIN_BUCKET = 16  # lengths are padded to 16, 32, 48, 64, 96, 128, 192, …, with one compiled program per padded length
+# The maximum number of steps per call of `decode_steps`. It is small, because tokens sampled after the end of a text
+# are wasted.
+MAX_STEPS = 4
+MIN_BUCKET = 16  # lengths are padded to 16, 32, 48, 64, 96, 128, 192, …; one program is compiled per padded length
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the length to which `length` tokens are padded, at most `longest`."""
+    """Returns the length to which a row of `length` tokens is padded. The result is at most `longest`."""
     step = max(MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
     return min(longest, -(-length // step) * step)
 
@@ -37,17 +39,20 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     """Feeds each row's new tokens to the model and samples the next token per row.
 
     Args:
-        cache: the cache, donated; {} creates a cache of `cache_length` positions.
-        seen_BxV: bool, the tokens in each row's context, donated; None without a repetition penalty.
+        cache: the cache, which is donated; {} creates a cache of `cache_length` positions.
+        seen_BxV: a donated bool array that marks the tokens in each row's context; None without a repetition penalty.
         tokens_BxT: the new tokens, padded on the right.
         start_B: the position of each row's first new token.
         count_B: the number of new tokens per row; rows without new tokens get meaningless samples.
         stream_Bx2: two numbers per row that select the row's random stream.
         unpenalized: a token to which the repetition penalty does not apply.
 
-    Returns the updated cache, the updated `seen_BxV`, the sampled tokens, (B,) int32, and the logits before sampling,
-    (B, vocab_size) float32. A row's sample depends only on its own tokens, `seed`, `stream_Bx2` and `sampling`, not on
-    the other rows.
+    Returns:
+        The updated cache.
+        The updated `seen_BxV`.
+        The sampled tokens, (B,) int32. A row's sample depends only on the row's own tokens, `seed`, `stream_Bx2` and
+            `sampling`, not on the other rows.
+        The logits before sampling, (B, vocab_size) float32.
     """
     context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B)
     logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
@@ -68,15 +73,18 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     donate_argnames=("cache", "seen_BxV"))
 def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                  sampling: Sampling, **settings):
-    """Runs `steps` calls of `decode_step`, at most MAX_STEPS.
+    """Calls `decode_step` `steps` times; `steps` is at most MAX_STEPS.
 
-    The first call gets `token_B`; each later call gets the tokens that the previous call sampled.
+    The first call reads `token_B`, one token per row. Each later call reads the tokens that the previous call sampled.
+    Rows whose `count_B` is 0 are not continued, and their samples are meaningless.
 
-    The loop runs on the device. Returning to the host after each step would add a tenth or more to a small model's step
-    time. Rows whose `count_B` is 0 are left unchanged.
+    The loop runs on the device. Returning to the host after each step would increase the step time of a small model by
+    10% or more.
 
-    Returns the updated cache, the updated `seen_BxV`, and the sampled tokens, (B, MAX_STEPS) int32. Only the first
-    `steps` columns of the tokens are valid.
+    Returns:
+        The updated cache.
+        The updated `seen_BxV`.
+        The sampled tokens, (B, MAX_STEPS) int32. Only the first `steps` columns are valid.
     """
     def step(i, carried):
         cache, seen_BxV, token_B, drawn_BxN = carried
@@ -92,7 +100,10 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
 
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
-    """Returns one sampled token per row, (B,) int32. The row's two numbers in `stream_Bx2` select its random stream."""
+    """Returns one sampled token per row, (B,) int32.
+
+    `stream_Bx2` has two numbers per row, which select the row's random stream.
+    """
     key = jax.random.key(seed)
     key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
         stream_Bx2)
@@ -112,19 +123,23 @@ def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: 
 class DecodeSession:
     """Rows of tokens that a model continues, and their cache.
 
-    `ids` is a list of tokens per row. Append the new tokens to the lists, then call `sample`. When a row becomes longer
-    than the model's context, only its newest context_length / 2 tokens are kept, and prefilled again.
+    `ids` contains one list of tokens per row. Append the new tokens to these lists, then call `sample`. When a row
+    becomes longer than the model's context, only the newest context_length / 2 tokens of the row are kept, and the
+    cache is computed again.
 
-    For B rows and S cached positions, the cache has 2·B·S·Σ(key–value heads · head width of each block) elements of the
-    model's dtype. The cache of a cgpt has B·(conv_kernel − 1)·Σ(input width of each convolution) elements more.
+    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype. The sum is over the blocks; S is the number of
+    positions that a block caches, at most its attention window, G is its number of key–value heads, and K is their
+    width. In a cgpt, the cache has another B·(conv_kernel − 1)·ΣD elements; the sum is over the convolutions, and D is
+    the input width of a convolution.
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
                  seed: int = 0, unpenalized: int | None = None, samples: Sequence[int] | None = None):
-        """Starts a session with the tokens `ids`, at least one per row.
+        """Starts a session.
 
-        `weights` are in the layout of `layout.pack`. The repetition penalty does not apply to the token `unpenalized`.
-        `samples` has one number per row; rows with the same text but different numbers have different random streams.
+        `weights` are in the layout of `layout.pack`. `ids` contains one list of tokens per row; each list has at least
+        one token. The repetition penalty does not apply to the token `unpenalized`. `samples` has one number per row;
+        rows with the same text but different numbers have different random streams.
         """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
@@ -135,7 +150,7 @@ class DecodeSession:
             self._stream += np.array(samples, np.uint32)
         self._dropped = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen = {}, 0, None
-        self._cached = np.zeros(len(ids), np.int32)  # number of each row's tokens in the cache
+        self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
 
     def repeat(self, times: int, sampling: Sampling) -> None:
         """Replaces each row by `times` copies with different random streams. Each prompt is prefilled only once."""
@@ -166,9 +181,9 @@ class DecodeSession:
     def sample(self, sampling: Sampling) -> jax.Array:
         """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
 
-        The call returns before the computation is finished. If no row has new tokens, the samples come from the last
-        call's logits. If only some rows have new tokens, the other rows are finished: they cannot be continued, and
-        their samples are meaningless.
+        The call returns before the computation is finished. If no row has new tokens, the samples are drawn from the
+        logits of the previous call. If only some rows have new tokens, the rows without new tokens are finished: they
+        cannot be continued, and their samples are meaningless.
         """
         return self.sample_with_logits(sampling)[0]
 
@@ -192,11 +207,11 @@ class DecodeSession:
         return drawn_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
-        """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32, N ≤ `max_steps`.
+        """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32.
 
-        If a row has several new tokens, as after a prompt, N is 1; otherwise N is at most MAX_STEPS. Each token is
-        sampled given the tokens before it. Unless the caller appends all N tokens to a row, the row is finished (see
-        `sample`).
+        N is at most `max_steps` and at most MAX_STEPS. If a row has several new tokens, as after a prompt, N is 1. Each
+        token is sampled given the tokens before it. To continue a row, the caller must append all N tokens to the row's
+        list; otherwise the row is finished (see `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -216,11 +231,14 @@ class DecodeSession:
 
     @property
     def dropped(self) -> int:
-        """Returns the number of tokens dropped from the context, over all rows."""
+        """Returns the number of tokens that have been dropped from the context, summed over all rows."""
         return int(self._dropped.sum())
 
     def _new_tokens(self):
-        """Returns each row's tokens that are not yet in the cache, their number per row, (B,), and `stream_Bx2`."""
+        """Returns the tokens of each row that are not yet in the cache, their number per row, and `stream_Bx2`.
+
+        See `decode_step` for `stream_Bx2`.
+        """
         new = [row[start:] for row, start in zip(self.ids, self._cached)]
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts
@@ -241,7 +259,7 @@ class DecodeSession:
         self._cached = np.zeros_like(self._cached)
 
     def _seen_tokens(self, sampling: Sampling):
-        """Returns which tokens are in each row's cache, (B, V) bool, or None without a repetition penalty."""
+        """Returns a (B, V) bool array that marks the tokens in each row's cache; None without a repetition penalty."""
         if sampling.repetition_penalty is None:
             return None
         if self._seen is None:
@@ -257,11 +275,11 @@ class DecodeSession:
 def _repeat_rows(x, rows: int, times: int):
     """Returns `x` with each row replaced by `times` copies.
 
-    The first axis of `x` has `rows` rows; a row may consist of several consecutive entries.
+    A row consists of one or more consecutive entries of the first axis of `x`. `rows` is the number of rows.
     """
     return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
 
 
 def _pad_to(x, target):
-    """Pads `x` with zeros at the end of each axis to the shape of `target`."""
+    """Returns `x` with zeros appended along each axis, so that it has the shape of `target`."""
     return jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, target.shape)])

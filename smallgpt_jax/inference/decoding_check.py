@@ -17,10 +17,11 @@ TOLERANCE = 0.03  # relative to the largest logit; large enough for layers that 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
     """Raises UserError if the logits of cached decoding differ from those of the full forward pass.
 
-    `params` and `model_state` are in the training layout. Both passes run in float32 on a few random tokens.
+    `params` and `model_state` are in the training layout. Cached decoding and the full forward pass both run in
+    float32, on the same few random tokens.
     """
     name = f"config.model.architecture={model.config.architecture!r}"
-    remedy = ('when context.decode is set, each layer that mixes positions must store what later tokens need in the '
+    remedy = ('in decoding (context.decode), each layer that mixes positions must keep values for later tokens in the '
               'collection "cache"; see the example in docs/your-own.md')
     model = models.LanguageModel(dataclasses.replace(model.config, dtype="float32"))
     try:
@@ -38,7 +39,8 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
 def largest_difference(model: models.LanguageModel, params, model_state) -> tuple[float, bool]:
     """Compares the logits of cached decoding with those of the full forward pass.
 
-    Returns the largest difference divided by the largest logit, and whether any layer keeps a cache.
+    Returns the largest absolute difference divided by the largest absolute logit, and a bool: whether any layer keeps
+    a cache.
     """
     context, vocab_size = model.config.context_length, model.config.vocab_size
     ends = sorted({min(int(end), context) for end in np.cumsum(CALLS)})
@@ -50,6 +52,6 @@ def largest_difference(model: models.LanguageModel, params, model_state) -> tupl
         session.ids = [tokens[:end]]
         _, logits_BxV = session.sample_with_logits(Sampling(temperature=None))
         differences.append(np.abs(logits_BxV[0] - full_TxV[end - 1]).max())
-    if not np.isfinite(full_TxV).all():  # the weights of a diverged run cannot be compared
+    if not np.isfinite(full_TxV).all():  # the logits of a diverged run cannot be compared
         return 0.0, True
     return float(np.max(differences) / np.abs(full_TxV).max()), session.cache_bytes() > 0

@@ -1,4 +1,4 @@
-"""Decoding generated tokens one by one, up to a stop string."""
+"""Conversion of generated tokens to text, one token at a time, up to a stop string."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with 
 
 
 class Detokenizer:
-    """Decodes tokens one by one, and stops before the first occurrence of a string in `stop`.
+    """Converts tokens to text, one token at a time. The text ends before the first stop string.
 
-    `before` has the ids of the tokens before the first new token; their text ends with `prompt`. New tokens are decoded
-    together with the last DECODED_CONTEXT ids of `before`, because some tokenizers drop the leading space of a text's
-    first token.
+    `stop` contains the stop strings. `before` contains the ids of the tokens that precede the first new token. The text
+    of `before` ends with `prompt`. New tokens are decoded together with the last DECODED_CONTEXT ids of `before`,
+    because some tokenizers drop the leading space of a text's first token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
@@ -24,12 +24,12 @@ class Detokenizer:
         self._ids, self._shown = list(before[-DECODED_CONTEXT:]), 0
         self._before = tokenizer.decode(self._ids)
         if prompt[-1:].isspace() and not self._before[-1:].isspace():
-            self._before += " "  # the tokenizer dropped the prompt's last space
+            self._before += " "  # the tokenizer has dropped the space at the end of the prompt
 
     def add(self, token: int) -> str:
-        """Adds a token; returns the new text that later tokens cannot change.
+        """Adds a token. Returns new text that later tokens cannot change, and holds back the rest.
 
-        Sets `is_done` at end-of-text and at stop strings.
+        Sets `is_done` if the token is end-of-text or completes a stop string.
         """
         if token == self._tokenizer.end_of_text:
             self.is_done = True

@@ -7,10 +7,10 @@ products with few rows:
   path, because slicing a stack would copy the weights for every generated token.
 - All arrays except vectors are cast to the compute dtype once, instead of for every token.
 - The output head, (V, W) in training, is stored transposed, (W, V), where V is the vocabulary size and W the head's
-  input width. The times below are for the product of one row with the head, relative to (V, W), on a two-core Intel
-  Xeon (jax 0.10.2, float32, 2026-11-22). With (W, V), the product takes 0.68× as long for V = 50,304 and W = 768, and
-  0.85× as long for V = 8,192 and W = 256. With a column-major physical layout (`jax.experimental.layout`), it takes 8
-  to 20 times as long, because XLA's CPU compiler copies the head.
+  input width. The product of one row with the head was timed on a two-core Intel Xeon (jax 0.10.2, float32,
+  2026-11-22). With (W, V), the product takes 0.68× as long as with (V, W) for V = 50,304 and W = 768, and 0.85× as long
+  for V = 8,192 and W = 256. With a column-major physical layout (`jax.experimental.layout`), the product takes 8 to 20
+  times as long as with (V, W), because XLA's CPU compiler copies the head.
 """
 
 import flax.linen as nn
@@ -40,15 +40,18 @@ def pack(model: models.LanguageModel, params, model_state=None):
 def unpack(packed):
     """Returns packed variables in the layout that the model's modules read.
 
-    This transposes the head back to (V, W). Call `unpack` inside a jitted function: there, the compiler removes this
-    transposition together with the opposite one in the modules.
+    The head is transposed back to (V, W), and the modules transpose it again. Call `unpack` inside a jitted function,
+    where the compiler removes both transpositions.
     """
     params = packed["params"]
     return {**packed, "params": {**params, "head": params["head"].T} if "head" in params else params}
 
 
 def unstack(x, names: tuple[str, ...]):
-    """Splits an array along its leading "layers" and "path" axes into tuples. Returns other arrays unchanged."""
+    """Splits an array along its leading axes named "layers" or "path", and returns a (nested) tuple of arrays.
+
+    `names` are the names of the array's axes. An array without such leading axes is returned unchanged.
+    """
     if not names or names[0] not in STACKED:
         return x
     return tuple(unstack(part, names[1:]) for part in x)

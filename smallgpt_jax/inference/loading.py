@@ -28,7 +28,8 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
         paths: the paths to use if the model is a pgpt: "all", "best" (the path with the largest weight), or indices
             such as "0,1" or [0, 1].
 
-    Raises UserError if the workdir has no run, the run has no checkpoint of `step`, or the model lacks a given path.
+    Raises UserError if the workdir has no run, if the run has no checkpoint of `step`, or if the model lacks one of the
+    `paths`.
     """
     trained = load_trained(folder, step)
     model, params, model_state = trained.model, trained.params, trained.model_state

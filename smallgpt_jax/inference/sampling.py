@@ -9,9 +9,10 @@ from smallgpt_jax.errors import UserError
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling settings. None disables a setting.
+    """Sampling settings.
 
-    They are applied in this order: repetition penalty, temperature, top-k, top-p.
+    A setting that is None is disabled; without a temperature, decoding is greedy. The settings are applied in this
+    order: repetition penalty, temperature, top-k, top-p.
     """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
@@ -20,7 +21,10 @@ class Sampling:
     repetition_penalty: float | None = None  # above 1: tokens in the context become less likely; 1: no penalty
 
     def validated(self) -> "Sampling":
-        """Returns a copy in which settings without effect are None. Raises UserError for values out of range."""
+        """Returns a copy in which a temperature of 0 and all settings without effect are replaced by None.
+
+        Raises UserError for values out of range.
+        """
         def refuse(field: str, rule: str):
             raise UserError(f"{field}={getattr(self, field)}: {rule}")
 
@@ -50,9 +54,9 @@ def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
 
 
 def greedy(logits_BxV):
-    """Returns the most likely token per row, (B,) int32. For rows with NaN, it returns the last token, V − 1.
+    """Returns the most likely token per row, (B,) int32. If a row contains NaN, its token is the last one, V − 1.
 
-    The function uses a maximum and a minimum, because XLA's argmax is slow on CPUs.
+    The tokens are computed with a maximum and a minimum, because XLA's argmax is slow on CPUs.
     """
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
@@ -62,9 +66,10 @@ def greedy(logits_BxV):
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     """Returns the logits to sample from. The logits of excluded tokens are −∞.
 
-    The repetition penalty divides positive logits and multiplies negative logits (Keskar et al., arXiv 1909.05858,
-    section 4.1, extended to negative logits). Top-p keeps the smallest set of most likely tokens whose total
-    probability is at least p (Holtzman et al., arXiv 1904.09751, section 3.1).
+    For each token in the context, a positive logit is divided by the repetition penalty, and a negative logit is
+    multiplied by it (Keskar et al., arXiv 1909.05858, section 4.1, extended to negative logits). Top-p keeps the
+    smallest set of most likely tokens whose total probability is at least p (Holtzman et al., arXiv 1904.09751, section
+    3.1).
     """
     if (penalty := sampling.repetition_penalty) is not None:
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)

@@ -1,4 +1,4 @@
-"""A model with its weights and tokenizer: text in, text out."""
+"""Text generation with a model, its weights and its tokenizer."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ class TextModel:
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
 
-        Generation ends at end-of-text, after `max_new_tokens`, or before the first stop string. When the context is
-        full, its older half is dropped and the rest is prefilled again.
+        Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first stop string. When the context
+        is full, its older half is dropped and the rest is prefilled again.
 
         Args:
             prompt: the text to continue; "" begins a new document.
@@ -47,7 +47,7 @@ class TextModel:
             seed: the random seed.
 
         Raises UserError if a setting is out of range, if the prompt is longer than the context, or if the tokenizer
-        cannot encode the prompt. The error is raised by the call, before the first iteration.
+        cannot encode the prompt. The call itself raises the error, before the iteration begins.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -59,8 +59,9 @@ class TextModel:
                        ) -> list[list[str]]:
         """Returns one list of `samples` continuations per prompt. All continuations are generated as one batch.
 
-        Prompts may differ in length. The first continuation of each prompt is the text that `generate` returns, up to
-        rounding. Each further continuation has its own random stream. See `stream` for the other arguments.
+        Prompts may differ in length. The first continuation of each prompt is the text that `generate` returns, unless
+        rounding changes a sampled token. Each further continuation has its own random stream. See `stream` for the
+        other arguments.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -119,14 +120,17 @@ class TextModel:
         context = self.model.config.context_length
         ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
-            raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} has room for "
-                            f"{context - 1:,} after the end-of-text token; shorten it")
+            raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} tokens has "
+                            f"room for {context - 1:,} after the end-of-text token; shorten the prompt")
         return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
                                      unpenalized=self.tokenizer.end_of_text)
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
                 sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of the session's only row, which ends with `prompt`, and appends it to the row."""
+        """Yields the continuation of the session's only row piece by piece, and appends its tokens to the row.
+
+        Before the call, the text of the row ends with `prompt`.
+        """
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
         drawn_B = session.sample(sampling) if max_new_tokens else None
@@ -148,7 +152,7 @@ class TextModel:
 class Conversation:
     """A text that grows turn by turn. The cache keeps earlier turns, so that the model computes only new tokens.
 
-    When the text becomes longer than the model's context, only the newest context_length / 2 tokens are kept, and
+    When the text becomes longer than the model's context, only the newest context_length / 2 tokens are kept. They are
     prefilled again.
     """
 
@@ -161,7 +165,7 @@ class Conversation:
             stop: Sequence[str] = ()) -> Iterator[str]:
         """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.
 
-        `text` is appended by the call; the continuation is appended while the caller iterates over it. A stop string is
+        The call itself appends `text`; the continuation is appended while the caller iterates over it. A stop string is
         not yielded, but becomes part of the conversation. Raises UserError and leaves the conversation unchanged if a
         setting is out of range, if the tokenizer cannot encode `text`, or if `text` is longer than half the context.
         """
@@ -171,8 +175,8 @@ class Conversation:
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
         if len(ids) > half:
-            raise UserError(f"text: has {len(ids):,} tokens, more than {half:,}, half of the model's context; "
-                            "shorten it")
+            raise UserError(f"text: has {len(ids):,} tokens, more than {half:,}, which is half of the model's context; "
+                            "shorten the text")
         self._session.ids[0] += ids
         return self._model._stream(self._session, text, max_new_tokens, stop, sampling)
 
@@ -183,7 +187,7 @@ class Conversation:
 
 
 def validate_settings(stop: Sequence[str], max_new_tokens: int) -> None:
-    """Raises UserError if a setting is invalid."""
+    """Raises UserError if `stop` or `max_new_tokens` is invalid."""
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:

@@ -27,9 +27,10 @@ def build(**fields) -> LanguageModel:
 
 
 def upgrade_fields(fields: dict) -> dict:
-    """Converts the `model` group of a config that an older version wrote to the current format.
+    """Returns the `model` group of an older version's config, converted to the current format.
 
-    Missing fields get the value that matches the older version's behavior. Null fields of ONCE_NULL are dropped.
+    Missing fields get the values that match the older version's behavior. Fields in ONCE_NULL are dropped if they are
+    null.
     """
     later = {field.name: field.default for field in dataclasses.fields(ModelConfig)
              if field.default is not dataclasses.MISSING}

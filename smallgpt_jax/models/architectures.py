@@ -22,7 +22,7 @@ from smallgpt_jax.models.pgpt import PGPT
 PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # the decoding of all other architectures is checked on loading
+BUILT_IN = tuple(ARCHITECTURES.values())  # when a model of another architecture is loaded, its decoding is checked
 
 
 def find_architecture(name: str):
@@ -47,8 +47,8 @@ def find_architecture(name: str):
         raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
-        raise UserError(f"{where}: needs a class attribute Config, which must be smallgpt_jax.models.ModelConfig or a "
-                        "subclass")
+        raise UserError(f"{where}: the class needs a class attribute Config; set it to smallgpt_jax.models.ModelConfig "
+                        "or a subclass of it")
     return trunk
 
 
@@ -78,6 +78,6 @@ def make_config(**fields) -> ModelConfig:
     config.validate()
     if config.tie_embeddings and config.output_width != config.d_model:
         config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
-                      f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set it to "
-                      "False")
+                      f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set "
+                      "config.model.tie_embeddings to False")
     return config

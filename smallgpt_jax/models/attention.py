@@ -68,8 +68,8 @@ class OutputProjection(Dense):
 class Attention(nn.Module):
     """Causal self-attention; grouped-query attention if `num_kv_heads` is less than `num_heads`.
 
-    In decoding, the cache stores the keys (after RoPE) and values of the previous positions: 2·B·S·G·K elements of the
-    model's dtype, for batch size B, cache length S, G key–value heads and head width K. With an attention window
+    In decoding, the cache stores the keys (after RoPE) and values of the previous positions. It has 2·B·S·G·K elements
+    of the model's dtype, for batch size B, cache length S, G key–value heads and head width K. With an attention window
     of w positions, S is at most w.
     """
 
@@ -97,12 +97,14 @@ class Attention(nn.Module):
             residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Appends the new keys and values to the cache; returns attention over the whole cache, (B, H, T, K).
+        """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).
 
         Slot s of the cache holds position s. The padding of short rows is also written, but later tokens overwrite it
-        before it is read. With an attention window of w positions, the cache is a rolling one with at most w slots, for
-        the newest positions. The batch and head axes of the cache are merged: with separate axes, XLA's CPU compiler
-        copies the whole cache for every token.
+        before it is read. If the attention window is shorter than the cache length, the cache is a rolling one: it has
+        one slot per position of the window and holds the newest positions; see `ops.rolling_positions`.
+
+        The batch and head axes of the cache are merged, because with separate axes, XLA's CPU compiler copies the whole
+        cache for every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
@@ -135,7 +137,7 @@ class Attention(nn.Module):
             else:
                 room = ((0, 0), (0, slots - time), (0, 0))
                 keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
-        elif is_rolling and time > 1:  # attends before writing, which overwrites the oldest positions
+        elif is_rolling and time > 1:  # attention comes first, because writing overwrites the oldest positions
             key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
             y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)

@@ -23,7 +23,9 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.ops.attention import OUTPUT
 
-REMAT = {  # the intermediate results that a block saves for the backward pass, which recomputes all others
+# Value of config.model.remat → policy. A policy selects the intermediate results that a block saves for the backward
+# pass. The backward pass recomputes all other results.
+REMAT = {
     "none": None,  # no rematerialization: saves everything
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -38,8 +40,8 @@ PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0}
 class Block(nn.Module):
     """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x)).
 
-    `mixer` is the class of the module that mixes positions, attention by default. It has a field `config` and is called
-    with (B, T, D) activations and a `Context`.
+    `mixer` is the class of the module that mixes positions; the default is attention. The module has a field `config`
+    and is called with (B, T, D) activations and a `Context`.
     """
 
     config: ModelConfig
@@ -57,7 +59,8 @@ class Block(nn.Module):
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
     """Returns one config for each of `length` consecutive blocks, starting with block `first` of the model.
 
-    The configs differ only in the attention window: `config.attention_windows` is tiled over the model's depth.
+    The configs differ only in the attention window. Block i of the model gets window i of `config.attention_windows`.
+    The windows are repeated if there are more blocks than windows.
     """
     windows = config.attention_windows or (0,)
     own = [windows[i % len(windows)] for i in range(first, first + length)]
@@ -68,8 +71,8 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
     """Returns a function (B, T, D) → (B, T, D) that applies one block per config, in sequence.
 
     Call `stack_blocks` in a module's compact method. `block` is a module class with a field `config` and the call
-    signature of `Block`. With `config.scan_layers`, equal blocks run in a loop, so that compile time does not grow with
-    depth; otherwise the loop is unrolled.
+    signature of `Block`. With `config.scan_layers`, blocks with equal configs run in a loop, so that compile time does
+    not grow with depth. Otherwise the loop is unrolled.
     """
     pattern = next(p for p in range(1, len(configs) + 1)
                    if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
@@ -138,8 +141,9 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
     """Returns `module(x_BxTxD, context)`, applied with the i-th slice of the stacked parameters and state.
 
-    A stack is an array with a leading axis for the slices, or a tuple of arrays. Slicing an array would copy the
-    weights for every generated token, so `inference.layout` converts the arrays to tuples before decoding.
+    A stack is an array with a leading axis for the slices, or a tuple with one array per slice. Slicing an array would
+    copy the weights for every generated token. Therefore, `inference.layout` converts the arrays to tuples before
+    decoding.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,4 +1,7 @@
-"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions over time between its stages."""
+"""ConvGPT (arXiv 2404.14462, section 3.3).
+
+ConvGPT is LinearGPT with causal convolutions over time instead of the dense layers between stages.
+"""
 
 import dataclasses
 
@@ -15,9 +18,9 @@ from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 class CausalConv(nn.Module):
     """Causal convolution over time, (B, T, D) → (B, T, features).
 
-    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], with zeros before the first position of a text. With
-    kernel_size 1, this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs:
-    B·(kernel_size − 1)·D elements of the model's dtype.
+    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], where x is 0 before the first position of a text. With
+    kernel_size 1, this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs. These
+    are B·(kernel_size − 1)·D elements of the model's dtype.
     """
 
     features: int
@@ -35,7 +38,7 @@ class CausalConv(nn.Module):
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = self.with_past(x_BxTxD.astype(self.dtype), context)
         y = bias.reshape(1, -1).astype(self.dtype)
-        for j in range(self.kernel_size):  # one two-dimensional product per tap is faster on CPUs, see Dense
+        for j in range(self.kernel_size):  # three-dimensional products are slower on CPUs, see `Dense`
             past = padded[:, j:j + time]
             if context.segment_ids_BxT is not None:
                 same_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
@@ -51,7 +54,7 @@ class CausalConv(nn.Module):
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # each row's last inputs, without padding
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # indices of the last inputs before padding
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
 

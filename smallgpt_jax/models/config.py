@@ -60,7 +60,10 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """The attention window in positions; 0 means unlimited. For several blocks, it is the first block's."""
+        """The attention window in positions; 0 means unlimited.
+
+        If this is the config of several blocks, the property is the window of the first block.
+        """
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -73,7 +76,7 @@ class ModelConfig:
         return self.d_model
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError, with a message that the value of `field` breaks `rule`."""
+        """Raises UserError with the name and value of `field`, and the `rule` that the value breaks."""
         raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
 
     def validate(self) -> None:
@@ -103,7 +106,7 @@ class ModelConfig:
             self.refuse(field, f"must be one of {', '.join(allowed)}")
 
     def validate_types(self) -> None:
-        """Raises UserError for values of the wrong type, because a config.json can contain any type."""
+        """Raises UserError for values of the wrong type, because a config.json can contain values of any type."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
             if not isinstance(value, (float, int) if kind is float else kind) or (
@@ -111,7 +114,10 @@ class ModelConfig:
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
-        """Raises UserError if d_model, the width of a block, does not fit the numbers of heads or mlp_ratio."""
+        """Raises UserError if the width of a block, d_model, cannot be combined with the other fields.
+
+        The other fields are num_heads, num_kv_heads, position and mlp_ratio.
+        """
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
         if self.num_heads % self.kv_heads:

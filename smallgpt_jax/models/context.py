@@ -15,8 +15,9 @@ class Context:
     In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
     several texts that do not attend to each other.
 
-    In decoding, each row continues the text that it has in the cache, the variable collection "cache". Rows may differ
-    in length; shorter rows are padded at the end.
+    In decoding, a row contains new tokens, which continue the text of the row. The values that layers stored for the
+    earlier tokens are in the cache, the variable collection "cache". Rows may differ in length; shorter rows are padded
+    at the end.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout

@@ -12,9 +12,9 @@ from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# The head's initial std is 0.02 for input widths up to this one, and smaller for larger widths. Initial logits have
-# variance width × std², so with std 0.02 the initial loss of a wider model would exceed ln(vocab_size) by more than
-# 0.05.
+# The head's initial std is 0.02 if the head's input width is at most this value, and smaller if it is larger. Initial
+# logits have variance width × std². With std 0.02, the initial loss of a wider model would therefore exceed
+# ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -54,7 +54,7 @@ class LanguageModel(nn.Module):
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.final_norm(self.trunk(x_BxTxD, context))
-        # The constraint also applies to the gradient. Without it, XLA's partitioner shards the gradient in a slow way.
+        # The constraint also applies to the gradient. Without it, XLA's partitioner chooses a slow sharding for it.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
 
 
 def abstract_params(model: LanguageModel):
-    """Returns the shapes and axis names of the parameters as a tree of LogicallyPartitioned, without allocating them.
+    """Returns a tree of LogicallyPartitioned with the shapes and axis names of the parameters, without allocating them.
 
     Parameters without axis names, such as those of flax's own layers, get None for every axis and are replicated.
     """
@@ -105,7 +105,7 @@ def abstract_params(model: LanguageModel):
 
 
 def abstract_model_state(model: LanguageModel):
-    """Returns the shapes of the variable collection "state", which is part of TrainState. Most models have none: {}."""
+    """Returns the shapes of the variable collection "state", which is part of TrainState; {} for most models."""
     return nn.unbox(abstract_variables(model).get("state", {}))
 
 

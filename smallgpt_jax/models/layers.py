@@ -6,9 +6,9 @@ width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products
 The axes of weights have logical names, which `sharding.py` maps to mesh axes. Weights without axis names, such as those
 of flax's own nn.Dense, work too and are replicated.
 
-`config.model.norm` is a key of NORMS, and `config.model.mlp` is a key of MLPS. A norm is a function
-(config, name) → module. An MLP is a module class with a field `config` and is called with (B, T, D) activations and a
-`Context`.
+`config.model.norm` is a key of NORMS, and `config.model.mlp` is a key of MLPS. The values of NORMS are functions
+(config, name) → module. The values of MLPS are module classes; a module has a field `config` and is called with
+(B, T, D) activations and a `Context`.
 """
 
 import math
@@ -22,7 +22,7 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.matmul import matmul
 
-INIT_STD = 0.02  # as in GPT-2; projections into the residual stream use `residual_std`
+INIT_STD = 0.02  # initial std of weights, as in GPT-2; projections into the residual stream use `residual_std`
 
 
 def normal(std: float, *axes: str):
@@ -38,8 +38,8 @@ def zeros(*axes: str):
 def residual_std(config: ModelConfig) -> float:
     """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a model of N blocks.
 
-    The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
-    section 2.3).
+    Each block has two such projections. At initialization, the sum of all 2N projections then has the variance of one
+    projection with std 0.02 (GPT-2 report, section 2.3).
     """
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
@@ -47,8 +47,8 @@ def residual_std(config: ModelConfig) -> float:
 class Dense(nn.Module):
     """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
 
-    `axes` are the logical names of the kernel's axes. Inputs and kernel are reshaped to matrices, because on CPUs XLA
-    compiles three-dimensional products to slower loops.
+    `axes` are the logical names of the kernel's axes. Inputs and kernel are reshaped to matrices, because XLA's CPU
+    compiler turns three-dimensional products into loops, which are slower than matrix products.
     """
 
     features: tuple[int, ...]
@@ -62,7 +62,7 @@ class Dense(nn.Module):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
         x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # `matmul` makes the gradient faster, which decoding does not compute.
+        # `matmul` speeds up the computation of the gradient. Decoding computes no gradient.
         y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
@@ -89,7 +89,10 @@ def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
-    """Returns an RMSNorm over the last axis, x/√(mean(x²) + ε)·γ (Zhang & Sennrich, arXiv 1910.07467), in float32."""
+    """Returns an RMSNorm over the last axis, computed in float32: x/√(mean(x²) + ε)·γ.
+
+    See Zhang & Sennrich, arXiv 1910.07467.
+    """
     return nn.RMSNorm(
         epsilon=config.norm_epsilon, dtype=config.dtype,
         scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)

@@ -56,10 +56,11 @@ class LGPTConfig(ModelConfig):
 class LGPT(nn.Module):
     """Stages of `blocks_per_stage` blocks. Between two stages, a dense layer halves the width.
 
-    Maps (B, T, D) to (B, T, D / 2^C), where C is the number of these dense layers. `compress_last_stage` adds a
-    dense layer after the last stage. With `stage_heads` "fixed", all stages have `num_heads` heads and the head width
-    halves from stage to stage, as in the paper. With "scaled", the head width is constant and the number of heads
-    halves.
+    If `compress_last_stage` is set, a dense layer also halves the width after the last stage. The module maps (B, T, D)
+    to (B, T, D / 2^C), where C is the number of layers that halve the width.
+
+    With `stage_heads` "fixed", all stages have `num_heads` heads, and the head width halves from stage to stage, as in
+    the paper. With "scaled", all stages have the same head width, and the number of heads halves from stage to stage.
     """
 
     config: LGPTConfig
@@ -77,10 +78,10 @@ class LGPT(nn.Module):
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """Returns the layer that halves the width after this stage, (B, T, D) → (B, T, D/2).
+        """Returns the layer that halves the width after `stage`, (B, T, D) → (B, T, D/2).
 
         The layer's initial weights have std 1/√D, which preserves the variance of the activations. With GPT-2's std of
-        0.02, the variance of the residual stream in narrow stages would fall below the epsilon of their norms.
+        0.02, the variance of the residual stream in narrow stages would fall below the norms' epsilon.
         """
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)

@@ -51,10 +51,13 @@ class Path(nn.Module):
 class PGPT(nn.Module):
     """The weighted sum of `num_paths` parallel paths, (B, T, D) → (B, T, D).
 
-    Each path has num_layers / num_paths blocks. The weights of the P paths are the softmax of P logits. The last
-    logit is fixed at 0; the others are learned and start at 0.5. With two paths, this equals the paper's released code:
-    sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with w initialized to 0.5. With `path_weights` "equal", each weight is
-    1/P.
+    Each path has num_layers / num_paths blocks.
+
+    With `path_weights` "learned", the weights of the P paths are the softmax of P logits. The last logit is fixed at 0.
+    The other logits are learned and start at 0.5. With two paths, the weighted sum is the same as in the paper's
+    released code: sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with w initialized to 0.5.
+
+    With `path_weights` "equal", each weight is 1/P.
 
     The parameters of the paths are stacked along a leading `path` axis.
     """

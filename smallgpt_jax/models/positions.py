@@ -26,7 +26,8 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 def alibi_slopes(heads: int) -> np.ndarray:
     """Returns the ALiBi slopes of H heads, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
 
-    A head's attention scores are reduced by its slope times the distance between query and key, in positions (Press et
-    al., arXiv 2108.12409, section 3). The same formula is used if H is not a power of two.
+    The attention score of a query and a key is reduced by the head's slope times the distance between query and key, in
+    positions (Press et al., arXiv 2108.12409, section 3). The formula for the slopes is also used if H is not a power
+    of two.
     """
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 def gelu(x):
     """Returns the exact GELU, x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415), in the dtype of x.
 
-    GELU is computed in float32, because 1 + erf in bfloat16 loses the negative tail of Φ. The forward pass also
-    computes the derivative, and saves it in the dtype of x. It does not save x, so the memory is the same as for saving
-    x. The backward pass then does not recompute `erf` and `exp`, which dominate the time on CPUs.
+    GELU is computed in float32, because 1 + erf in bfloat16 loses the negative tail of Φ.
+
+    The forward pass also computes the derivative. The derivative has the dtype of x and is saved instead of x, so it
+    needs no additional memory. The backward pass then does not recompute `erf` and `exp`, which dominate the time on
+    CPUs.
     """
     return _gelu_forward(x)[0]
 

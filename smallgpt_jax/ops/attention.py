@@ -38,7 +38,7 @@ class AttentionMask:
     `select_backend` falls back to "xla" if a backend does not support a field.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # in positions, including the query's; 0: unlimited
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions, including the query's own; 0: unlimited
     segment_ids_BxT: jax.Array | None = None  # positions with equal ids belong to one text; None: a row is one text
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 
@@ -63,9 +63,9 @@ class AttentionMask:
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False) -> tuple[str, str]:
-    """Returns the backend to use on a platform, and the reason if this is a fallback to "xla".
+    """Returns the backend to use on a platform, and the reason for a fallback to "xla".
 
-    The reason is "" without a fallback. `platform` is "tpu", "gpu" or "cpu".
+    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu".
     """
     if backend == "auto":
         backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
@@ -85,7 +85,7 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
             return "xla", "cuDNN's attention needs bfloat16"
         if head_width % 8 or head_width > 128:
             return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-        if mask.segment_ids_BxT is not None:  # with is_causal and a mask, cuDNN let texts attend to each other
+        if mask.segment_ids_BxT is not None:  # given is_causal and a mask, cuDNN lets texts attend to each other
             return "xla", "cuDNN's attention does not support separate documents in a row"
         if mask.prefix_lengths_B is not None:
             return "xla", "cuDNN's attention does not support prefixes"
@@ -111,24 +111,24 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns attention. All scores, including masked ones, are computed at once. Used in tests."""
+    """Returns the attention output. All scores, including masked ones, are computed at once. Only tests use it."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
 
 def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns a meaningless array of attention's shape, from the matrix products that count as attention's FLOPs.
+    """Computes the matrix products that count as attention's FLOPs. The values in the result are meaningless.
 
-    It is traced to count FLOPs, never run. Each query is multiplied with `mask.window` keys, or with all T keys if
-    there is no window. The causal mask does not reduce the count: this is the convention of model FLOPs utilization
-    (Chowdhery et al., arXiv 2204.02311, appendix B).
+    The function is traced to count FLOPs, but it is never run. Each query is multiplied with `mask.window` keys, or
+    with all T keys if there is no window. The causal mask does not reduce the count. This is the convention of model
+    FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
     keys = slice(0, mask.window or q_BxHxTxK.shape[2])
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns attention. The queries are processed in chunks of QUERIES.
+    """Returns the attention output. The queries are processed in chunks of QUERIES.
 
     Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
     """
@@ -154,7 +154,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # within a text, distances in the row equal distances in the text
+    if slopes_H is not None:  # tokens of a text are equally far apart in the row and in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
@@ -170,7 +170,10 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the splash kernel on each device's shard of rows and heads. Without TPUs, uses the slow interpret mode."""
+    """Runs the splash kernel on each device's shard of rows and heads.
+
+    If the platform is not a TPU, the kernel runs in the slow interpret mode.
+    """
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
@@ -238,9 +241,10 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache with the T entries of each row of `x_GxTxK` written to it, in row g from slot `start_G[g]` on.
+    """Returns the cache after `x_GxTxK` has been written to it.
 
-    Entries beyond the end of the cache are dropped.
+    The T entries of row g are written to row g of the cache, beginning at slot `start_G[g]`. If T > 1, entries beyond
+    the end of the cache are dropped.
     """
     rows, time, _ = x_GxTxK.shape
     if time > 1:
@@ -255,17 +259,18 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
 def rolling_positions(end_G, slots: int):
     """Returns the position that each slot of a rolling cache holds, (G, slots).
 
-    `end_G` is the number of positions written so far. Position p is written to slot p mod `slots`, so the cache holds
-    the newest positions. The value is negative for an empty slot.
+    `end_G` is the number of positions that have been written, per row. Position p is written to slot p mod `slots`, so
+    the cache holds the newest positions. The result is negative for an empty slot.
     """
     newest_Gx1 = end_G[:, None] - 1
     return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
 
 
 def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
-    """Returns a rolling cache after entries were added to each row: the first `count_G` of the row's T entries.
+    """Returns a rolling cache after the entries in `x_GxTxK` have been written to it.
 
-    `start_G` is the position of each row's first entry.
+    Only the first `count_G[g]` of the T entries of row g are written; the other entries are padding. `start_G` is the
+    position of each row's first entry.
     """
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:  # a row whose count is 0 is finished, so its oldest entry may be overwritten

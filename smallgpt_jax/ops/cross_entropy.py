@@ -1,4 +1,7 @@
-"""Cross-entropy loss over the vocabulary, computed in chunks of the sequence together with its gradient."""
+"""Cross-entropy loss over the vocabulary.
+
+The sequence is split into chunks. The loss of a chunk and its gradient are computed together.
+"""
 
 import flax.linen as nn
 import jax
@@ -17,9 +20,9 @@ def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
     The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
-    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part. If the
-    backward pass recomputed the logits, it would take a fourth. Logits and softmax are float32; the operands
-    of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
+    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part. To
+    recompute the logits in the backward pass would take a fourth matmul per part. Logits and softmax are float32; the
+    operands of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
                           _in_chunks(weights_BxT, chunks))
@@ -51,7 +54,9 @@ def _target_logits(chunk, head_VxW):
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW):
-    """Returns the weighted sum of a chunk's losses, and its gradient with respect to the logits in the dtype of x.
+    """Returns the weighted sum of a chunk's losses, and the gradient of this sum with respect to the logits.
+
+    The gradient has the dtype of x.
 
     The loss of a position is log Σⱼ exp(lⱼ − l), where l is the logit of its target. Subtracting l instead of the
     maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE.
@@ -65,7 +70,7 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     sums = jnp.sum(ratios_RxV, axis=1)
     loss = jnp.sum(weights * jnp.log(sums))
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
-    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only these are stored, not the float32 logits
+    ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only the ratios are stored, not the float32 logits
     d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
     return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 

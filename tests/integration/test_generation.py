@@ -188,7 +188,7 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
         inference.load(tmp_path)
     with pytest.raises(UserError, match="choose from 20"):
         inference.load(workdir, step=7)
-    with pytest.raises(UserError, match="different indices from 0 to 1"):
+    with pytest.raises(UserError, match="distinct indices from 0 to 1"):
         inference.load(workdir, paths="2")
 
 

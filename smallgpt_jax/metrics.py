@@ -53,7 +53,7 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores the metrics of a step without waiting for them. Returns the previous step's metrics, or None."""
+        """Stores the metrics of a step without waiting for them. Returns the metrics stored before, or None."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous
@@ -243,7 +243,7 @@ class Stopwatch:
 
 
 class Progress:
-    """Prints the progress of a run. On a terminal, one line is updated in place; elsewhere, each update is a line."""
+    """Prints the progress of a run. On a terminal, one line is updated in place; elsewhere, each update adds a line."""
 
     def __init__(self, steps: int):
         self.steps = steps

@@ -66,7 +66,7 @@ class OutputProjection(Dense):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; grouped-query attention if `num_kv_heads` is less than `num_heads`.
+    """Causal self-attention. It is grouped-query attention if there are fewer key–value heads than heads.
 
     In decoding, the cache stores the keys (after RoPE) and values of the previous positions. It has 2·B·S·G·K elements
     of the model's dtype, for batch size B, cache length S, G key–value heads and head width K. With an attention window

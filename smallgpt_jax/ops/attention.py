@@ -111,7 +111,10 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns the attention output. All scores, including masked ones, are computed at once. Only tests use it."""
+    """Returns the attention output. All scores, including masked ones, are computed at once.
+
+    Tests and benchmarks compare the other backends with this one.
+    """
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 

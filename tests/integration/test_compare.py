@@ -339,7 +339,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
     path.write_text(json.dumps(rows))
     check()
     old, = (warning for warning in report.warnings([results.read_run("one", one)]) if "older version" in warning)
-    assert "measured own, text and did not record the content" in old
+    assert "measured own, text and recorded only the source, not the content" in old
     assert measured(one) == 7
 
 

@@ -70,8 +70,8 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
             coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, shutdown_timeout_seconds=HEARTBEAT_TIMEOUT)
     except Exception as error:
-        if not coordinator and not in_slurm_step():  # a TPU VM outside any multi-host job, such as a notebook's
-            return
+        if not coordinator and not in_slurm_step():
+            return  # on a TPU VM that runs no multi-host job (for example, a notebook), the run has one process
         raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
     finally:
         watchdog.cancel()

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
-NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}  # reasons of skipped items that invalid_utf8="replace" would repair
+# Reasons for skipping an item. If invalid_utf8 is "replace", such an item is repaired instead.
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}
 
 
 class Skipped(NamedTuple):
@@ -28,8 +29,8 @@ Item = str | Skipped
 class Place(NamedTuple):
     """A position in a source.
 
-    `parts` is the number of parts before the position. `items` is the number of items between the start of the next
-    part and the position.
+    The position comes after the first `parts` parts of the source, and after the first `items` items of the part that
+    follows them.
     """
 
     parts: int = 0
@@ -150,7 +151,7 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
     """
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
-    total, before = sum(weights), sum(weights[:start.parts])  # `before`: the weight of the complete parts
+    total, before = sum(weights), sum(weights[:start.parts])  # `before`: weight of the parts that end before `start`
     digest = Digest(parts[:start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):

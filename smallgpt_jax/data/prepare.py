@@ -88,7 +88,7 @@ def prepare_store(
                 (folder / JOURNAL_FILE).unlink()
     except OSError as error:
         if error.filename and folder.parent not in Path(error.filename).parents:
-            raise  # the error comes from reading a source or tokenizer
+            raise  # the file belongs to the source or the tokenizer, not to the store
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
     return open_matching_store(given_folder, made_from)
@@ -256,9 +256,9 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 def split_long_text(text: str) -> Iterator[str]:
     """Splits a text into pieces of at most LONG_TEXT characters.
 
-    A piece begins at a space between two words if possible. No byte-pair token contains characters from both sides of
-    such a boundary. If all pieces begin there, their concatenated ids are the ids of the whole text, unless a
-    SentencePiece model prepends a space to each piece.
+    If possible, the text is split in front of a space between two words. No byte-pair token contains characters from
+    both sides of such a split. If all splits are of this kind, the concatenated ids of the pieces are the ids of the
+    whole text, unless a SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:

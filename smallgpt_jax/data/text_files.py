@@ -71,7 +71,7 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """Raises a UserError that contains `path` in place of an error that occurs while the file is read."""
+    """If reading the file at `path` fails, raises a UserError whose message begins with `path`."""
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:

@@ -111,7 +111,7 @@ class SmallGPT(TemplateLM):
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
         seen, samples = Counter(), []
-        for request in requests:  # number identical requests, so that each gets its own random sample
+        for request in requests:  # identical requests get different numbers, hence different random samples
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0

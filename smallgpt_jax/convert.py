@@ -31,7 +31,7 @@ from smallgpt_jax.models.pgpt import with_paths
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
-                          "Import the model in --input, which is in this format, to --workdir.")
+                          "Import the model in --input to --workdir. The value names the format of --input.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
 _OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder or file to import, or the name of a "

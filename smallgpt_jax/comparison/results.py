@@ -109,7 +109,10 @@ def read_run(name: str, folder: Path) -> Run:
 
 @functools.cache
 def _size(model: models.LanguageModel) -> tuple[dict[str, int], float]:
-    """Returns the parameters by component and the training FLOPs per token. Cached, because this traces the model."""
+    """Returns the number of parameters of each component, and the training FLOPs per token.
+
+    The result is cached, because computing it traces the model.
+    """
     return memory.components(model), train_flops_per_token(model)
 
 
@@ -157,7 +160,8 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     same key, the newest is used. The metric is acc_norm if present, else acc.
     """
     scores = {}
-    # Evaluations of only some paths, or in another dtype, are skipped. Their file names contain the paths or the dtype.
+    # Skips evaluations of only some paths of a pgpt, and evaluations with the flag --dtype. The names of their files
+    # contain the paths or the dtype.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):

@@ -28,8 +28,8 @@ DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
-# The maximum ratio of the total size of the tensors to the file size. With tied weights, which are stored only once,
-# the ratio can be up to 2.
+# A file is refused if the total size of its tensors is more than this many times the file size. In a valid file, the
+# tensors can be up to 2 times as large as the file, because tied weights are stored once but count as two tensors.
 MAX_SHARING = 8
 
 
@@ -136,9 +136,9 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that allows only a few globals.
+    """Unpickler that replaces a few known classes and functions by stand-ins, and refuses all others.
 
-    The globals are created anew for each file, so that one file cannot change the globals of another file.
+    The stand-ins are created anew for each file. If a pickle changes a stand-in, other files are not affected.
     """
 
     def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],

@@ -8,8 +8,8 @@ interruption. The conditions are:
 - The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
   modification time. If the next part was read partially, the items read are compared by a digest. The rest of the
   source may change: for example, lines may be corrected or files added.
-- If the rest of the source has changed and the tokenizer was trained on this source, the training of the tokenizer used
-  only text that has been read so far.
+- If the rest of the source has changed, the tokenizer was not trained on any text of this rest. It may have been
+  trained on the text read so far.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class Journal:
     identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
     learned: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    earlier: Progress | None = None  # last progress before the part that `latest` is in; used if this part has changed
+    # The last progress before the part that `latest` is in. Preparation resumes from here if that part has changed.
+    earlier: Progress | None = None
 
     def add(self, progress: Progress) -> None:
         if progress.place.parts > self.latest.place.parts:

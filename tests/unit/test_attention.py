@@ -13,7 +13,7 @@ TIME = 256
 
 
 def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
-    """Returns attention outputs, computed with a plain formula in float64. It applies the rules of the mask in turn."""
+    """Returns attention outputs, computed in float64 with a formula that applies the rules of the mask one by one."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))

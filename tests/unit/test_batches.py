@@ -65,7 +65,9 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        position = token or target - 1  # for an end-of-text token (id 0): one before its target
+        # The id of a token is its position, but end-of-text tokens have id 0. The position of an end-of-text token is
+        # computed from its target, the next token.
+        position = token or target - 1
         assert target == (0 if position in ends else position + 1)
         positions.append(position)
     used = packed.num_rows * context if kind == "concat" else split.tokens

@@ -64,7 +64,7 @@ def truncate(path, place):
 
 @pytest.mark.slow
 def test_damage_to_any_file_is_detected(saved, tmp_path):
-    """The restored state is intact if any file of the newest checkpoint is damaged.
+    """Whichever file of the newest checkpoint is damaged, the restored state is intact.
 
     If the damage affects the state, the state of the older checkpoint is restored. Otherwise, the state of the newest
     checkpoint is restored. The test damages one file at a time.

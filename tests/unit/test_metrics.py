@@ -24,7 +24,7 @@ LOSSES = [5 / step for step in range(1, 21)]
 def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> Logger:
     """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
 
-    If `first_step` is 0, returns the losses that had not yet been logged when step 15 was saved.
+    Returns the list of losses that had not yet been logged when step 15 was saved, or None if `first_step` is not 0.
     """
     logger = Logger(workdir, first_step, Progress(20), log_every=log_every, tokens_per_step=512, bytes_per_token=1.0,
                     peak_tokens_per_second=None, unlogged_losses=unlogged_losses)

@@ -325,7 +325,8 @@ def test_summary(tmp_path):
     prepare_store(tmp_path / "store", path, invalid_items="skip", log=logged.append)
     text = "\n".join(logged)
     assert "100 documents" in text and "bytes per token" in text
-    # The lengths in tokens include the digits and the end-of-text token of each document.
+    # A document of n letters also contains the digits of n. Its length in tokens counts the letters, the digits and
+    # an end-of-text token.
     assert "median 54, 95% at most 98, longest 5,005" in text
     assert "skipped: 1 no text in the field 'text'" in text
 

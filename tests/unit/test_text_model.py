@@ -98,7 +98,7 @@ def test_a_character_split_between_turns_is_completed():
 def test_a_space_of_the_prompt_is_not_repeated():
     """The generated text does not start with a space if the prompt ends with a space.
 
-    The tokenizer of this test drops a space at the end of the prompt, so that the first new token starts with a space.
+    The tokenizer of this test drops a space at the end of the prompt. The first new token then starts with a space.
     """
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
     before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))

@@ -53,7 +53,7 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores the metrics of a step without waiting for them. Returns the metrics stored before, or None."""
+        """Stores a step's metrics without waiting for them. Returns the previously stored step's metrics, or None."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous

@@ -22,7 +22,7 @@ from smallgpt_jax.models.pgpt import PGPT
 PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # when a model of another architecture is loaded, its decoding is checked
+BUILT_IN = tuple(ARCHITECTURES.values())  # architectures whose decoding is not checked when a model is loaded
 
 
 def find_architecture(name: str):

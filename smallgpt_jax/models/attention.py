@@ -137,7 +137,9 @@ class Attention(nn.Module):
             else:
                 room = ((0, 0), (0, slots - time), (0, 0))
                 keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
-        elif is_rolling and time > 1:  # attention comes first, because writing overwrites the oldest positions
+        elif is_rolling and time > 1:
+            # Attention is computed before the cache is written, because writing overwrites the oldest positions. The
+            # first of the new tokens still attend to these positions.
             key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
             y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)

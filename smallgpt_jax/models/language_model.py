@@ -12,9 +12,9 @@ from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# The head's initial std is 0.02 if the head's input width is at most this value, and smaller if it is larger. Initial
-# logits have variance width × std². With std 0.02, the initial loss of a wider model would therefore exceed
-# ln(vocab_size) by more than 0.05.
+# The initial std of the head's weights is 0.02 for input widths up to this value. For larger input widths, the std is
+# smaller. The variance of the initial logits is width × std². If heads with larger input widths had std 0.02, the
+# initial loss would therefore exceed ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 

@@ -85,7 +85,8 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
             return "xla", "cuDNN's attention needs bfloat16"
         if head_width % 8 or head_width > 128:
             return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-        if mask.segment_ids_BxT is not None:  # given is_causal and a mask, cuDNN lets texts attend to each other
+        # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of other texts.
+        if mask.segment_ids_BxT is not None:
             return "xla", "cuDNN's attention does not support separate documents in a row"
         if mask.prefix_lengths_B is not None:
             return "xla", "cuDNN's attention does not support prefixes"
@@ -157,7 +158,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # tokens of a text are equally far apart in the row and in the text
+    if slopes_H is not None:  # two tokens of the same text are as far apart in the row as in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]

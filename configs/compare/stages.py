@@ -9,7 +9,8 @@ The names of the runs mean:
 - "last stage kept": the width is not halved after the last stage
 - "scaled heads": the number of heads halves from stage to stage, and the head width stays constant. This run is omitted
   if the number of heads cannot be halved often enough.
-- "conv n": ConvGPT, in which causal convolutions of n taps halve the width instead of dense layers
+- "conv n": ConvGPT. The layers that halve the width are causal convolutions with n taps; in LinearGPT, they are dense
+  layers
 - "gpt": the GPT recipe
 """
 

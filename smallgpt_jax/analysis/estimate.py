@@ -28,9 +28,9 @@ class Estimate:
     - `needed_bytes`: total memory of a training step.
     - `eval_needed_bytes`: total memory during an evaluation step, including the optimizer state. None if training does
       not fit.
-    - `estimated_cycles`: the compiler's estimate for a training step. It includes neither Pallas kernels nor waiting
-      for collectives.
-    - `kernel_cycles`: roofline estimate for the kernels, see `kernel_seconds`.
+    - `estimated_cycles`: the compiler's estimate for a training step. It does not include the cycles of custom
+      kernels (such as Pallas kernels) or the time spent waiting for collectives.
+    - `kernel_cycles`: roofline estimate for the custom kernels, see `kernel_seconds`.
     - `collectives`: {kind: count and bytes} of a training step. None if the step does not fit or its HLO cannot be
       read.
 

@@ -34,7 +34,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's cycle estimate for the instruction; 0 for kernels and collectives, which have no estimate."""
+        """The compiler's cycle estimate for the instruction; 0 for custom kernels and collectives, which have none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
 
@@ -102,7 +102,11 @@ class Program:
         return found
 
     def cycles(self) -> int:
-        """Returns the compiler's cycle estimate for the program. It excludes kernels and waiting for collectives."""
+        """Returns the compiler's cycle estimate for the program.
+
+        The estimate does not include the cycles of custom kernels (such as Pallas kernels) or the time spent waiting
+        for collectives.
+        """
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:

@@ -178,7 +178,10 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 
     Each run gets the width whose number of parameters is nearest to a common target, which is `wanted` at first. While
     the runs differ by more than 2%, the target is replaced by the number of parameters of the run that is farthest from
-    it. Raises UserError if this finds no suitable widths with a target within 10% of `wanted`.
+    it.
+
+    Raises UserError if the target moves more than 10% away from `wanted`, or if the runs still differ by more than 2%
+    after len(runs) + 1 targets.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -200,9 +203,9 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    The number of heads is kept if it allows a width that gives a number of parameters within 2% of `target`. Otherwise,
-    it is replaced by the nearest number of heads that allows such a width and changes the head width by less than a
-    factor of two.
+    The number of heads stays the same if it allows a width that gives a number of parameters within 2% of `target`.
+    Otherwise, other numbers of heads are tried, the nearest first, until one allows such a width. With another number
+    of heads, only widths are considered that change the head width by less than a factor of two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.

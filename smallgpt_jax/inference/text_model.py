@@ -121,8 +121,8 @@ class TextModel:
         ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} tokens has "
-                            f"room for only {context - 1:,}, because an end-of-text token precedes the prompt; shorten "
-                            "the prompt")
+                            f"room for {context - 1:,}, because an end-of-text token precedes the prompt; shorten the "
+                            "prompt")
         return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
                                      unpenalized=self.tokenizer.end_of_text)
 

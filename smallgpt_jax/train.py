@@ -105,8 +105,8 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     checkpoints.wait_until_finished()
     if step > first_step and step not in checkpoints.steps():
-        # Either the run was stopped during an evaluation after a step that was not saved, or this step could not be
-        # saved and is tried again.
+        # The last step has not been saved, for one of two reasons: saving it failed, or the run was stopped while
+        # evaluating after a step that is not a multiple of checkpoint_every. In both cases, it is saved now.
         checkpoints.save(step, state, logger.losses)
     checkpoints.close()
     logger.close()

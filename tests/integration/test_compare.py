@@ -239,7 +239,7 @@ def test_bad_flags(arguments, message, status, text_file, tmp_path):
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     """The measured losses at each context length match a float64 formula on the same tokens.
 
-    A second call measures nothing again, because the checkpoint is the same.
+    The second call of `measure_texts` measures nothing, because the checkpoint has not changed since the first call.
     """
     folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
                            model__num_layers=1, model__d_model=16, data__packing="best_fit")
@@ -261,7 +261,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
     sample = measure.TextSample(corpus, config, (1, 4), "other")
     starts = sample._chosen * 4 * TIME
-    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # windows of 4 rows; eval_steps · batch_size rows in all
+    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # eval_steps · batch_size rows, 4 rows per window
     for times, row in ((1, rows[2]), (4, rows[3])):
         windows = np.stack([tokens[start:start + times * TIME + 1] for first in starts
                             for start in range(first, first + 4 * TIME, times * TIME)])
@@ -322,7 +322,9 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    assert measured(one) == measured(one) == 2  # 1 is the run's own text; the second call measures nothing
+    # The n-th measurement gives n. The run's own text is measured first, and the text named "text" second. The second
+    # call of `measured` measures nothing.
+    assert measured(one) == measured(one) == 2
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())
     assert measured(one, again) == 2
@@ -352,10 +354,12 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    assert of_one > 4 * of_four  # so row indices in the second store are not scaled by exactly 4
+    # If of_one were 4 * of_four, this test would also accept an implementation that just multiplies row indices by 4,
+    # without regard to the index at which the second store begins.
+    assert of_one > 4 * of_four
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]
     assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
     # Two of the eight windows of 256 tokens are from the first store, and six are from the second.
     share = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
-    assert 0.7 < share <= 0.75  # the share of digits is below 0.75, because that store also has line breaks
+    assert 0.7 < share <= 0.75  # below 0.75, because the second store contains line breaks besides digits

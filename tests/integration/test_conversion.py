@@ -372,7 +372,8 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    assert expected == {"weights from: steps": None}  # the last source was itself a copy, which was not trained
+    # None: the weights of "tuned again" were copied from "tuned", which is itself a copy and has not been trained.
+    assert expected == {"weights from: steps": None}
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 

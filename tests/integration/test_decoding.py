@@ -168,9 +168,10 @@ class FailsInDecoding(nn.Module):
     (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
     (GPT, None)])
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
-    """Models with two trunks that decode wrongly are refused, and a model with gpt's trunk is accepted.
+    """A model of a custom architecture is refused if its decoding gives wrong logits or raises an error.
 
-    The models have no position encoding, so that only attention depends on positions.
+    A custom architecture with gpt's trunk is accepted. The models have no position encoding, so that only attention
+    depends on positions.
     """
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
@@ -204,7 +205,8 @@ def test_layers_with_a_window_cache_only_the_window():
     model, params = small("gpt", attention_windows=(5, 0), num_layers=4)
     shapes = decoder.cache_shapes(model, layout.pack(model, params), 3, CONTEXT)
     per_head = [x.shape[1] for x in jax.tree.leaves(shapes)]
-    assert sorted(per_head) == 4 * [5] + 4 * [CONTEXT]  # keys and values of two layers each
+    # Two layers have a window of 5 tokens, and two have no window. Each layer has one array of keys and one of values.
+    assert sorted(per_head) == 4 * [5] + 4 * [CONTEXT]
     shorter = decoder.cache_shapes(model, layout.pack(model, params), 3, 4)
     assert {x.shape[1] for x in jax.tree.leaves(shorter)} == {4}
 
@@ -267,8 +269,8 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The context holds 24 tokens. The row with 5 prompt tokens fills it in 20 steps, and the row with 1 prompt
-    # token fills it in 24 steps.
+    # The context holds 24 tokens. The first step reads the prompt, and each later step reads one token. The row with 5
+    # prompt tokens therefore fills the context in 20 steps, and the row with 1 prompt token in 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]

@@ -14,8 +14,8 @@ from scipy.special import erf, softmax
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# The variants cover scanned and unrolled layers. They also cover each option in every architecture that it might
-# interact with.
+# The variants cover scanned and unrolled layers. Each option occurs in every architecture with which the option might
+# interact.
 VARIANTS = [
     ("gpt", {}),
     ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
@@ -97,7 +97,9 @@ def plain_layers(stack):
         length = len(stack["mlp_norm"]["scale"])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
-    if len({len(part) for part in parts}) == 1:  # a Pattern, which repeats: take one block of each part in turn
+    # Parts of equal length come from a Pattern, which repeats: its first period consists of the first block of each
+    # part, its second period of the second block of each part, and so on.
+    if len({len(part) for part in parts}) == 1:
         return [part[i] for i in range(len(parts[0])) for part in parts]
     return [block for part in parts for block in part]  # each part consists of consecutive equal blocks
 

@@ -51,8 +51,9 @@ def test_a_nonfinite_update_is_skipped():
 def test_updated_weights_that_are_not_finite_are_reported():
     """An update whose loss and gradient are finite is reported if the updated weights are not finite.
 
-    These weights are the embedding of a token that is not in the batch, so they do not affect the loss. They are
-    non-finite before the update or become non-finite in it.
+    The test overwrites the embedding of a token that is not in the batch, so that this embedding does not affect the
+    loss. There are two cases: the embedding is infinite or NaN before the update, or it is so large that the update
+    makes it infinite. With the value 1.0, nothing is reported.
     """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)

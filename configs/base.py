@@ -44,11 +44,12 @@ def paper() -> ConfigDict:
     model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention. A
     # short list is repeated: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
+    model.norm_position = "pre"  # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     model.norm_epsilon = 1e-5  # added to the variance
     model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down
     model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
-    model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's approximation) | "silu"
+    model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".
     # Except with "learned", models also run beyond context_length and can be trained further with another
     # context_length (docs/conversion.md)
@@ -102,6 +103,7 @@ def paper() -> ConfigDict:
     train.microbatches = 8  # each batch is computed in this many parts, one after another, in training and evaluation
     train.loss_chunks = 8  # the logits of each sequence are computed in this many parts, one after another; must
     # divide context_length
+    train.z_loss = 0.0  # weight of the z-loss in training, the mean of log(Σ exp(logits))²; 0: none, often 1e-4
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations

@@ -5,6 +5,7 @@ Training, planning and comparison use this module. No arrays are allocated befor
 
 import dataclasses
 import functools
+import math
 import textwrap
 from typing import Any
 
@@ -57,7 +58,7 @@ class Program:
         schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
         step = functools.partial(
             train_step, model=self.model, optimizer=self.optimizer, schedule=schedule, seed=c.train.seed,
-            microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks)
+            microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks, z_loss=c.train.z_loss)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
             return jitted.lower(self.abstract_state, self.abstract_batch()).compile(compiler_options)
@@ -125,6 +126,8 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
             raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
     if train.eval_steps < 0:
         raise UserError(f"config.train.eval_steps={train.eval_steps}: must not be negative")
+    if not 0 <= train.z_loss < math.inf:
+        raise UserError(f"config.train.z_loss={train.z_loss}: must be a finite number, at least 0")
     if not 0 <= train.seed < 2**32:
         raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
     if train.on_nonfinite not in ("stop", "skip"):

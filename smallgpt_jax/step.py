@@ -32,7 +32,7 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
-                  dropout_key=None, begins_update=True):
+                  z_loss: float = 0.0, dropout_key=None, begins_update=True):
     """Returns the weighted sum of the losses of a batch, in nats, and the variable collections that modules wrote to.
 
     `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode.
@@ -44,7 +44,7 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
 
     def loss(model):
         return cross_entropy(
-            model.hidden(inputs_BxT, context), model.head_weight(), targets_BxT, weights_BxT, loss_chunks)
+            model.hidden(inputs_BxT, context), model.head_weight(), targets_BxT, weights_BxT, loss_chunks, z_loss)
 
     return model.apply({"params": params, "state": model_state}, method=loss,
                        rngs={"dropout": dropout_key} if trains else {},
@@ -69,7 +69,7 @@ def split_microbatches(batch, microbatches: int):
 
 def train_step(
     state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
-    loss_chunks: int, seed: int,
+    loss_chunks: int, z_loss: float, seed: int,
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
@@ -89,7 +89,7 @@ def train_step(
 
     def part_loss(params, model_state, index, part):
         loss, collections = weighted_loss(
-            params, model_state, model, part, target_weights(part, total), loss_chunks,
+            params, model_state, model, part, target_weights(part, total), loss_chunks, z_loss=z_loss,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
         # Each sown loss is a mean over one microbatch. Losses are summed over microbatches, so the mean over the batch
         # needs this division.

@@ -243,6 +243,8 @@ def read_config(workdir: Path) -> ConfigDict:
         required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
         if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in required):
             raise ValueError(f"expected the groups {', '.join(required)}")
+        if "train" in groups:
+            groups["train"] = {"z_loss": 0.0, **groups["train"]}  # older versions had no z-loss
         return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None

@@ -24,8 +24,8 @@ from smallgpt_jax.formatting import short_reason
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # For these fields of the `model` config group, the exported PyTorch code supports only these values.
-FIXED = {"norm": "layer", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0, "qk_norm": False,
-         "attention_windows": (), "rope_base": 10_000.0}
+FIXED = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
+         "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",

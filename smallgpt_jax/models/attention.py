@@ -4,12 +4,13 @@ Shapes: B batch, T time, D model width, H heads, G key–value heads, K head wid
 """
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import INIT_STD, Dense, residual_std, rms_norm, zeros
+from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, residual_std, rms_norm, zeros
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import attention as ops
 from smallgpt_jax.ops.matmul import one_product_is_faster
@@ -20,8 +21,17 @@ class QKVProjection(Dense):
 
     H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
     (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
-    so that a mesh can shard it.
+    so that a mesh can shard it. `value_gain` is a factor of the value heads' initial weights.
     """
+
+    value_gain: float = 1.0
+
+    def kernel_init(self):
+        initializer = super().kernel_init()
+        if self.value_gain == 1:
+            return initializer
+        return lambda *arguments: jax.tree.map(
+            lambda kernel_DxGxJxK: kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain), initializer(*arguments))
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
@@ -80,7 +90,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = QKVProjection(
             (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width), ("embed", "heads", "qkv", "head_width"),
-            INIT_STD, c.use_bias, c.dtype, name="qkv")(x_BxTxD, context)
+            INIT_STD, c.use_bias, c.dtype, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
         if c.qk_norm:
             q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
         if c.position == "rope":

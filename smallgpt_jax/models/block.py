@@ -38,7 +38,7 @@ PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0}
 
 
 class Block(nn.Module):
-    """A pre-norm block: x + mixer(norm(x)), then x + MLP(norm(x)).
+    """A block: by default x + mixer(norm(x)), then x + MLP(norm(x)). `config.norm_position` moves the norms.
 
     `mixer` is the class of the module that mixes positions; the default is attention. The module has a field `config`
     and is called with (B, T, D) activations and a `Context`.
@@ -50,10 +50,22 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
-        x_BxTxD += dropout(self.mixer(c, name="attention")(norm(c, "attention_norm")(x_BxTxD), context))
-        x_BxTxD += dropout(MLPS[c.mlp](c, name="mlp")(norm(c, "mlp_norm")(x_BxTxD), context))
+        mixer, mlp = self.mixer(c, name="attention"), MLPS[c.mlp](c, name="mlp")
+        x_BxTxD = self.add(x_BxTxD, norm(c, "attention_norm"), lambda x: mixer(x, context), context)
+        x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: mlp(x, context), context)
         return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+
+    def add(self, x_BxTxD, norm: nn.Module, f, context: Context):
+        """Returns x plus f of x, with the norm at `config.norm_position`, (B, T, D).
+
+        "deepnorm" scales x by α = (2N)^¼, with N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only).
+        """
+        c = self.config
+        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
+        if c.norm_position == "pre":
+            return x_BxTxD + dropout(f(norm(x_BxTxD)))
+        alpha = (2 * c.depth) ** 0.25 if c.norm_position == "deepnorm" else 1
+        return norm(alpha * x_BxTxD + dropout(f(x_BxTxD)))
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:

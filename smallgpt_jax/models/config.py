@@ -8,6 +8,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
+NORM_POSITIONS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned", "rope", "alibi", "none")
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
               tuple: "integers, separated by commas"}
@@ -38,6 +39,7 @@ class ModelConfig:
     attention: str = "auto"
     remat: str = "none"
     norm: str = "layer"
+    norm_position: str = "pre"
     norm_epsilon: float = 1e-5
     mlp: str = "dense"
     num_kv_heads: int = 0
@@ -67,6 +69,11 @@ class ModelConfig:
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
+    def depth(self) -> int:
+        """The number of blocks that a token passes in sequence."""
+        return self.num_layers
+
+    @property
     def mlp_width(self) -> int:
         return round(self.mlp_ratio * self.d_model)
 
@@ -89,6 +96,7 @@ class ModelConfig:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (
                 ("dtype", ("float32", "bfloat16")), ("activation", ACTIVATIONS), ("position", POSITIONS),
+                ("norm_position", NORM_POSITIONS),
                 ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
         for field in ("norm_epsilon", "rope_base"):

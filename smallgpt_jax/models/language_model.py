@@ -36,7 +36,8 @@ class LanguageModel(nn.Module):
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
         self.trunk = find_architecture(c.architecture)(c)
-        self.final_norm = norm(c)
+        if c.norm_position == "pre":  # otherwise blocks end with a norm
+            self.final_norm = norm(c)
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
@@ -53,7 +54,9 @@ class LanguageModel(nn.Module):
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
-        x_BxTxW = self.final_norm(self.trunk(x_BxTxD, context))
+        x_BxTxW = self.trunk(x_BxTxD, context)
+        if self.config.norm_position == "pre":
+            x_BxTxW = self.final_norm(x_BxTxW)
         # The constraint also applies to the gradient. Without it, XLA's partitioner chooses a slow sharding for it.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 

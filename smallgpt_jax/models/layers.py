@@ -35,13 +35,23 @@ def zeros(*axes: str):
     return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
-def residual_std(config: ModelConfig) -> float:
-    """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a model of N blocks.
+def deepnorm_gain(config: ModelConfig) -> float:
+    """Returns the factor of initial weights of MLPs, values and attention outputs: (8N)^−¼ with DeepNorm, otherwise 1.
 
-    Each block has two such projections. At initialization, the sum of all 2N projections then has the variance of one
-    projection with std 0.02 (GPT-2 report, section 2.3).
+    N is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
     """
-    return INIT_STD / math.sqrt(2 * config.num_layers)
+    return (8 * config.depth) ** -0.25 if config.norm_position == "deepnorm" else 1.0
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a pre-norm model of N blocks.
+
+    The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
+    section 2.3). Norms after the sum make this unnecessary.
+    """
+    if config.norm_position == "pre":
+        return INIT_STD / math.sqrt(2 * config.num_layers)
+    return INIT_STD * deepnorm_gain(config)
 
 
 class Dense(nn.Module):
@@ -67,8 +77,11 @@ class Dense(nn.Module):
         return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
 
     def kernel(self, inputs: tuple[int, ...]):
-        weight = self.param("kernel", normal(self.init_std, *self.axes), inputs + self.features)
+        weight = self.param("kernel", self.kernel_init(), inputs + self.features)
         return sharding.gather_fsdp(weight.astype(self.dtype), self.axes)
+
+    def kernel_init(self):
+        return normal(self.init_std, *self.axes)
 
     def with_bias(self, y_BxTxO):
         if not self.use_bias:
@@ -114,7 +127,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        h_BxTxF = Dense((c.mlp_width,), ("embed", "mlp"), INIT_STD, c.use_bias, c.dtype, name="up")(x_BxTxD, context)
+        std = INIT_STD * deepnorm_gain(c)
+        h_BxTxF = Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, name="up")(x_BxTxD, context)
         return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, name="down")(
             ACTIVATIONS[c.activation](h_BxTxF), context)
 
@@ -127,8 +141,9 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
+        std = INIT_STD * deepnorm_gain(c)
         gate_BxTxF, up_BxTxF = (
-            Dense((c.mlp_width,), ("embed", "mlp"), INIT_STD, c.use_bias, c.dtype, name=name)(x_BxTxD, context)
+            Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, name=name)(x_BxTxD, context)
             for name in ("gate", "up"))
         return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, name="down")(
             ACTIVATIONS[c.activation](gate_BxTxF) * up_BxTxF, context)

@@ -21,6 +21,10 @@ class PGPTConfig(ModelConfig):
     num_paths: int
     path_weights: str = "learned"
 
+    @property
+    def depth(self) -> int:
+        return self.num_layers // self.num_paths
+
     def validate(self) -> None:
         super().validate()
         if self.num_paths < 1:
@@ -45,7 +49,7 @@ class Path(nn.Module):
         c = self.config
         x_BxTxD = Dense((c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
             x_BxTxD, context)
-        return stack_blocks(layer_configs(c, c.num_layers // c.num_paths), context)(x_BxTxD)
+        return stack_blocks(layer_configs(c, c.depth), context)(x_BxTxD)
 
 
 class PGPT(nn.Module):

@@ -34,4 +34,10 @@ def _gelu_backward(derivative, cotangent):
 
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
-ACTIVATIONS = {"gelu": gelu, "gelu_tanh": functools.partial(nn.gelu, approximate=True), "silu": nn.silu}
+
+def relu2(x):
+    """Returns max(x, 0)² (So et al., arXiv 2109.08668)."""
+    return jnp.square(nn.relu(x))
+
+
+ACTIVATIONS = {"gelu": gelu, "gelu_tanh": functools.partial(nn.gelu, approximate=True), "silu": nn.silu, "relu2": relu2}

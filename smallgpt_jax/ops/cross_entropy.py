@@ -3,6 +3,8 @@
 The sequence is split into chunks. The loss of a chunk and its gradient are computed together.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,16 +18,17 @@ from smallgpt_jax.ops.platform import platform
 MAX_DIFFERENCE = 70.0
 
 
-def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int):
+def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_loss: float = 0.0):
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
     The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
     must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part. To
     recompute the logits in the backward pass would take a fourth matmul per part. Logits and softmax are float32; the
     operands of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
+
+    `z_loss` · log(Σ exp(logits))² is added to each loss (Chowdhery et al., arXiv 2204.02311, section 5).
     """
-    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks),
-                          _in_chunks(weights_BxT, chunks))
+    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks), _in_chunks(weights_BxT, chunks), z_loss)
 
 
 def _in_chunks(x_BxT, chunks: int):
@@ -38,12 +41,15 @@ def _rows(x_BxCxW):
     return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
 
 
-def _chunk_loss(chunk, head_VxW):
+def _chunk_loss(chunk, head_VxW, z_loss: float):
     """Returns the weighted sum of a chunk's losses."""
     x_BxCxW, _, weights_BxC = chunk
     logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
-    log_probabilities = _target_logits(chunk, head_VxW) - jax.nn.logsumexp(logits_RxV, axis=1)
-    return -jnp.sum(weights_BxC.reshape(-1) * log_probabilities)
+    log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
+    losses_R = log_sums_R - _target_logits(chunk, head_VxW)
+    if z_loss:
+        losses_R += z_loss * jnp.square(log_sums_R)
+    return jnp.sum(weights_BxC.reshape(-1) * losses_R)
 
 
 def _target_logits(chunk, head_VxW):
@@ -53,7 +59,7 @@ def _target_logits(chunk, head_VxW):
                       preferred_element_type=jnp.float32)
 
 
-def _chunk_loss_and_gradient(chunk, head_VxW):
+def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
     """Returns the weighted sum of a chunk's losses, and the gradient of this sum with respect to the logits.
 
     The gradient has the dtype of x.
@@ -64,27 +70,32 @@ def _chunk_loss_and_gradient(chunk, head_VxW):
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
     logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
-    differences_RxV = logits_RxV - _target_logits(chunk, head_VxW)[:, None]
+    target_logits_R = _target_logits(chunk, head_VxW)
+    differences_RxV = logits_RxV - target_logits_R[:, None]
     # jnp.where instead of jnp.minimum, because jnp.minimum drops NaN on CPUs.
     ratios_RxV = jnp.exp(jnp.where(differences_RxV > MAX_DIFFERENCE, MAX_DIFFERENCE, differences_RxV))
     sums = jnp.sum(ratios_RxV, axis=1)
-    loss = jnp.sum(weights * jnp.log(sums))
+    loss, factors_R = jnp.sum(weights * jnp.log(sums)), weights / sums
+    if z_loss:
+        log_sums_R = jnp.log(sums) + target_logits_R
+        loss += z_loss * jnp.sum(weights * jnp.square(log_sums_R))
+        factors_R *= 1 + 2 * z_loss * log_sums_R
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
     ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only the ratios are stored, not the float32 logits
-    d_logits_RxV = (weights / sums)[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
+    d_logits_RxV = factors_R[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
     return loss, d_logits_RxV.astype(x_BxCxW.dtype)
 
 
-@jax.custom_vjp
-def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float):
     def add_chunk(total, chunk):
-        return total + _chunk_loss(chunk, head_VxW), None
+        return total + _chunk_loss(chunk, head_VxW, z_loss), None
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
 
 
-def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
+def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float):
     # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
     # devices are summed.
     parts = sharding.num_batch_shards()
@@ -96,7 +107,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
     def add_chunk(carry, chunk):
         total, d_head = carry
         x_BxCxW = chunk[0]
-        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW)
+        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss)
         d_head += jnp.einsum(
             f"prv,prw->{axes}", d_logits.reshape(parts, -1, len(head_VxW)),
             x_BxCxW.reshape(parts, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
@@ -113,7 +124,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC):
     return total, (d_x, d_head_VxW.astype(head_VxW.dtype))
 
 
-def _cross_entropy_backward(gradients, cotangent):
+def _cross_entropy_backward(z_loss: float, gradients, cotangent):
     d_x, d_head = gradients
     return *(cotangent.astype(d.dtype) * d for d in (d_x, d_head)), None, None
 

@@ -10,8 +10,8 @@ def matmul(x_RxI, w_IxO):
     """Returns x·w, (R, O).
 
     On CPUs, a tall `w` is transposed before the product. The gradient of `w` is then a product with a wide result,
-    which XLA computes a fifth faster than one with a tall result (jax 0.10.2, AMD EPYC with AVX-512, 2,048 rows, `w` of
-    shape 1,024 × 256). The optimization barrier keeps XLA from removing the transposition.
+    which XLA computes faster than one with a tall result (see the table in `ops/__init__.py`). The optimization barrier
+    keeps XLA from removing the transposition.
     """
     inputs, outputs = w_IxO.shape
     if platform() == "cpu" and inputs > outputs:

@@ -32,7 +32,7 @@ VARIANTS = [
     ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi", "attention_windows": (6,)}),
     ("pgpt", {"path_weights": "equal", "position": "none", "scan_layers": False}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled", "position": "alibi"}),
-    ("lgpt", {"num_layers": 4, "blocks_per_stage": 2}),
+    ("lgpt", {"num_layers": 4, "blocks_per_stage": 2, "norm_position": "deepnorm", "activation": "relu2"}),
     ("cgpt", {"conv_kernel": 1, "position": "rope"}),
     ("cgpt", {"conv_kernel": 5}),
 ]

@@ -26,6 +26,9 @@ VARIANTS = [
     ("pgpt", {}),
     ("pgpt", {"num_paths": 4, "position": "rope", "use_bias": True, "scan_layers": False}),
     ("pgpt", {"num_paths": 1}),
+    ("gpt", {"norm_position": "post", "activation": "relu2"}),
+    ("pgpt", {"norm_position": "deepnorm", "norm": "rms", "mlp": "gated", "activation": "relu2", "num_layers": 6}),
+    ("lgpt", {"norm_position": "deepnorm", "use_bias": True}),
     ("pgpt", {"path_weights": "equal", "attention_windows": (3, 9)}),
     ("lgpt", {}),
     ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled", "position": "alibi", "scan_layers": False}),
@@ -87,7 +90,8 @@ def plain_logits(config, params, tokens_T):
                     for t in range(back, len(x)):
                         y[t] += x[t - back] @ kernel
                 x = y
-    x = plain_norm(config, params["final_norm"], x)
+    if config.norm_position == "pre":
+        x = plain_norm(config, params["final_norm"], x)
     return x @ params["token_embedding" if config.tie_embeddings else "head"].T
 
 
@@ -107,9 +111,18 @@ def plain_layers(stack):
 def plain_blocks(config, stack, x, num_heads=None, first=0):
     num_heads = num_heads or config.num_heads
     windows = config.attention_windows or (0,)
+    depth = config.num_layers // getattr(config, "num_paths", 1)
+    alpha = (2 * depth) ** 0.25 if config.norm_position == "deepnorm" else 1
+    activation = {"gelu": lambda x: x * 0.5 * (1 + erf(x / math.sqrt(2))), "silu": lambda x: x / (1 + np.exp(-x)),
+                  "relu2": lambda x: np.where(x > 0, x, 0) ** 2}[config.activation]
+
+    def norm(name, x, is_before):
+        return plain_norm(config, block[name], x) if (config.norm_position == "pre") == is_before else x
+
     for number, block in enumerate(plain_layers(stack), start=first):
         window = windows[number % len(windows)] or len(x)
-        h = plain_norm(config, block["attention_norm"], x)
+        h = norm("attention_norm", x, True)
+        x = alpha * x
         qkv = block["attention"]["qkv"]["kernel"]
         groups, per_group = qkv.shape[1], qkv.shape[2] - 2
         assert groups * per_group == num_heads
@@ -129,16 +142,13 @@ def plain_blocks(config, stack, x, num_heads=None, first=0):
                 if j > i or j <= i - window:
                     scores[i, j] = -np.inf
             x = x + softmax(scores, axis=1) @ v @ block["attention"]["out"]["kernel"][head]
-        x = x + block["attention"]["out"].get("bias", 0)
-        h = plain_norm(config, block["mlp_norm"], x)
+        x = norm("attention_norm", x + block["attention"]["out"].get("bias", 0), False)
+        h = norm("mlp_norm", x, True)
         mlp = {name: h @ layer["kernel"] + layer.get("bias", 0)
                for name, layer in block["mlp"].items() if name != "down"}
-        if config.mlp == "gated":
-            h = mlp["gate"] / (1 + np.exp(-mlp["gate"])) * mlp["up"] if config.activation == "silu" else (
-                mlp["gate"] * 0.5 * (1 + erf(mlp["gate"] / math.sqrt(2))) * mlp["up"])
-        else:
-            h = mlp["up"] * 0.5 * (1 + erf(mlp["up"] / math.sqrt(2)))
-        x = x + h @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"].get("bias", 0)
+        h = activation(mlp["gate"]) * mlp["up"] if config.mlp == "gated" else activation(mlp["up"])
+        down = block["mlp"]["down"]
+        x = norm("mlp_norm", alpha * x + h @ down["kernel"] + down.get("bias", 0), False)
     return x
 
 

@@ -417,6 +417,9 @@ def test_bigram_loss():
     ({"data__mixture": "somewhere"}, ["'somewhere' is not FOLDER=WEIGHT"]),
     ({"train__on_nonfinite": "go on"}, ["on_nonfinite='go on'"]),
     ({"train__max_nonfinite": 0}, ["max_nonfinite=0"]),
+    ({"train__z_loss": -1e-4}, ["config.train.z_loss=-0.0001", "at least 0"]),
+    ({"train__z_loss": float("nan")}, ["config.train.z_loss=nan", "finite"]),
+    ({"model__norm_position": "sandwich"}, ["config.model.norm_position='sandwich'", "pre, post, deepnorm"]),
     ({"train__batch_size": 80_000}, ["one batch takes 80000 rows"]),
     ({"optimizer__name": "adam"}, ["'adam'"]),
 ])

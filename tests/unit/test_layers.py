@@ -90,6 +90,21 @@ def test_gpt2_initialization():
     assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
 
 
+@pytest.mark.parametrize("norm_position, scaled, others", [
+    ("post", 0.02, 0.02), ("deepnorm", 0.02 * (8 * 4) ** -0.25, 0.02)])
+def test_initialization_by_norm_position(norm_position, scaled, others):
+    """DeepNorm scales the weights of MLPs, values and attention outputs by (8N)^−¼, with N blocks per path."""
+    model = build("pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated")
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
+    block = params["trunk"]["paths"]["blocks"]
+    qkv = block["attention"]["qkv"]["kernel"]  # (paths, layers, D, G, J, K)
+    for weight in (qkv[..., -1, :], block["attention"]["out"]["kernel"],
+                   *(block["mlp"][name]["kernel"] for name in ("gate", "up", "down"))):
+        assert np.std(weight) == pytest.approx(scaled, rel=0.03)
+    assert np.std(qkv[..., :-1, :]) == pytest.approx(others, rel=0.03)
+    assert "final_norm" not in params
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
 def test_initial_loss_is_uniform(architecture, d_model):

@@ -40,6 +40,29 @@ def test_cross_entropy_and_its_gradients(chunks):
         d_head, 3 * np.einsum("btw,btv->vw", x, d_logits), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_z_loss(chunks):
+    """Compares the loss and its gradients with the formula −log p + z·log(Σ exp(logits))² in float64."""
+    rng, z = np.random.default_rng(0), 0.03
+    x, head, weights = rng.standard_normal((3, 16, 8)), rng.standard_normal((50, 8)), rng.random((3, 16))
+    targets = rng.integers(0, 50, (3, 16))
+    logits = x @ head.T
+    log_sums = np.log(np.exp(logits).sum(axis=-1))
+    losses = log_sums - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] + z * log_sums**2
+    probabilities = np.exp(logits - log_sums[..., None])
+    d_logits = weights[..., None] * ((1 + 2 * z * log_sums)[..., None] * probabilities - np.eye(50)[targets])
+
+    def loss(x, head):
+        return cross_entropy(x, head, targets, weights, chunks, z)
+
+    x, head, weights = (np.float32(array) for array in (x, head, weights))
+    value, (d_x, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, head)
+    assert float(value) == pytest.approx(np.sum(weights * losses), rel=1e-5)
+    assert float(jax.jit(loss)(x, head)) == pytest.approx(np.sum(weights * losses), rel=1e-5)
+    np.testing.assert_allclose(d_x, d_logits @ head, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(d_head, np.einsum("btw,btv->vw", x, d_logits), rtol=1e-4, atol=1e-4)
+
+
 def test_improbable_tokens():
     """Losses above 70 nats are exact in evaluation. In training, the computed loss is too low, but finite."""
     x, head = jnp.ones((1, 1, 1)), jnp.array([[0.0], [200.0], [190.0]])

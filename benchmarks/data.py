@@ -80,9 +80,9 @@ def random_windows(split: store.Split, rows: int, positions: int):
                np.stack([stream[i + 1:i + 1 + positions].astype(np.int64) for i in places]))
 
 
-def open_loader(split: store.Split, kind: str, separate: bool, rows: int, positions: int, first_step: int):
+def open_loader(split: store.Split, kind: str, separate: bool, rows: int, positions: int, first: int):
     mixture = batches.Mixture([packing.PACKINGS[kind](split, positions, separate)], [1.0])
-    return batches.read_ahead(batches.train_batches(mixture, rows, seed=0), first_step, workers=2)
+    return batches.read_ahead(batches.train_batches(mixture, rows, seed=0), first, workers=2)
 
 
 def main() -> None:
@@ -117,12 +117,12 @@ def main() -> None:
                                        "best_fit, separate")))
         for rows, positions in SHAPES:
             row = {}
-            first_step = 1000 if rows < 100 else 0
+            first = 1000 if rows < 100 else 0
             row["numpy"], _ = median_rate(lambda: loader_rate(
                 random_windows(token_store.train, rows, positions), rows * positions))
             for kind, separate in (("concat", False), ("concat", True), ("best_fit", True)):
                 row[kind + ", separate" * separate], _ = median_rate(lambda: loader_rate(
-                    open_loader(token_store.train, kind, separate, rows, positions, first_step),
+                    open_loader(token_store.train, kind, separate, rows, positions, first),
                     rows * positions))
             results[f"loader {rows}x{positions}"] = row
             print(f"  {rows:4} × {positions:<12}" + "".join(f"{rate / 1e6:22.1f}" for rate in row.values()),

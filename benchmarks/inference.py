@@ -96,13 +96,13 @@ class OurModel:
         session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         session.reserve(new_tokens)
         started = time.perf_counter()
-        drawn_BxN, generated = session.sample_steps(GREEDY, new_tokens), 1
+        sampled_BxN, generated = session.sample_steps(GREEDY, new_tokens), 1
         prefilled = time.perf_counter()
         while generated < new_tokens:
-            for row, tokens in zip(session.ids, drawn_BxN.tolist()):
+            for row, tokens in zip(session.ids, sampled_BxN.tolist()):
                 row += tokens
-            drawn_BxN = session.sample_steps(GREEDY, new_tokens - generated)
-            generated += drawn_BxN.shape[1]
+            sampled_BxN = session.sample_steps(GREEDY, new_tokens - generated)
+            generated += sampled_BxN.shape[1]
         return prefilled - started, time.perf_counter() - prefilled, session.cache_bytes()
 
 
@@ -129,11 +129,11 @@ class Transformers:
             tokens = self.torch.tensor(prompts_BxT)
             started = time.perf_counter()
             result = self.model(tokens, use_cache=True, logits_to_keep=1)
-            drawn = result.logits[:, -1].argmax(-1, keepdim=True)
+            sampled = result.logits[:, -1].argmax(-1, keepdim=True)
             prefilled = time.perf_counter()
             for _ in range(new_tokens - 1):
-                result = self.model(drawn, past_key_values=result.past_key_values, use_cache=True)
-                drawn = result.logits[:, -1].argmax(-1, keepdim=True)
+                result = self.model(sampled, past_key_values=result.past_key_values, use_cache=True)
+                sampled = result.logits[:, -1].argmax(-1, keepdim=True)
             seconds = time.perf_counter() - prefilled
         batch, length = prompts_BxT.shape
         c = self.model.config

@@ -45,7 +45,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print):
         self.folder, self._log = folder.absolute(), log
-        report_thread_errors_once()
+        silence_duplicate_errors()
         self._manager = ocp.CheckpointManager(
             self.folder, item_names=("params", "opt_state", "model_state", "check"),
             options=ocp.CheckpointManagerOptions(
@@ -127,15 +127,15 @@ class Checkpoints:
         damaged: dict[str, str] = {}
         for name in sorted((path.name for path in self.folder.iterdir() if path.name.isdecimal()), key=int,
                            reverse=True):
-            saved, trouble = self._try_to_read(int(name), abstract)
-            why = short_reason(trouble) if trouble else ""
-            if distributed.any_process(trouble is not None and is_machine_error(trouble)):
+            saved, error = self._try_to_read(int(name), abstract)
+            reason = short_reason(error) if error else ""
+            if distributed.any_process(error is not None and is_machine_error(error)):
                 raise UserError(
-                    f"{self.folder / name}: cannot be read ({why or 'by another process'}); nothing was changed. If "
+                    f"{self.folder / name}: cannot be read ({reason or 'by another process'}); nothing was changed. If "
                     "this persists, move the folder away to resume from the previous checkpoint"
-                ) from trouble
-            if distributed.any_process(trouble is not None):
-                damaged[name] = why or "another process could not read it"
+                ) from error
+            if distributed.any_process(error is not None):
+                damaged[name] = reason or "another process could not read it"
                 continue
             if changed := find_changed_array(saved):  # every process must take part in the computation
                 damaged[name] = f"checksum of {changed} differs"
@@ -145,7 +145,7 @@ class Checkpoints:
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
             return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
         if damaged:
-            listed = "; ".join(f"{name}: {why}" for name, why in damaged.items())
+            listed = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
             raise UserError(f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use another "
                             "--workdir to start from scratch")
         return None
@@ -184,13 +184,13 @@ class Checkpoints:
             step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items()}
 
     def _quarantine(self, damaged: dict[str, str]) -> None:
-        for name, why in damaged.items():
+        for name, reason in damaged.items():
             target = self.folder.with_name(DAMAGED_FOLDER) / name
             while target.exists():
                 target = target.with_name(target.name + "'")
             target.parent.mkdir(exist_ok=True)
             (self.folder / name).rename(target)
-            self._log(f"damaged checkpoint of step {name} ({why}): moved to {target}")
+            self._log(f"damaged checkpoint of step {name} ({reason}): moved to {target}")
 
     def close(self) -> None:
         self.wait_until_finished()
@@ -198,7 +198,7 @@ class Checkpoints:
 
 
 @functools.cache
-def report_thread_errors_once() -> None:
+def silence_duplicate_errors() -> None:
     """Silences orbax and tensorstore, so that only `Checkpoints` reports a failed write, and does so once.
 
     Otherwise, orbax would also log every error that it raises, and tensorstore would print a traceback for each
@@ -206,11 +206,11 @@ def report_thread_errors_once() -> None:
     """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    before = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
     def hook(unraisable):
         if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
+            default_hook(unraisable)
 
     sys.unraisablehook = hook
 

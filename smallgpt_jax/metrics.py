@@ -112,31 +112,32 @@ class NonFiniteGuard:
                  newest_checkpoint: Callable[[], int | None], log: Callable[[str], None] = print):
         self._skips, self._max = on_nonfinite == "skip", max_nonfinite
         self._row_numbers_at, self._newest_checkpoint, self._log = row_numbers_at, newest_checkpoint, log
-        self._in_a_row = 0
+        self._consecutive = 0
 
     def check(self, metrics: StepMetrics) -> None:
         """Does nothing after a finite update. Otherwise logs the skipped update or raises DivergenceError."""
         if metrics.is_finite:
-            self._in_a_row = 0
+            self._consecutive = 0
             return
-        self._in_a_row += 1
+        self._consecutive += 1
         values = metrics.values
         was_applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         rows = ", ".join(map(str, self._row_numbers_at(metrics.step)))
-        trouble = (f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-                   + (", the updated weights are not finite" if was_applied else "")
-                   + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
+        description = (f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+                       + (", the updated weights are not finite" if was_applied else "")
+                       + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text")
         skips = self._skips and not was_applied
-        if skips and self._in_a_row < self._max:
-            self._log(f"{trouble}. Update skipped ({values['skipped']:.0f} so far)")
+        if skips and self._consecutive < self._max:
+            self._log(f"{description}. Update skipped ({values['skipped']:.0f} so far)")
             return
         newest = self._newest_checkpoint()
-        why = (f"{self._in_a_row} non-finite updates in a row (config.train.max_nonfinite)" if skips
-               else "training has diverged")
-        good = ("There is no checkpoint" if newest is None else
-                f"The newest checkpoint, of step {newest}, is not affected")
-        remedy = "" if skips or was_applied else ", or --config.train.on_nonfinite=skip"
-        raise DivergenceError(f"{why}: {trouble}.\n{good}. Try a lower config.optimizer.learning_rate{remedy}")
+        reason = (f"{self._consecutive} non-finite updates in a row (config.train.max_nonfinite)" if skips
+                  else "training has diverged")
+        checkpoint_note = ("There is no checkpoint" if newest is None else
+                           f"The newest checkpoint, of step {newest}, is not affected")
+        skip_hint = "" if skips or was_applied else ", or --config.train.on_nonfinite=skip"
+        raise DivergenceError(f"{reason}: {description}.\n{checkpoint_note}. Try a lower "
+                              f"config.optimizer.learning_rate{skip_hint}")
 
 
 class MetricsWriter:
@@ -154,11 +155,11 @@ class MetricsWriter:
         self._writes = distributed.is_primary()
         if not self._writes:
             return
-        self._path, self._log, self._waiting = workdir / METRICS_FILE, log, ""
+        self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""
         kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = None
-        with self._gives_up_events():
+        with self._stop_events_on_error():
             self._events = EventFile(workdir, first_step)
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -167,12 +168,12 @@ class MetricsWriter:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = {"step": step, "split": split, "time": round(time.time(), 3), **finite}
-        was_waiting, self._waiting = bool(self._waiting), self._waiting + json.dumps(line) + "\n"
-        trouble = self._append()
-        if trouble and not was_waiting:
-            self._log(f"{self._path}: {trouble.strerror}. Training continues; lines are kept until they can be written")
+        was_failing, self._pending_lines = bool(self._pending_lines), self._pending_lines + json.dumps(line) + "\n"
+        error = self._append()
+        if error and not was_failing:
+            self._log(f"{self._path}: {error.strerror}. Training continues; lines are kept until they can be written")
         if self._events:
-            with self._gives_up_events():
+            with self._stop_events_on_error():
                 self._events.write(step, split, values)
 
     def _append(self) -> OSError | None:
@@ -181,7 +182,7 @@ class MetricsWriter:
         try:
             with self._path.open("a") as file:
                 length = file.tell()
-                file.write(self._waiting)
+                file.write(self._pending_lines)
                 file.flush()
                 # If a checkpoint survives a power loss, the lines of earlier steps must survive it, too.
                 os.fsync(file.fileno())
@@ -190,11 +191,11 @@ class MetricsWriter:
                 with contextlib.suppress(OSError):
                     os.truncate(self._path, length)  # removes a partially written line
             return error
-        self._waiting = ""
+        self._pending_lines = ""
         return None
 
     @contextlib.contextmanager
-    def _gives_up_events(self):
+    def _stop_events_on_error(self):
         """If the `with` block raises OSError, logs the error and stops writing the event file."""
         try:
             yield
@@ -205,8 +206,9 @@ class MetricsWriter:
     def close(self) -> None:
         if not self._writes:
             return
-        if self._waiting and (trouble := self._append()):
-            self._log(f"{self._path}: {trouble.strerror}. The last {len(self._waiting.splitlines())} lines are lost")
+        if self._pending_lines and (error := self._append()):
+            lost = len(self._pending_lines.splitlines())
+            self._log(f"{self._path}: {error.strerror}. The last {lost} lines are lost")
         if self._events:
             with contextlib.suppress(OSError):
                 self._events.close()

@@ -97,7 +97,7 @@ def lock(workdir: Path) -> Iterator[None]:
 
     Raises WorkdirBusyError if another process holds the lock.
     """
-    def take():
+    def acquire():
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             lock.enter_context(file_lock(workdir / LOCK_FILE))
@@ -108,7 +108,7 @@ def lock(workdir: Path) -> Iterator[None]:
             raise UserError(f"--workdir={workdir}: cannot be created or written: {error.strerror}") from None
 
     with contextlib.ExitStack() as lock:
-        distributed.run_on_primary(take)
+        distributed.run_on_primary(acquire)
         yield
 
 
@@ -188,22 +188,23 @@ def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[in
 
 def describe_changes(before: dict, now: dict) -> str:
     """Formats the first three differences between two `Corpus.description`s for an error message."""
-    def leaves(value, path=()):
+    def flat_entries(value, path=()):
         if isinstance(value, dict | list):
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from leaves(part, (*path, str(key)))
+                yield from flat_entries(part, (*path, str(key)))
         else:
             yield path, value
 
-    def shown(path, value):
+    def format_value(path, value):
         if value is None:  # this description lacks the entry
             return "0" if "skipped" in path else "none"
         return f"{value:,}" if type(value) is int else repr(value)
 
-    then, later = dict(leaves(before)), dict(leaves(now))
-    different = [path for path in sorted(then.keys() | later.keys())
-                 if then.get(path) != later.get(path) and "fingerprints" not in path]
-    listed = [f"{entry_name(path)}: from {shown(path, then.get(path))} to {shown(path, later.get(path))}"
+    entries_before, entries_now = dict(flat_entries(before)), dict(flat_entries(now))
+    different = [path for path in sorted(entries_before.keys() | entries_now.keys())
+                 if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path]
+    listed = [f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "
+              f"to {format_value(path, entries_now.get(path))}"
               for path in different[:3]]
     return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
         "its tokenizer" if same_text(before, now) else "other content of the same size")

@@ -98,13 +98,13 @@ def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np
     return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
 
 
-def read_ahead(batches: grain.MapDataset, first_step: int, workers: int) -> Iterator[Batch]:
-    """Yields the items of `batches`, from item `first_step` on.
+def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
+    """Yields the items of `batches`, from item `first` on.
 
     `workers` threads read batches ahead. If `workers` is 0, each batch is read when it is needed.
     """
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
-    return iter(batches[first_step:].to_iter_dataset(options))
+    return iter(batches[first:].to_iter_dataset(options))
 
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
@@ -137,18 +137,18 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(order) if len(mixture.packings) > 1 else order
 
 
-def masked_batches(mixture: Mixture, order: np.ndarray, batch_size: int, rows: slice | np.ndarray = slice(None),
-                   ) -> grain.MapDataset:
-    """Returns batches of the rows whose numbers are in `order`. Each batch has a loss mask.
+def masked_batches(mixture: Mixture, row_numbers_R: np.ndarray, batch_size: int,
+                   rows: slice | np.ndarray = slice(None)) -> grain.MapDataset:
+    """Returns batches of the rows whose numbers are in `row_numbers_R`. Each batch has a loss mask.
 
     If the last batch is incomplete, it is filled with rows that its loss mask excludes.
     """
     def read(first: int) -> Batch:
-        chosen = order[first:first + batch_size]
-        counts_B = np.arange(batch_size) < len(chosen)
-        batch = mixture.read_rows(np.resize(chosen, batch_size)[rows])
-        every = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
-        loss_mask_BxT = every if batch.loss_mask_BxT is None else batch.loss_mask_BxT
-        return batch._replace(loss_mask_BxT=loss_mask_BxT & counts_B[rows][:, None])
+        numbers = row_numbers_R[first:first + batch_size]
+        is_included_B = np.arange(batch_size) < len(numbers)
+        batch = mixture.read_rows(np.resize(numbers, batch_size)[rows])
+        all_targets = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
+        loss_mask_BxT = all_targets if batch.loss_mask_BxT is None else batch.loss_mask_BxT
+        return batch._replace(loss_mask_BxT=loss_mask_BxT & is_included_B[rows][:, None])
 
-    return grain.MapDataset.range(0, len(order), batch_size).map(read)
+    return grain.MapDataset.range(0, len(row_numbers_R), batch_size).map(read)

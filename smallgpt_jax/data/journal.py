@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 @dataclasses.dataclass
 class Journal:
     identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
-    learned: Place | None  # where the tokenizer's training text ends; None: at the end of the source
+    tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
     # The last progress before the part that `latest` is in. Preparation resumes from here if that part has changed.
     earlier: Progress | None = None
@@ -51,7 +51,7 @@ class Journal:
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / JOURNAL_FILE, json.dumps({
-            "version": VERSION, "identity": self.identity, "learned": self.learned, **self.latest._asdict(),
+            "version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end, **self.latest._asdict(),
             "earlier": self.earlier and self.earlier._asdict()}))
 
 
@@ -83,7 +83,8 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
     if journal.identity["texts"] != identity["texts"]:
         log(f"{folder}: the source has changed; checking whether the text read so far is the same")
         same = next((progress for progress in (journal.latest, journal.earlier)
-                     if progress and journal.learned is not None and journal.learned <= progress.place
+                     if progress and journal.tokenizer_text_end is not None
+                     and journal.tokenizer_text_end <= progress.place
                      and digest_before(parts, rules, progress.place) == progress.digest), None)
         if not same:
             return None

@@ -100,23 +100,23 @@ class BestFit:
         return plan_best_fit(np.asarray(self.split.starts), self.split.tokens, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        stream, mark, room = self.split.stream, self.split.end_of_text, self.context_length
-        tokens_BxT1 = np.full((len(rows_B), room + 1), mark, np.int32)
-        targets_BxT = np.full((len(rows_B), room), mark, np.int32)
-        segment_ids_BxT = np.zeros((len(rows_B), room), np.int32)
+        stream, end_of_text, context_length = self.split.stream, self.split.end_of_text, self.context_length
+        tokens_BxT1 = np.full((len(rows_B), context_length + 1), end_of_text, np.int32)
+        targets_BxT = np.full((len(rows_B), context_length), end_of_text, np.int32)
+        segment_ids_BxT = np.zeros((len(rows_B), context_length), np.int32)
         for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segment_ids_BxT, rows_B):
             first, last = self._plan.first_piece[row:row + 2]
-            place = 0
+            offset = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
                 # `text` is one token longer than the piece, because it includes the target of the piece's last token:
                 # the next token if the document is cut here, else the end-of-text that begins the next document. At
                 # the end of the split no token follows, and the target keeps its initial value, end-of-text.
                 text = stream[start:start + length + 1]
-                tokens[place:place + len(text)] = text
-                targets[place:place + len(text) - 1] = text[1:]
-                segments[place:place + length] = number
-                place += length
+                tokens[offset:offset + len(text)] = text
+                targets[offset:offset + len(text) - 1] = text[1:]
+                segments[offset:offset + length] = number
+                offset += length
         return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, segment_ids_BxT > 0, targets_BxT)
 
 
@@ -131,8 +131,8 @@ class BestFitPlan(NamedTuple):
     first_piece: np.ndarray  # (rows + 1,), index of each row's first piece; last entry: number of pieces
 
 
-def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
-    """Returns the assignment of documents to rows of `room` tokens by best-fit decreasing.
+def plan_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> BestFitPlan:
+    """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
     The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
     The longest pieces are placed first, each into the row where it leaves the least room. Among equally full rows, the
@@ -140,42 +140,42 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, room: int) -> BestFitPlan:
     over lengths, not over pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
-    pieces_D = -(-lengths_D // room)
+    pieces_D = -(-lengths_D // row_length)
     document = np.repeat(np.arange(len(starts_D)), pieces_D)
     part = np.arange(len(document)) - np.repeat(np.cumsum(pieces_D) - pieces_D, pieces_D)
-    starts = starts_D[document] + part * room
-    lengths = np.minimum(lengths_D[document] - part * room, room)
+    starts = starts_D[document] + part * row_length
+    lengths = np.minimum(lengths_D[document] - part * row_length, row_length)
 
     by_length = np.argsort(-lengths, kind="stable")
-    negative = -lengths[by_length]  # ascending, for searchsorted
+    negative_lengths = -lengths[by_length]  # ascending, for searchsorted
     row_of = np.empty(len(lengths), np.int64)  # row of each piece, in the order of by_length
-    with_room = {}  # number of tokens that still fit → rows with this much room
+    rows_by_room = {}  # number of tokens that still fit → rows with this much room
     num_rows = first = 0
-    while first < len(negative):
-        length = -int(negative[first])
-        last = int(np.searchsorted(negative, -length, side="right"))
+    while first < len(negative_lengths):
+        length = -int(negative_lengths[first])
+        last = int(np.searchsorted(negative_lengths, -length, side="right"))
         while first < last:
-            fitting = min((left for left in with_room if left >= length), default=None)
+            fitting = min((room for room in rows_by_room if room >= length), default=None)
             if fitting is None:
-                each = room // length
-                rows = np.arange(num_rows, num_rows - (-(last - first) // each))
+                pieces_per_row = row_length // length
+                rows = np.arange(num_rows, num_rows - (-(last - first) // pieces_per_row))
                 num_rows += len(rows)
-                left = room
+                room = row_length
             else:
-                left, rows = fitting, with_room.pop(fitting)
-                each = left // length
-                used = -(-(last - first) // each)
+                room, rows = fitting, rows_by_room.pop(fitting)
+                pieces_per_row = room // length
+                used = -(-(last - first) // pieces_per_row)
                 if used < len(rows):
-                    with_room[left] = rows[used:]
+                    rows_by_room[room] = rows[used:]
                     rows = rows[:used]
-            count = min(last - first, len(rows) * each)
-            row_of[first:first + count] = np.repeat(rows, each)[:count]
+            count = min(last - first, len(rows) * pieces_per_row)
+            row_of[first:first + count] = np.repeat(rows, pieces_per_row)[:count]
             first += count
-            in_last = count - (len(rows) - 1) * each
-            for taken, some in ((each, rows[:-1]), (in_last, rows[-1:])):
-                if len(some) and left > taken * length:
-                    rest = left - taken * length
-                    with_room[rest] = np.concatenate([with_room.get(rest, some[:0]), some])
+            pieces_in_last = count - (len(rows) - 1) * pieces_per_row
+            for pieces, filled in ((pieces_per_row, rows[:-1]), (pieces_in_last, rows[-1:])):
+                if len(filled) and room > pieces * length:
+                    remaining = room - pieces * length
+                    rows_by_room[remaining] = np.concatenate([rows_by_room.get(remaining, filled[:0]), filled])
     by_row = np.argsort(row_of, kind="stable")
     order = by_length[by_row]
     first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))

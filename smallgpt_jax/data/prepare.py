@@ -155,13 +155,14 @@ def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: d
     if made_from["tokenizer"].startswith("sentencepiece:"):
         log(f"training the tokenizer {made_from['tokenizer']} on {made_from['source']}")
     try:
-        tokenizer, learned = make_tokenizer(made_from["tokenizer"], parts, rules, made_from["validation_fraction"])
+        tokenizer, tokenizer_text_end = make_tokenizer(
+            made_from["tokenizer"], parts, rules, made_from["validation_fraction"])
     except UserError:
         shutil.rmtree(partial)
         raise
     tokenizers.save(tokenizer, partial / "tokenizer")
     empty = dict(tokens=0, documents=0, text_bytes=0)
-    return tokenizer, Journal(identity, learned, Progress(
+    return tokenizer, Journal(identity, tokenizer_text_end, Progress(
         Place(), Digest().hexdigest(), 0.0, {}, {name: empty for name in SPLITS}))
 
 
@@ -199,17 +200,17 @@ def remove_partial(partial: Path, log) -> None:
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
     """Returns the tokenizer, and the `Place` up to which its training has read the source (None: the whole source)."""
-    learned = Place()
+    tokenizer_text_end = Place()
 
     def texts() -> Iterator[str]:
-        nonlocal learned
+        nonlocal tokenizer_text_end
         for batch in document_batches(parts, rules):
-            learned = batch.place
+            tokenizer_text_end = batch.place
             yield from (text for text in batch.texts if not is_validation(text, validation_fraction))
-        learned = None
+        tokenizer_text_end = None
 
     tokenizer = tokenizers.from_spec(spec, texts())
-    return tokenizer, learned
+    return tokenizer, tokenizer_text_end
 
 
 def is_validation(text: str, fraction: float) -> bool:

@@ -120,21 +120,22 @@ def not_utf8(path: Path, byte: int, line: int) -> UserError:
                      "--config.data.invalid_utf8=replace")
 
 
-def split_passages(pieces: Iterator[str], most: int) -> Iterator[str]:
-    """Splits a text, the concatenation of `pieces`, into documents of at most `most` characters.
+def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
+    """Splits a text, the concatenation of `pieces`, into documents of at most `max_characters` characters.
 
     Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
     in the validation split. Splitting costs one additional end-of-text token per document. `sources.open_source` sets
-    `most` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources also
-    become about a hundred documents.
+    `max_characters` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources
+    also become about a hundred documents.
     """
     text = ""
     for piece in pieces:
         text, start = text + piece, 0
-        while len(text) - start > most:
-            half = start + most // 2
-            cuts = (text.rfind(mark, half, start + most) + len(mark) for mark in ("\n\n", "\n", " "))
-            end = next((cut for cut in cuts if cut > half), start + most)
+        while len(text) - start > max_characters:
+            half = start + max_characters // 2
+            cuts = (text.rfind(separator, half, start + max_characters) + len(separator)
+                    for separator in ("\n\n", "\n", " "))
+            end = next((cut for cut in cuts if cut > half), start + max_characters)
             yield text[start:end]
             start = end
         text = text[start:]

@@ -210,7 +210,7 @@ def load(folder: Path) -> Tokenizer:
     if "tokenizer.model" in files:
         return read_sentencepiece(files["tokenizer.model"])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
-    pair = [files.get(ours) or files.get(theirs) for ours, theirs in GPT2_FILES.items()]
+    pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
     if not all(pair):
         raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), or vocab.json and "
                         "merges.txt (GPT-2), or encoder.json and vocab.bpe (GPT-2)")

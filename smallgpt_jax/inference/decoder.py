@@ -87,15 +87,15 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
         The sampled tokens, (B, MAX_STEPS) int32. Only the first `steps` columns are valid.
     """
     def step(i, carried):
-        cache, seen_BxV, token_B, drawn_BxN = carried
+        cache, seen_BxV, token_B, sampled_BxN = carried
         cache, seen_BxV, token_B, _ = decode_step(
             weights, cache, seen_BxV, token_B[:, None], start_B + i * count_B, count_B, seed,
             stream_Bx2.at[:, 1].add(jnp.uint32(i)), sampling, **settings)
-        return cache, seen_BxV, token_B, drawn_BxN.at[:, i].set(token_B)
+        return cache, seen_BxV, token_B, sampled_BxN.at[:, i].set(token_B)
 
-    drawn_BxN = jnp.zeros((len(token_B), MAX_STEPS), jnp.int32)
-    cache, seen_BxV, _, drawn_BxN = jax.lax.fori_loop(0, steps, step, (cache, seen_BxV, token_B, drawn_BxN))
-    return cache, seen_BxV, drawn_BxN
+    sampled_BxN = jnp.zeros((len(token_B), MAX_STEPS), jnp.int32)
+    cache, seen_BxV, _, sampled_BxN = jax.lax.fori_loop(0, steps, step, (cache, seen_BxV, token_B, sampled_BxN))
+    return cache, seen_BxV, sampled_BxN
 
 
 @jax.jit
@@ -200,11 +200,11 @@ class DecodeSession:
         tokens_BxT = np.zeros((len(new), 1 if longest == 1 else bucket(longest, context)), np.int32)
         for padded, row in zip(tokens_BxT, new):
             padded[:len(row)] = row
-        self._cache, self._seen, drawn_B, self._logits = decode_step(
+        self._cache, self._seen, sampled_B, self._logits = decode_step(
             self.weights, self._cache, seen_BxV, tokens_BxT, self._cached, counts, self._seed, streams,
             sampling, **self._static_arguments())
         self._cached = self._cached + counts
-        return drawn_B, self._logits
+        return sampled_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
         """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32.
@@ -220,11 +220,11 @@ class DecodeSession:
             return np.asarray(self.sample(sampling))[:, None]
         self.reserve(steps - 1)
         token_B = np.array([row[0] if row else 0 for row in new], np.int32)
-        self._cache, self._seen, drawn_BxN = decode_steps(
+        self._cache, self._seen, sampled_BxN = decode_steps(
             self.weights, self._cache, self._seen_tokens(sampling), token_B, self._cached, counts, steps,
             self._seed, streams, sampling, **self._static_arguments())
         self._cached, self._logits = self._cached + steps * counts, None
-        return np.asarray(drawn_BxN)[:, :steps]
+        return np.asarray(sampled_BxN)[:, :steps]
 
     def cache_bytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self._cache))

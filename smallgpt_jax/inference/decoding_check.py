@@ -43,15 +43,15 @@ def largest_difference(model: models.LanguageModel, params, model_state) -> tupl
     a cache.
     """
     context, vocab_size = model.config.context_length, model.config.vocab_size
-    ends = sorted({min(int(end), context) for end in np.cumsum(CALLS)})
-    tokens = np.random.default_rng(0).integers(0, vocab_size, ends[-1]).tolist()
+    lengths = sorted({min(int(length), context) for length in np.cumsum(CALLS)})
+    tokens = np.random.default_rng(0).integers(0, vocab_size, lengths[-1]).tolist()
     full_TxV = np.asarray(jax.jit(model.apply)({"params": params, "state": model_state}, np.array([tokens])))[0]
     session = decoder.DecodeSession(model, layout.pack(model, params, model_state), vocab_size, [tokens])
     differences = []
-    for end in ends:
-        session.ids = [tokens[:end]]
+    for length in lengths:
+        session.ids = [tokens[:length]]
         _, logits_BxV = session.sample_with_logits(Sampling(temperature=None))
-        differences.append(np.abs(logits_BxV[0] - full_TxV[end - 1]).max())
+        differences.append(np.abs(logits_BxV[0] - full_TxV[length - 1]).max())
     if not np.isfinite(full_TxV).all():  # the logits of a diverged run cannot be compared
         return 0.0, True
     return float(np.max(differences) / np.abs(full_TxV).max()), session.cache_bytes() > 0

@@ -80,10 +80,10 @@ class TextModel:
         detokenizers = [Detokenizer(self.tokenizer, stop, row, prompt) for row, prompt in zip(session.ids, prompts)]
         left = max_new_tokens
         while left and not all(detokenizer.is_done for detokenizer in detokenizers):
-            drawn_BxN = session.sample_steps(sampling, left)
-            left -= drawn_BxN.shape[1]
-            for row, detokenizer, drawn in zip(session.ids, detokenizers, drawn_BxN.tolist()):
-                for token in drawn:
+            sampled_BxN = session.sample_steps(sampling, left)
+            left -= sampled_BxN.shape[1]
+            for row, detokenizer, tokens in zip(session.ids, detokenizers, sampled_BxN.tolist()):
+                for token in tokens:
                     if not detokenizer.is_done:
                         detokenizer.add(token)
                     if not detokenizer.is_done:
@@ -134,19 +134,19 @@ class TextModel:
         """
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
-        drawn_B = session.sample(sampling) if max_new_tokens else None
+        sampled_B = session.sample(sampling) if max_new_tokens else None
         for left in reversed(range(max_new_tokens)):
-            token = int(drawn_B[0])
+            token = int(sampled_B[0])
             if token == self.tokenizer.end_of_text:
                 break
             session.ids[0].append(token)
             if left and not stop:  # compute the next token while the caller handles this one
-                drawn_B = session.sample(sampling)
+                sampled_B = session.sample(sampling)
             yield detokenizer.add(token)
             if detokenizer.is_done:
                 break
             if left and stop:
-                drawn_B = session.sample(sampling)
+                sampled_B = session.sample(sampling)
         yield detokenizer.flush()
 
 

@@ -253,16 +253,16 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
     numbers = []
 
-    def generate(draw):
+    def generate(sample_more):
         texts = session(model, params, random_rows(model, [1, 5]), seed=3)
         texts.reserve(30)
         tokens = [[], []]
         while (left := 30 - len(tokens[0])) > 0:
-            drawn_BxN = draw(texts, left)
-            numbers.append(len(drawn_BxN[0]))
-            for row, so_far, drawn in zip(texts.ids, tokens, drawn_BxN):
-                so_far += drawn
-                row += drawn
+            sampled_BxN = sample_more(texts, left)
+            numbers.append(len(sampled_BxN[0]))
+            for row, so_far, sampled in zip(texts.ids, tokens, sampled_BxN):
+                so_far += sampled
+                row += sampled
         assert texts.dropped > 0
         return tokens
 
@@ -288,11 +288,11 @@ def test_finished_rows_do_not_disturb_the_others():
     together = session(model, params, rows)
     numbers = []
     while len(together.ids[0]) < 16:
-        drawn_BxN = together.sample_steps(GREEDY, 16 - len(together.ids[0])).tolist()
-        numbers.append(len(drawn_BxN[0]))
+        sampled_BxN = together.sample_steps(GREEDY, 16 - len(together.ids[0])).tolist()
+        numbers.append(len(sampled_BxN[0]))
         ends = {1: 8, 2: CONTEXT}  # row → length at which it ends
-        for i, (row, drawn) in enumerate(zip(together.ids, drawn_BxN)):
-            row += drawn[:max(0, ends.get(i, CONTEXT) - len(row))]
+        for i, (row, sampled) in enumerate(zip(together.ids, sampled_BxN)):
+            row += sampled[:max(0, ends.get(i, CONTEXT) - len(row))]
     while len(alone.ids[0]) < 16:
         alone.ids[0].append(int(alone.sample(GREEDY)[0]))
     assert together.ids[0] == alone.ids[0]

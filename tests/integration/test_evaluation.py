@@ -119,10 +119,10 @@ def test_generates_until_the_first_stop_string(gpt):
     assert texts == [text.split(first)[0].split(second)[0] for text in expected]
     sampling = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 0}
     again = [request("generate_until", "the cat", sampling)] * 4
-    drawn = lm.generate_until(again)
-    assert len(set(drawn)) == 4 and lm.generate_until(again) == drawn
+    sampled = lm.generate_until(again)
+    assert len(set(sampled)) == 4 and lm.generate_until(again) == sampled
     lm._seed = 5
-    assert not set(lm.generate_until(again)) & set(drawn)
+    assert not set(lm.generate_until(again)) & set(sampled)
     with pytest.raises(UserError, match="num_beams not supported; use do_sample, max_gen_toks"):
         lm.generate_until([request("generate_until", "a", {"until": [], "num_beams": 4})])
 

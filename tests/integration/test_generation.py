@@ -133,9 +133,9 @@ def test_text_continues_past_the_context(model):
     while len(text.ids[0]) <= 32:
         text.ids[0].append(int(text.sample(GREEDY)[0]))
     rest = text.ids[0][-16:]
-    drawn = int(text.sample(GREEDY)[0])
+    sampled = int(text.sample(GREEDY)[0])
     assert text.ids[0] == rest and text.dropped == 17
-    assert drawn == int(decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0])
+    assert sampled == int(decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0])
     assert len(model.generate("the cat sat ", 50, temperature=0)) == 50
 
 

@@ -21,7 +21,7 @@ from smallgpt_jax.output import best_effort
 LOSSES = [5 / step for step in range(1, 21)]
 
 
-def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> Logger:
+def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list[float] | None:
     """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
 
     Returns the list of losses that had not yet been logged when step 15 was saved, or None if `first_step` is not 0.

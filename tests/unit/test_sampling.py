@@ -34,9 +34,9 @@ def test_filters_match_the_formulas(settings, expected):
 def test_samples_have_the_distribution():
     logits = jnp.tile(jnp.array([[1.0, 0.0, -1.0, 2.0]]), (20_000, 1))
     keys = jax.random.split(jax.random.key(0), 20_000)
-    drawn = np.bincount(sample(logits, None, Sampling(temperature=0.5), keys), minlength=4) / 20_000
+    frequencies = np.bincount(sample(logits, None, Sampling(temperature=0.5), keys), minlength=4) / 20_000
     expected = np.exp([2, 0, -2, 4]) / np.exp([2, 0, -2, 4]).sum()
-    np.testing.assert_allclose(drawn, expected, atol=0.01)
+    np.testing.assert_allclose(frequencies, expected, atol=0.01)
 
 
 def test_settings_without_effect_become_none():

@@ -128,27 +128,27 @@ def is_single_process() -> bool:
     return jax.process_count() == 1
 
 
-def start_any_process(is_so: bool) -> jax.Array:
-    """Starts to compute whether `is_so` is true in any process (collective).
+def start_any_process(condition: bool) -> jax.Array:
+    """Starts to compute whether `condition` is true in any process (collective).
 
     On accelerators, returns before the result is computed; bool() of the result waits for it.
     """
-    shardings, program = _any_program()
-    logged = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), is_so))
+    shardings, program = _compiled_any()
+    conditions = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), condition))
     # On CPUs, wait here, because programs on simulated devices can deadlock (see program.Program.runnable).
-    return jax.block_until_ready(program(logged)) if jax.default_backend() == "cpu" else program(logged)
+    return jax.block_until_ready(program(conditions)) if jax.default_backend() == "cpu" else program(conditions)
 
 
 @functools.cache
-def _any_program():
+def _compiled_any():
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     return (NamedSharding(mesh, PartitionSpec("all")),
             jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())))
 
 
-def any_process(is_so: bool) -> bool:
-    """Returns whether `is_so` is true in any process (collective)."""
-    return is_so if is_single_process() else bool(start_any_process(is_so))
+def any_process(condition: bool) -> bool:
+    """Returns whether `condition` is true in any process (collective)."""
+    return condition if is_single_process() else bool(start_any_process(condition))
 
 
 def run_on_primary(action: Callable[[], None]) -> None:
@@ -156,15 +156,15 @@ def run_on_primary(action: Callable[[], None]) -> None:
 
     If `action` raises an error, all processes raise an error.
     """
-    problem = None
+    failure = None
     try:
         if is_primary():
             action()
     except Exception as error:
-        problem = error
-    failed, = broadcast_from_primary((problem is not None,))
+        failure = error
+    failed, = broadcast_from_primary((failure is not None,))
     if failed:
-        raise problem or UserError("process 0 has failed; see its message")
+        raise failure or UserError("process 0 has failed; see its message")
 
 
 def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -87,9 +87,9 @@ def train_step(
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     total = batch.tokens_BxT1[:, 1:].size if batch.loss_mask_BxT is None else jnp.sum(batch.loss_mask_BxT)
 
-    def part_loss(params, model_state, index, part):
+    def microbatch_loss(params, model_state, index, microbatch):
         loss, collections = weighted_loss(
-            params, model_state, model, part, target_weights(part, total), loss_chunks, z_loss=z_loss,
+            params, model_state, model, microbatch, target_weights(microbatch, total), loss_chunks, z_loss=z_loss,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
         # Each sown loss is a mean over one microbatch. Losses are summed over microbatches, so the mean over the batch
         # needs this division.
@@ -97,26 +97,27 @@ def train_step(
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))
 
-    def add_part(carry, indexed_part):
+    def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
-        (loss, (model_state, metrics)), gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.params, model_state, *indexed_part)
+        (loss, (model_state, metrics)), gradients = jax.value_and_grad(microbatch_loss, has_aux=True)(
+            state.params, model_state, *indexed_microbatch)
         return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), metrics
 
     zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-    parts = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
-    ((loss, gradients), model_state), sown = jax.lax.scan(add_part, (zero, state.model_state), parts)
+    indexed_microbatches = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
+    ((loss, gradients), model_state), sown = jax.lax.scan(
+        add_microbatch, (zero, state.model_state), indexed_microbatches)
 
     grad_norm = optax.tree.norm(gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     updated = (optax.apply_updates(state.params, updates), opt_state, model_state)
-    is_made = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     params, opt_state, model_state = jax.tree.map(
-        lambda new, old: jnp.where(is_made, new, old), updated, (state.params, state.opt_state, state.model_state))
+        lambda new, old: jnp.where(is_applied, new, old), updated, (state.params, state.opt_state, state.model_state))
     # The number of updates applied so far; skipped updates do not advance the schedule.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
-               "is_finite": is_made & all_finite(params), "skipped": state.step + 1 - count - is_made,
+               "is_finite": is_applied & all_finite(params), "skipped": state.step + 1 - count - is_applied,
                **jax.tree.map(jnp.mean, sown)}
     return TrainState(state.step + 1, params, opt_state, model_state), metrics
 
@@ -136,7 +137,7 @@ def sown_metrics(collection) -> dict[str, jax.Array]:
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
         values.setdefault(name, []).append(jnp.mean(value))
-    return {name: jnp.mean(jnp.stack(each)) for name, each in values.items()}
+    return {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):
@@ -144,8 +145,8 @@ def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches:
 
     The batch is split into `microbatches`, as in training, to limit the memory of activations.
     """
-    def add_part(sums, part):
-        loss, _ = weighted_loss(params, model_state, model, part, target_weights(part, 1), loss_chunks)
-        return (sums[0] + loss, sums[1] + jnp.sum(part.loss_mask_BxT)), None
+    def add_microbatch(sums, microbatch):
+        loss, _ = weighted_loss(params, model_state, model, microbatch, target_weights(microbatch, 1), loss_chunks)
+        return (sums[0] + loss, sums[1] + jnp.sum(microbatch.loss_mask_BxT)), None
 
-    return jax.lax.scan(add_part, (jnp.float32(0), jnp.int32(0)), split_microbatches(batch, microbatches))[0]
+    return jax.lax.scan(add_microbatch, (jnp.float32(0), jnp.int32(0)), split_microbatches(batch, microbatches))[0]

@@ -46,23 +46,24 @@ def fallback_messages(program: Program) -> list[str]:
     """
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(
-        f"attention with head width {layers.head_width} uses plain XLA: {layers.why}"
+        f"attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
         for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
-        if layers.why)
+        if layers.fallback_reason)
     return [*undivided, *fallbacks]
 
 
-def compilation_message(needs, seconds: float) -> str:
+def compilation_message(memory_stats, seconds: float) -> str:
     """Returns the compilation time and the memory per device of the training step."""
-    return (f"compiled in {seconds:.0f} s; memory per device: {memory.format_bytes(needs.argument_size_in_bytes)} for "
-            f"state and batch, {memory.format_bytes(needs.temp_size_in_bytes)} temporary")
+    return (f"compiled in {seconds:.0f} s; memory per device: "
+            f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
+            f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
 
 
-def session_facts(program: Program, pipeline: DataPipeline, needs, first_step: int) -> dict:
+def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
     """Returns the fields that sessions.jsonl records for this session."""
     return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
-            "devices": program.mesh.size, "argument_bytes": needs.argument_size_in_bytes,
-            "temp_bytes": needs.temp_size_in_bytes, "padding": pipeline.train.padding}
+            "devices": program.mesh.size, "argument_bytes": memory_stats.argument_size_in_bytes,
+            "temp_bytes": memory_stats.temp_size_in_bytes, "padding": pipeline.train.padding}
 
 
 def peak_tokens_per_second(program: Program) -> float | None:

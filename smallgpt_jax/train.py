@@ -76,9 +76,9 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     started = time.monotonic()
     train_step, eval_step = program.compile_train_step(), program.compile_eval_step()
-    needs = train_step.memory_analysis()
-    print(summary.compilation_message(needs, time.monotonic() - started), flush=True)
-    run_folder.append_session(folder, summary.session_facts(program, pipeline, needs, first_step))
+    memory_stats = train_step.memory_analysis()
+    print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
+    run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
 
     logger = Logger(
         folder, first_step, progress, log_every=config.train.log_every, tokens_per_step=pipeline.tokens_per_step,

@@ -91,10 +91,10 @@ def estimate(program: "Program") -> Estimate:
             compile_seconds=time.monotonic() - started)
     eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, state)
     seconds = time.monotonic() - started
-    needs = step.memory_analysis()
+    memory_stats = step.memory_analysis()
     return Estimate(
-        **known, argument_bytes=needs.argument_size_in_bytes, temp_bytes=needs.temp_size_in_bytes,
-        needed_bytes=total_bytes(needs), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
+        **known, argument_bytes=memory_stats.argument_size_in_bytes, temp_bytes=memory_stats.temp_size_in_bytes,
+        needed_bytes=total_bytes(memory_stats), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
         **(estimate_speed(text, config.model.context_length, chip, per_token * tokens / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
@@ -135,19 +135,19 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
     """
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
-        needs = program.compile_eval_step().memory_analysis()
+        memory_stats = program.compile_eval_step().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
-    return needs.temp_size_in_bytes, total_bytes(needs) + optimizer_bytes
+    return memory_stats.temp_size_in_bytes, total_bytes(memory_stats) + optimizer_bytes
 
 
-def total_bytes(needs) -> int:
+def total_bytes(memory_stats) -> int:
     """Returns the total bytes of a program's arguments, of its temporaries, and of its results that alias no argument.
 
-    `needs` is the program's `memory_analysis()`.
+    `memory_stats` is the program's `memory_analysis()`.
     """
-    return (needs.argument_size_in_bytes + needs.temp_size_in_bytes
-            + needs.output_size_in_bytes - needs.alias_size_in_bytes)
+    return (memory_stats.argument_size_in_bytes + memory_stats.temp_size_in_bytes
+            + memory_stats.output_size_in_bytes - memory_stats.alias_size_in_bytes)
 
 
 # The TPU compiler's two error messages for a program that does not fit into memory.
@@ -211,7 +211,7 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
             * max(head_width, 128) / chip.flops)
 
 
-def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log: Callable[[str], None]) -> int:
+def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:
     """Returns the largest batch size with which training and evaluation fit into `hbm` bytes per device.
 
     To compile few programs, the search interpolates the memory linearly between a batch size that fits and one that
@@ -219,14 +219,14 @@ def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log
 
     Args:
       build: returns the program for a batch size.
-      parts: number that must divide the batch size.
+      divisor: number that must divide the batch size.
       hbm: memory per device in bytes.
       log: called with one line of text for each batch size that is tried.
     """
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
-        result = estimate(build(sequences * parts))
+        result = estimate(build(sequences * divisor))
         needed[sequences] = result.peak_bytes
         log(f"  {sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
@@ -243,4 +243,4 @@ def largest_batch(build: Callable[[int], "Program"], parts: int, hbm: float, log
         guess = low + int((hbm - needed[low]) / slope) if slope > 0 else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * parts
+    return low * divisor

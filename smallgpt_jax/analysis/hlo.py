@@ -45,7 +45,7 @@ class Instruction:
         return found[1] if found else self.line
 
     @property
-    def scatters(self) -> bool:
+    def is_reduce_scatter(self) -> bool:
         """Whether the instruction is a TPU's fusion of an all-reduce and a slice, that is, a reduce-scatter."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
@@ -90,7 +90,7 @@ class Program:
             # An asynchronous collective is counted at its "-done" instruction, because the result of its "-start"
             # instruction also includes the operands.
             kind = instruction.opcode.removesuffix("-done")
-            if instruction.scatters:
+            if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES:
                 channels[instruction.channel] = kind, times, times * instruction.result_bytes
@@ -123,20 +123,20 @@ class Program:
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
             for called in instruction.calls:
-                if instruction.scatters:
+                if instruction.is_reduce_scatter:
                     continue
                 if instruction.opcode == "while":
-                    yield from self.executed(fused, called, times * self.trips(instruction))
+                    yield from self.executed(fused, called, times * self.trip_count(instruction))
                 elif fused or instruction.opcode != "fusion":
                     yield from self.executed(fused, called, times)
 
-    def trips(self, loop: Instruction) -> int:
+    def trip_count(self, loop: Instruction) -> int:
         """Returns the number of iterations of a loop.
 
         It is read from the compiler's annotation or, if there is none, from the constant in the loop's condition.
         """
-        if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
-            return int(noted[1])
+        if annotation := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+            return int(annotation[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]
         bounds = [re.search(r"constant\((\d+)\)", i.line) for i in self.computations[condition]]
         return max((int(bound[1]) for bound in bounds if bound), default=1)

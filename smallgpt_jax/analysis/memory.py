@@ -86,8 +86,8 @@ def format_bytes(size: float) -> str:
 class AttentionLayers:
     """A group of identical attention layers.
 
-    `count` is the number of layers per device, `backend` the backend that computes them, and `why` the reason for a
-    fallback to this backend ("" if it is not a fallback).
+    `count` is the number of layers per device, `backend` the backend that computes them, and `fallback_reason` the
+    reason for a fallback to this backend ("" if it is not a fallback).
     """
 
     count: int
@@ -96,7 +96,7 @@ class AttentionLayers:
     head_width: int
     window: int
     backend: str
-    why: str
+    fallback_reason: str
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
@@ -109,12 +109,13 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         if "qkv" not in sizes or "embed" not in sizes:
             continue
         window = windows.get(tuple(key.key for key in path[:-2]), 0)
-        backend, why = select_backend(
+        backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
             dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi")
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
-        found.append(AttentionLayers(count, sizes["embed"], heads, sizes["head_width"], window, backend, why))
+        found.append(AttentionLayers(
+            count, sizes["embed"], heads, sizes["head_width"], window, backend, fallback_reason))
     return found
 
 
@@ -141,17 +142,17 @@ def components(model: LanguageModel) -> dict[str, int]:
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
-        part = part_of([re.sub(r"_\d+$", "", key.key) for key in path])
-        counts[part] = counts.get(part, 0) + x.size
-    return {part: count for part, count in counts.items() if count}
+        component = component_of([re.sub(r"_\d+$", "", key.key) for key in path])
+        counts[component] = counts.get(component, 0) + x.size
+    return {component: count for component, count in counts.items() if count}
 
 
-def part_of(names: list[str]) -> str:
+def component_of(names: list[str]) -> str:
     """Returns the component that a parameter belongs to, given the names on its path in the parameter tree."""
-    parts = {"token_embedding": "token embedding", "position_embedding": "position embedding",
+    components = {"token_embedding": "token embedding", "position_embedding": "position embedding",
              "attention": "attention", "mlp": "MLP", "head": "head"}
-    if part := next((parts[name] for name in names if name in parts), None):
-        return part
+    if component := next((components[name] for name in names if name in components), None):
+        return component
     if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
         return "LayerNorms"
     if not {"paths", "path_logits", "compress"}.isdisjoint(names):  # of pgpt, lgpt and cgpt

@@ -15,7 +15,7 @@ __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstrac
            "build", "field_names", "find_architecture", "num_parameters", "upgrade_fields"]
 
 # Fields that only some architectures have. Older versions stored these fields as null for all other architectures.
-ONCE_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
+FORMERLY_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 
 
 def build(**fields) -> LanguageModel:
@@ -29,13 +29,13 @@ def build(**fields) -> LanguageModel:
 def upgrade_fields(fields: dict) -> dict:
     """Returns the `model` group of an older version's config, converted to the current format.
 
-    Missing fields get the values that match the older version's behavior. Fields in ONCE_NULL are dropped if they are
-    null.
+    Missing fields get the values that match the older version's behavior. Fields in FORMERLY_NULL are dropped if they
+    are null.
     """
-    later = {field.name: field.default for field in dataclasses.fields(ModelConfig)
-             if field.default is not dataclasses.MISSING}
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)
+                if field.default is not dataclasses.MISSING}
     if fields.get("architecture") == "pgpt":
-        later["path_weights"] = "learned"
-    kept = {name: value for name, value in fields.items() if value is not None or name not in ONCE_NULL}
-    upgraded = later | kept
+        defaults["path_weights"] = "learned"
+    kept = {name: value for name, value in fields.items() if value is not None or name not in FORMERLY_NULL}
+    upgraded = defaults | kept
     return upgraded | {"attention_windows": tuple(upgraded["attention_windows"])}  # a list in JSON

@@ -19,7 +19,7 @@ from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.pgpt import PGPT
 
-PARTS = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
+CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 BUILT_IN = tuple(ARCHITECTURES.values())  # architectures whose decoding is not checked when a model is loaded
@@ -73,7 +73,7 @@ def make_config(**fields) -> ModelConfig:
     if missing := [name for name in required if name not in fields]:
         raise UserError(f"config.model.{missing[0]}: {architecture} needs a value for this field; set it")
     config = config_class(**fields)
-    for field, table in PARTS.items():
+    for field, table in CHOICES.items():
         config.validate_choice(field, table)
     config.validate()
     if config.tie_embeddings and config.output_width != config.d_model:

@@ -92,8 +92,8 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
         return stack_equal_blocks(block(configs[0], name=name), len(configs), context)
     if pattern < len(configs):
         return stack_equal_blocks(Pattern(tuple(configs[:pattern]), block, name=name), len(configs) // pattern, context)
-    runs = Runs(tuple(configs), block, name=name)
-    return lambda x_BxTxD: runs(x_BxTxD, context)
+    block_runs = BlockRuns(tuple(configs), block, name=name)
+    return lambda x_BxTxD: block_runs(x_BxTxD, context)
 
 
 class Pattern(nn.Module):
@@ -113,7 +113,7 @@ class Pattern(nn.Module):
         return x_BxTxD
 
 
-class Runs(nn.Module):
+class BlockRuns(nn.Module):
     """Blocks in sequence; each run of consecutive blocks with the same config is one stack."""
 
     configs: tuple[ModelConfig, ...]
@@ -123,8 +123,8 @@ class Runs(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         starts = [i for i, config in enumerate(self.configs) if i == 0 or config != self.configs[i - 1]]
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(self.configs)])):
-            run = self.block(self.configs[start], name=str(number))
-            x_BxTxD = stack_equal_blocks(run, end - start, context)(x_BxTxD)
+            block = self.block(self.configs[start], name=str(number))
+            x_BxTxD = stack_equal_blocks(block, end - start, context)(x_BxTxD)
         return x_BxTxD
 
 

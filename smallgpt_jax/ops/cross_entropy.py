@@ -98,7 +98,7 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: floa
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float):
     # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
     # devices are summed.
-    parts = sharding.num_batch_shards()
+    shards = sharding.num_batch_shards()
     # On CPUs, the accumulated gradient is transposed, because XLA computes products with wide results faster than
     # products with tall results.
     axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
@@ -109,14 +109,14 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
         x_BxCxW = chunk[0]
         loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss)
         d_head += jnp.einsum(
-            f"prv,prw->{axes}", d_logits.reshape(parts, -1, len(head_VxW)),
-            x_BxCxW.reshape(parts, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
+            f"prv,prw->{axes}", d_logits.reshape(shards, -1, len(head_VxW)),
+            x_BxCxW.reshape(shards, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
         d_x = jnp.dot(d_logits, head_VxW).reshape(x_BxCxW.shape)
         return (total + loss, nn.with_logical_constraint(d_head, names)), d_x
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     vocabulary, width = head_VxW.shape
-    shape = (parts, vocabulary, width) if axes == "pvw" else (parts, width, vocabulary)
+    shape = (shards, vocabulary, width) if axes == "pvw" else (shards, width, vocabulary)
     (total, d_head), d_x_NxBxCxW = jax.lax.scan(
         add_chunk, (jnp.float32(0), jnp.zeros(shape, jnp.float32)), chunks)
     d_x = jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape)

@@ -149,8 +149,8 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     small, large = (rows.padding for rows in data.open_mixture(mixture).pack("train", "best_fit", False, 64))
     padding = 0.25 * small + 0.75 * large
     assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
-    needs = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
-    assert summary.session_facts(program, pipeline, needs, 0)["padding"] == pytest.approx(padding)
+    memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
+    assert summary.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(padding)
     message = summary.startup_message(program, pipeline, 0)
     assert "small, best_fit: " in message and "large, best_fit: " in message and "of the documents split" in message
     workdir.initialize(tmp_path, config, pipeline.corpus)

@@ -19,10 +19,10 @@ def test_memory_matches_the_compiled_steps():
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     program = build_program(load_config("gpt", **FIELDS), jax.devices()[:8])
-    needs = program.compile_train_step().memory_analysis()
+    memory_stats = program.compile_train_step().memory_analysis()
     eval_needs = program.compile_eval_step().memory_analysis()
-    assert planned["temp_bytes"] == pytest.approx(needs.temp_size_in_bytes, rel=0.1)
-    assert planned["argument_bytes"] == needs.argument_size_in_bytes
+    assert planned["temp_bytes"] == pytest.approx(memory_stats.temp_size_in_bytes, rel=0.1)
+    assert planned["argument_bytes"] == memory_stats.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
     # An evaluation step reads only the weights. But the optimizer's moments, which are twice as large as the weights,
     # stay in memory.

@@ -2,8 +2,10 @@
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Alternately times N training steps with one checkpoint and N training steps without a checkpoint; N is set by --every.
-Saving the checkpoint starts before the first step, and the time includes the wait until the checkpoint is written.
+Each round has two measurements of N training steps: one with a checkpoint and one without. N is set by --every.
+Before the first step, the benchmark starts to save the checkpoint. The measured time ends when all steps are complete
+and the checkpoint is written.
+
 Prints both times, the relative overhead and, as the last line, a JSON object.
 """
 

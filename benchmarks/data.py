@@ -33,7 +33,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds per measurement; the median 
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of a loader measurement.", lower_bound=0.1)
 
 RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip")
-SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row) of a batch, from the quickstart's to the paper's
+SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row): quickstart, a size in between, paper
 
 
 def median_rate(measure) -> tuple[float, list[float]]:

@@ -3,9 +3,9 @@
     python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
 
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
-lm-evaluation-harness, twice. Only the first evaluation compiles. After each evaluation, runs only the forward passes of
-the same batches. Prints all times in seconds, and their ratios to the mean time of the forward passes. The last line is
-a JSON object.
+lm-evaluation-harness. The evaluation is timed twice; only the first timing includes compilation. After each evaluation,
+the forward passes of the same batches are timed alone. Prints these four times in seconds. Next to each time, prints
+its ratio to the mean of the two times of the forward passes. The last line is a JSON object.
 """
 
 import json

@@ -115,8 +115,8 @@ class Transformers:
 
         layers, heads, width, vocabulary = SIZES[_SIZE.value]
         if jax.default_backend() != "cpu":
-            raise UserError("transformers GPT-2: is measured on the CPU only; set JAX_PLATFORMS=cpu, or name the "
-                            "other models in --only")
+            raise UserError("transformers GPT-2 is measured only on a CPU; set JAX_PLATFORMS=cpu, or set --only to "
+                            "a list of other models")
         self.torch = torch
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()

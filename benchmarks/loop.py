@@ -3,8 +3,8 @@
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
 Each of --rounds rounds has two measurements. The first measures a full run of --steps steps, which reads data and
-writes progress, metrics.jsonl, TensorBoard files and checkpoints. The second measures as many calls of the compiled
-training step alone, always with the same batch.
+writes progress, metrics.jsonl, TensorBoard files and checkpoints. The second measures the same number of
+calls of the compiled training step alone, always with the same batch.
 
 The time of a full run is computed from the speeds that the run logs; the first logged speed is ignored. The logged
 speeds exclude compilation, evaluation and the start of a checkpoint. They include the effect of checkpoints that are

@@ -6,8 +6,8 @@
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
 This project's models run the compiled training step of `train`. They are compared with the peer: `transformers`' GPT-2
-with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. The
-settings of AdamW and gradient clipping are those of our models. On a CPU, the peer runs eagerly. On a GPU, it runs with
+with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. AdamW
+and gradient clipping have the same settings for all models. On a CPU, the peer runs eagerly. On a GPU, it runs with
 `torch.compile` and PyTorch's fused attention.
 
 All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
@@ -87,9 +87,9 @@ def recipes() -> list[ConfigDict]:
 
 
 def resized(recipe: ConfigDict, size: str) -> ConfigDict:
-    """Returns a copy of the recipe for one device, with a constant learning rate and the sizes that `size` names.
+    """Returns a copy of the recipe that trains a model of size `size` on one device, with a constant learning rate.
 
-    `size` is one of SIZES; "recipe" keeps the sizes of the recipe.
+    `size` is one of SIZES. With "recipe", the model has the size that the recipe sets.
     """
     config = recipe.copy_and_resolve_references()
     with config.unlocked():

@@ -41,8 +41,9 @@ def paper() -> ConfigDict:
     model.d_model = 768  # width of the residual stream; in lgpt and cgpt, width of the first stage
     model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
-    model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention. A
-    # short list is repeated: with (256, 0), blocks with a window of 256 alternate with blocks with full attention
+    model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention.
+    # If there are fewer windows than blocks, the windows are repeated: with (256, 0), blocks with a window of 256
+    # alternate with blocks with full attention
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
     model.norm_position = "pre"  # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     model.norm_epsilon = 1e-5  # added to the variance
@@ -51,15 +52,15 @@ def paper() -> ConfigDict:
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".
-    # Except with "learned", models also run beyond context_length and can be trained further with another
-    # context_length (docs/conversion.md)
+    # With "learned", sequences cannot be longer than context_length, and the context_length of a trained model cannot
+    # be changed. The other encodings have neither limit (docs/conversion.md)
     model.rope_base = 10_000.0  # base of RoPE's frequencies, base^(−2i/head width)
     model.use_bias = False  # use biases in blocks, including LayerNorms
     model.tie_embeddings = False  # share one matrix between token embedding and head
     model.dtype = "bfloat16"  # dtype of matrix products and activations: float32 | bfloat16; weights are float32
     model.attention = "auto"  # attention backend: auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
     model.scan_layers = False  # scan over the blocks: compiles faster, but steps are slower and need more memory
-    model.remat = "none"  # rematerialization: "none" | "dots" (saves only matrix products) | "full" (saves nothing)
+    model.remat = "none"  # rematerialization: "none" | "dots" (of all but matrix products) | "full" (of all results)
 
     config.data = data = ConfigDict()
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME |
@@ -103,7 +104,8 @@ def paper() -> ConfigDict:
     train.microbatches = 8  # each batch is computed in this many parts, one after another, in training and evaluation
     train.loss_chunks = 8  # the logits of each sequence are computed in this many parts, one after another; must
     # divide context_length
-    train.z_loss = 0.0  # weight of the z-loss in training, the mean of log(Σ exp(logits))²; 0: none, often 1e-4
+    train.z_loss = 0.0  # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common
+    # weight is 1e-4. The z-loss is added in training, but not in evaluation
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations

@@ -12,8 +12,8 @@ Formats:
     gpt_variations  a .pt file of the paper's released code
     run             another workdir, to train its model further on other text
 
---from writes a workdir. The commands generate, evaluate and convert read it, and main trains its model further with
---config=configs/run.py:WORKDIR.
+With --from, this command writes a workdir. The workdir can be given to smallgpt_jax.generate, smallgpt_jax.evaluate
+and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=configs/run.py:WORKDIR.
 """
 
 import datetime
@@ -40,8 +40,8 @@ _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer. Default: the "
     "tokenizer in the input folder, else GPT-2's. With --to: 'skip' exports without a tokenizer.")
 _STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the checkpoint. Default: the newest.")
-_PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: the paths to export, given as all, best (the "
-                             "path with the largest weight), or indices such as 0,1.")
+_PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: which of the model's parallel paths to export: "
+                             "all, best (the path with the largest weight), or indices such as 0,1.")
 flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir

@@ -79,9 +79,9 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 
 
 def own_fields(architecture: str, fields: dict, **own) -> dict:
-    """Returns all fields of the `model` config group.
+    """Returns all fields of our `model` config group for a model of the paper's released code.
 
-    These are the given fields, and the fields that have the same value in every model of the paper's released code.
+    The arguments are the fields that differ between such models. All other fields have the same values in each of them.
     """
     return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)

@@ -191,7 +191,7 @@ def download_folder(name: str) -> Path:
 
 
 def import_library(name: str):
-    """Imports a library that the pip extra `hf` installs. Raises UserError with the pip command if it is missing."""
+    """Imports a library of the pip extra `hf`. If the library is missing, raises UserError with the pip command."""
     try:
         return import_module(name)
     except ImportError:

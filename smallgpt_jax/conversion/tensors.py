@@ -52,7 +52,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
 
     Raises UserError for missing and unexpected tensors and for wrong shapes. The error message starts with `where`, the
-    path of the imported file. It uses the tensor names of that file, to which `their_name` maps our tensor names.
+    path of the imported file. The message uses this file's tensor names: `their_name(name)` for our tensor `name`.
     """
     wanted = shapes(model)
 
@@ -83,10 +83,11 @@ def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
 
 
 def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
-    """Yields the slots of a subtree at `path` in the parameter tree.
+    """Yields the slots of the subtree at `path` in the parameter tree.
 
-    `index` is the subtree's index in the stacks (of layers or paths) that contain it. `prefix` is the dotted name of
-    the module that contains the subtree, or "" to derive the whole name from `path`.
+    Arrays in this tree can be stacks over the layers, the parallel paths of a pgpt, or both. `index` has one entry for
+    each stack that contains the subtree: the number of the subtree's layer or parallel path. `prefix` is the dotted
+    name of the module that contains the subtree. If `prefix` is "", the tensor names are derived from `path` alone.
     """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
@@ -113,9 +114,10 @@ def dotted(path: tuple[str, ...]) -> str:
 
 
 def tensor_name(leaf: str, name: str) -> str:
-    """Returns PyTorch's name for the parameter `name`, whose last part is `leaf`.
+    """Returns the name that a parameter's tensor has in a PyTorch module.
 
-    The names of kernels, scales and embedding tables end in `weight`.
+    `name` is our dotted name of the parameter, and `leaf` is the last key of its path in the parameter tree. PyTorch's
+    names of kernels, scales and embedding tables end in `weight`.
     """
     if leaf in TABLES:
         return f"{name}.weight"

@@ -119,8 +119,9 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 def check_pickle(program: bytes) -> None:
     """Raises ValueError if a pickle is truncated or has a memo index above the number of preceding opcodes.
 
-    Unpickling such a pickle could allocate too much memory. The unpickler's memo is as long as the largest memo index.
-    Its buffer for a string has the length that the pickle declares, even if the string is truncated.
+    Unpickling such a pickle could allocate too much memory, for two reasons. The unpickler's memo is as long as the
+    largest memo index. To read a string, the unpickler allocates a buffer of the length that the pickle declares, even
+    if the string is truncated.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:

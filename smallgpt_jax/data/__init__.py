@@ -60,8 +60,8 @@ class Corpus:
 def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s describe the same tokens, even if the sources of the tokens differ.
 
-    Compares the fingerprints of the stores. If a store has no fingerprints, because an older version prepared it, all
-    other metadata of the stores is compared instead.
+    Compares the fingerprints of the stores. A store that was prepared by an older version of this project has no
+    fingerprints. In this case, compares all other metadata of the stores instead.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):

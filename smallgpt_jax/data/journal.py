@@ -8,8 +8,8 @@ interruption. The conditions are:
 - The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
   modification time. If the next part was read partially, the items read are compared by a digest. The rest of the
   source may change: for example, lines may be corrected or files added.
-- If the rest of the source has changed, the tokenizer was not trained on any text of this rest. It may have been
-  trained on the text read so far.
+- The tokenizer was trained only on text read so far, or was not trained on the source. This condition is checked only
+  if the source has changed.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class Journal:
     identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
     tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    # The last progress before the part that `latest` is in. Preparation resumes from here if that part has changed.
+    # The last progress recorded before reading reached the part of the source that `latest` is in. If this part has
+    # changed, preparation resumes from `earlier`.
     earlier: Progress | None = None
 
     def add(self, progress: Progress) -> None:

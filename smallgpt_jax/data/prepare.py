@@ -56,8 +56,8 @@ def prepare_store(
             folder as the store.
         workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on this
             number.
-        unfinished: the name of the unfinished store's folder, without ".partial". If "", the folder is named after
-            `folder`.
+        unfinished: the name of the unfinished store's folder, without ".partial". If `unfinished` is "", the name of
+            `folder` is used.
 
     The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
     or if the existing store was made from another source or with other settings.
@@ -88,7 +88,7 @@ def prepare_store(
                 (folder / JOURNAL_FILE).unlink()
     except OSError as error:
         if error.filename and folder.parent not in Path(error.filename).parents:
-            raise  # the file belongs to the source or the tokenizer, not to the store
+            raise  # the file named in the error belongs to the source or the tokenizer, not to the store
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
     return open_matching_store(given_folder, made_from)

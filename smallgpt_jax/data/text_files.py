@@ -58,7 +58,7 @@ def open_binary(path: Path):
 
 
 def decompress(path: Path, raw) -> io.BufferedIOBase:
-    """Returns the open file `raw`. If `path` has a compression suffix, returns a file that decompresses `raw`."""
+    """Returns a file that decompresses the open file `raw`, or `raw` itself if `path` has no compression suffix."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(raw)
@@ -71,7 +71,7 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """If reading the file at `path` fails, raises a UserError whose message begins with `path`."""
+    """Context manager for reading the file at `path`. If reading fails, raises a UserError that begins with `path`."""
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
@@ -124,9 +124,10 @@ def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     """Splits a text, the concatenation of `pieces`, into documents of at most `max_characters` characters.
 
     Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
-    in the validation split. Splitting costs one additional end-of-text token per document. `sources.open_source` sets
-    `max_characters` to about 16 thousand. For sources of 0.1 to 1.6 MB, it sets a smaller value, so that these sources
-    also become about a hundred documents.
+    in the validation split. Splitting costs one additional end-of-text token per document.
+
+    `sources.open_source` sets `max_characters` to about 16 thousand for sources above 1.6 MB. For sources of 0.1 to
+    1.6 MB, it sets one hundredth of the source's size in bytes, so that the source becomes about a hundred documents.
     """
     text = ""
     for piece in pieces:

@@ -79,7 +79,10 @@ def param_shardings(mesh: Mesh, boxed_params):
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the PartitionSpec for logical axes `names`; replicates dimensions that their mesh axes do not divide."""
+    """Returns the PartitionSpec of an array with the given shape, whose axes have the logical names `names`.
+
+    An axis is replicated if its length is not divisible by the number of shards.
+    """
     spec = nn.logical_to_mesh_axes(names, RULES)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
@@ -87,7 +90,7 @@ def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Part
 
 
 def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
-    """Returns one message per weight axis that is replicated because its mesh axis does not divide it."""
+    """Returns one message per weight axis that is replicated because the mesh does not divide it evenly."""
     lines = {}
     for box in jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)):
         ruled = nn.logical_to_mesh_axes(box.names, RULES)

@@ -42,7 +42,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 def fallback_messages(program: Program) -> list[str]:
     """Returns one line per replicated weight axis, and one line per reason why attention layers use plain XLA.
 
-    Weight axes that their mesh axis does not divide are replicated.
+    A weight axis is replicated if the mesh does not divide it evenly.
     """
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(

@@ -32,8 +32,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-# transformers copies the code of exported models into this folder and imports it from there. Each process has its own
-# folder.
+# transformers copies the code of exported models into the folder HF_MODULES_CACHE and imports the code from there. Each
+# process has its own folder.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 

@@ -56,9 +56,10 @@ class Block(nn.Module):
         return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
 
     def add(self, x_BxTxD, norm: nn.Module, f, context: Context):
-        """Returns x plus f of x, with the norm at `config.norm_position`, (B, T, D).
+        """Returns the sum of x and f(x), normalized as `config.norm_position` says, (B, T, D).
 
-        "deepnorm" scales x by α = (2N)^¼, with N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only).
+        "pre" is x + f(norm(x)), "post" is norm(x + f(x)), and "deepnorm" is norm(α·x + f(x)) with α = (2N)^¼, where N
+        is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
         """
         c = self.config
         dropout = nn.Dropout(c.dropout, deterministic=not context.train)

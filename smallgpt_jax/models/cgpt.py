@@ -38,7 +38,8 @@ class CausalConv(nn.Module):
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = self.with_past(x_BxTxD.astype(self.dtype), context)
         y = bias.reshape(1, -1).astype(self.dtype)
-        # This computes matrix products, because three-dimensional products are slower on CPUs (see `Dense`).
+        # Rows and positions are merged into one axis, because three-dimensional products are slower on CPUs than matrix
+        # products (see `Dense`).
         for j in range(self.kernel_size):
             past = padded[:, j:j + time]
             if context.segment_ids_BxT is not None:

@@ -122,10 +122,7 @@ class ModelConfig:
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
-        """Raises UserError if the width of a block, d_model, cannot be combined with the other fields.
-
-        The other fields are num_heads, num_kv_heads, position and mlp_ratio.
-        """
+        """Raises UserError if num_heads, num_kv_heads, position or mlp_ratio is invalid for blocks of width d_model."""
         if self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
         if self.num_heads % self.kv_heads:

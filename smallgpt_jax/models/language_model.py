@@ -57,7 +57,8 @@ class LanguageModel(nn.Module):
         x_BxTxW = self.trunk(x_BxTxD, context)
         if self.config.norm_position == "pre":
             x_BxTxW = self.final_norm(x_BxTxW)
-        # The constraint also applies to the gradient. Without it, XLA's partitioner chooses a slow sharding for it.
+        # The constraint also applies to the gradient. Without the constraint, XLA's partitioner chooses a slow sharding
+        # for the gradient.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):

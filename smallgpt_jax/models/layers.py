@@ -36,9 +36,10 @@ def zeros(*axes: str):
 
 
 def deepnorm_gain(config: ModelConfig) -> float:
-    """Returns the factor of initial weights of MLPs, values and attention outputs: (8N)^−¼ with DeepNorm, otherwise 1.
+    """Returns the factor by which DeepNorm multiplies some initial weights; 1 if the model does not use DeepNorm.
 
-    N is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
+    The factor is (8N)^−¼, where N is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only
+    models). It applies to the weights of MLPs, and to the value and output projections of attention.
     """
     return (8 * config.depth) ** -0.25 if config.norm_position == "deepnorm" else 1.0
 
@@ -47,7 +48,8 @@ def residual_std(config: ModelConfig) -> float:
     """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a pre-norm model of N blocks.
 
     The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
-    section 2.3). Norms after the sum make this unnecessary.
+    section 2.3). If `config.norm_position` is not "pre", a norm follows each sum, and the std is 0.02 times
+    `deepnorm_gain(config)`.
     """
     if config.norm_position == "pre":
         return INIT_STD / math.sqrt(2 * config.num_layers)

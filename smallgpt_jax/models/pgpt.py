@@ -118,7 +118,7 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         return {**variables, "trunk": trunk} if trunk else variables
 
     params, model_state = cut(params), cut(model_state)
-    logits = params["trunk"].pop("path_logits", None)  # does not change the caller's dict, because `cut` has copied it
+    logits = params["trunk"].pop("path_logits", None)  # removed from the copy made by `cut`, not from the caller's dict
     if logits is not None and len(chosen) > 1:
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]

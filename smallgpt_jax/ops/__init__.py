@@ -1,7 +1,9 @@
 """Platform-dependent code, kernels and compiler workarounds. All other code of the models is plain JAX.
 
-Speed of each CPU rewrite relative to its plain form (above 1: the rewrite is faster), at the quickstart's shapes and at
-width 256. Measured with `python benchmarks/ops.py --rounds=11` in float32 on two cores of an AMD EPYC, 2026-11-22:
+Some operations are rewritten to be faster on CPUs. The table shows the speed of each rewrite relative to the plain
+form (above 1: the rewrite is faster). Where there are two numbers per version of JAX, the first is for the quickstart's
+shapes and the second for a model of width 256. Measured with `python benchmarks/ops.py --rounds=11` in float32 on two
+cores of an AMD EPYC, 2026-11-22:
 
     rewrite                                              jax 0.10.2    jax 0.12.0.1
     matmul: tall weight transposed                       1.20, 1.17     1.17,  1.20
@@ -15,5 +17,6 @@ width 256. Measured with `python benchmarks/ops.py --rounds=11` in float32 on tw
     cached_attention: a single query without its axis    0.86           1.08
     inference.sampling: argmax in two passes             3.23           2.20
 
-Normalizing after the product is slower with JAX 0.12. It stays while `constraints.txt` pins 0.10.2.
+With JAX 0.12, normalizing the weights after the product is slower than the plain form. This rewrite stays while
+`constraints.txt` pins JAX 0.10.2.
 """

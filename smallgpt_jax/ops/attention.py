@@ -158,7 +158,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
     scores_BxGxRxS = jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    if slopes_H is not None:  # two tokens of the same text are as far apart in the row as in the text
+    if slopes_H is not None:  # each text is contiguous, so distances in the row equal distances in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
@@ -277,7 +277,8 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
     position of each row's first entry.
     """
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
-    if time == 1:  # a row whose count is 0 is finished, so its oldest entry may be overwritten
+    if time == 1:
+        # A row whose only entry is padding is finished: its cache is no longer needed, so the padding may be written.
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
     new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)

@@ -41,8 +41,8 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 def good_run(shared_folder, trained_run) -> Path:
     """Returns a folder that is shared by all workers.
 
-    It contains the text and the token store that the settings GOOD point to, and the workdir `run` of a run with these
-    settings.
+    The folder contains a text, the token store of this text, and `run`, the workdir of a run. The settings in GOOD
+    point to the text and the store, and the run was trained with these settings.
     """
     folder = shared_folder / "good"
     folder.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def replace_here(folder: Path, settings: dict) -> dict:
 
 
 def copy_run(good_run: Path, folder: Path) -> None:
-    """Copies the text, store and run of `good_run` into `folder`, and adapts the paths in their files."""
+    """Copies the text, store and run of `good_run` into `folder`, and makes paths in the copied files point there."""
     for name in ("good.jsonl", "store", "run"):
         (shutil.copytree if (good_run / name).is_dir() else shutil.copy)(good_run / name, folder / name)
     for path in ("store/metadata.json", "run/config.json", "run/store.json"):

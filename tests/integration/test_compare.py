@@ -137,9 +137,9 @@ def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
 
 
 def test_refuses_to_continue_another_comparison(compared, tmp_path):
-    """A comparison whose settings differ from those of the runs in its folder is refused before any run is trained.
+    """A comparison with other settings than the runs in its folder is refused before any run is trained.
 
-    The cases are fewer steps than the existing runs have, another model and another text.
+    The test covers three differences: another model, another text, and fewer steps than in the existing runs.
     """
     source = workdir.read_config(compared / "runs" / "gpt-seed1337").data.source
     common = (*TINY, f"--config.data.source={source}", f"--output={compared}", "--config.compare.names=gpt")
@@ -322,8 +322,8 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         results.require_comparable([results.read_run(folder.name, folder) for folder in (one, other)])
 
     text.write_text(numbers(1000))
-    # The n-th measurement gives n. The run's own text is measured first, and the text named "text" second. The second
-    # call of `measured` measures nothing.
+    # The fake `measure_loss` returns 1, 2, 3, …. The first call of `measured` measures the run's own text (1), then the
+    # text named "text" (2). The second call measures nothing, so it also returns 2.
     assert measured(one) == measured(one) == 2
     again = tmp_path / "again.txt"
     again.write_text(text.read_text())

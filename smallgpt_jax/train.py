@@ -46,7 +46,7 @@ def train(config: ConfigDict, workdir: str) -> None:
         with run_folder.lock(folder):
             # Check again: another run may have started before the lock was acquired.
             distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
-            # `evaluated_steps` reads the workdir's config, so it must be called before `initialize` replaces this config.
+            # `evaluated_steps` reads the workdir's config, so it must run before `initialize` replaces this config.
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:

@@ -82,9 +82,10 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
 
 @contextlib.contextmanager
 def exit_on_peer_failure() -> Iterator[None]:
-    """Exits with status 1 and a message when a collective operation fails because another process has died.
+    """Exits with status 1 and a message if the `with` block raises an error because another process has died.
 
-    If the operation hangs instead, JAX aborts the process after HEARTBEAT_TIMEOUT seconds, with its own message.
+    JAX raises such an error when a collective operation fails. If the operation hangs instead, JAX aborts this process
+    after HEARTBEAT_TIMEOUT seconds and prints its own message.
     """
     try:
         yield

@@ -101,7 +101,10 @@ def main() -> None:
 
 
 def model_fingerprint(params, model_state, tokenizer) -> str:
-    """Returns a hash of weights, tokenizer, SCORING_VERSION and lm_eval's version; it names the score cache."""
+    """Returns a hash of weights, tokenizer, SCORING_VERSION and lm_eval's version.
+
+    The name of the score cache contains this hash.
+    """
     variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
     content = [SCORING_VERSION, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]

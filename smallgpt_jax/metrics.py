@@ -184,7 +184,8 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._pending_lines)
                 file.flush()
-                # If a checkpoint survives a power loss, the lines of earlier steps must survive it, too.
+                # Without fsync, a power loss could remove lines of steps before the newest checkpoint. The resumed run
+                # would not write these lines again.
                 os.fsync(file.fileno())
         except OSError as error:
             if length is not None:

@@ -86,9 +86,9 @@ class SmallGPT(TemplateLM):
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """Returns the score of each job, and adds the scores to the harness's cache.
+        """Returns the score of each job. A job is a text that is split into sequences.
 
-        A job is a text that is split into sequences.
+        Also adds the scores to the harness's cache: the score of jobs[i] is stored under `kind` and keys[i].
         """
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
@@ -128,7 +128,10 @@ class SmallGPT(TemplateLM):
         return texts
 
     def _generate(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
-        """Returns one continuation per prompt; `contexts` are the tokens of `prompts`."""
+        """Returns one continuation per prompt. `contexts` are the tokens of `prompts`.
+
+        `samples` has one number per prompt. Equal prompts with different numbers have different random streams.
+        """
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
             raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "

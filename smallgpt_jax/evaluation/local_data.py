@@ -29,8 +29,8 @@ def json_rows(text: str) -> list[dict]:
 def hellaswag(text: str) -> list[dict]:
     """Returns HellaSwag's rows.
 
-    If a row has no query, its query is made of the activity label, a colon and the context. The harness's function
-    `preprocess` removes WikiHow's markup in brackets from this query and from the choices.
+    If a row of the file has no query, the query is composed of the activity label, a colon and the context. The
+    harness's function `preprocess` removes WikiHow's markup in brackets from composed queries and from the choices.
     """
     from lm_eval.tasks.hellaswag.utils import preprocess
 
@@ -100,9 +100,9 @@ def require_files(names: Sequence[str], folder: Path) -> None:
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns the harness's `config` of a task, changed to use rows from the files in `folder`.
+    """Returns a changed copy of `config`, with which the harness reads a task's rows from the files in `folder`.
 
-    Raises UserError if a file is damaged.
+    `config` is the harness's own config of the task. Raises UserError if a file is damaged.
     """
     task = TASKS[name]
     try:

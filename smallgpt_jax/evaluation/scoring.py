@@ -146,8 +146,8 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i] is about the sequences for which `rounded(length)` is one of the first i candidates. It contains the
-    # smallest number of positions that these sequences can be padded to in total, and the static lengths for this.
+    # best[i] is a pair for the sequences whose `rounded(length)` is one of the first i candidates: the smallest total
+    # number of positions to which these sequences can be padded, and the static lengths with which they are padded.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),

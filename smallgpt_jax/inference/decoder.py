@@ -153,7 +153,11 @@ class DecodeSession:
         self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
 
     def repeat(self, times: int, sampling: Sampling) -> None:
-        """Replaces each row by `times` copies with different random streams. Each prompt is prefilled only once."""
+        """Replaces each row by `times` copies with different random streams.
+
+        The tokens of a row, except the last, are prefilled before the row is copied. Each prompt is therefore prefilled
+        once, not `times` times.
+        """
         if times == 1:
             return
         if max(map(len, self.ids)) > 1:

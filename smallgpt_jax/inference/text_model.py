@@ -140,7 +140,7 @@ class TextModel:
             if token == self.tokenizer.end_of_text:
                 break
             session.ids[0].append(token)
-            if left and not stop:  # compute the next token while the caller handles this one
+            if left and not stop:  # compute the next token while the caller handles `token`
                 sampled_B = session.sample(sampling)
             yield detokenizer.add(token)
             if detokenizer.is_done:

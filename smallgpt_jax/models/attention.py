@@ -21,7 +21,7 @@ class QKVProjection(Dense):
 
     H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
     (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
-    so that a mesh can shard it. `value_gain` is a factor of the value heads' initial weights.
+    so that a mesh can shard it. The initial weights of the value heads are multiplied by `value_gain`.
     """
 
     value_gain: float = 1.0
@@ -109,9 +109,10 @@ class Attention(nn.Module):
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).
 
-        Slot s of the cache holds position s. The padding of short rows is also written, but later tokens overwrite it
-        before it is read. If the attention window is shorter than the cache length, the cache is a rolling one: it has
-        one slot per position of the window and holds the newest positions; see `ops.rolling_positions`.
+        If the attention window is shorter than `context.cache_length`, the cache is a rolling one: it has one slot per
+        position of the window and holds the newest positions; see `ops.rolling_positions`. Otherwise, slot s of the
+        cache holds position s; in this case, the padding of short rows is also written to the cache, but later tokens
+        overwrite the padding before it is read.
 
         The batch and head axes of the cache are merged, because with separate axes, XLA's CPU compiler copies the whole
         cache for every token.
@@ -148,8 +149,8 @@ class Attention(nn.Module):
                 room = ((0, 0), (0, slots - time), (0, 0))
                 keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
-            # Attention is computed before the cache is written, because writing overwrites the oldest positions. The
-            # first of the new tokens still attend to these positions.
+            # Attention is computed before the cache is written, because writing overwrites the oldest positions, and
+            # the first few new tokens still attend to the oldest positions.
             key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
             y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)

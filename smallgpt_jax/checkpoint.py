@@ -151,7 +151,7 @@ class Checkpoints:
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
-        """Returns the `unlogged_losses` that were saved with `step`, or [] if the checkpoint does not contain them."""
+        """Returns the `unlogged_losses` in the checkpoint of `step`, or [] if the checkpoint does not contain them."""
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
@@ -218,7 +218,7 @@ def silence_duplicate_errors() -> None:
 def is_machine_error(error: Exception) -> bool:
     """Returns whether an error comes from the machine (permissions, I/O, memory, devices).
 
-    All other errors of reading are taken to mean that the checkpoint is damaged.
+    Any other error while reading a checkpoint is taken to mean that the checkpoint is damaged.
     """
     return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
 

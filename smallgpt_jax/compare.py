@@ -72,8 +72,8 @@ def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
 def find_runs(output: Path) -> list[tuple[str, Path]]:
     """Returns (name, folder) for each run in --workdirs.
 
-    Raises UserError if --workdirs is empty. Also raises UserError if `output` contains the report of a comparison that
-    trained its runs in this folder, and --workdirs names a run that is not in this folder.
+    Raises UserError if --workdirs is empty. If `output` contains the report and the trained runs of a comparison, also
+    raises UserError for a run that is in another folder.
     """
     for pattern in _WORKDIRS.value:
         local_path("--workdirs", pattern)

@@ -32,10 +32,12 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     """
     config = common.unlock()
     config.compare = group = ConfigDict()
-    group.budget = "tokens"  # what is equal for all runs: "tokens" | "flops" (of training) | "seconds" (of training) |
-    # "parameters" (parameters and tokens; the widths of the models are changed)
+    # What is equal for all runs: "tokens" | "flops" (of training) | "seconds" (of training) | "parameters". With
+    # "parameters", all runs have the same number of tokens, and the widths of the models are adjusted so that the
+    # numbers of parameters are equal, too (within 2%).
+    group.budget = "tokens"
     group.names = ",".join(runs)  # names of the runs to train, in this order
-    group.reference = next(iter(runs), "")  # the run whose train.steps and parameters set the budget
+    group.reference = next(iter(runs), "")  # the run whose train.steps and number of parameters set the budget
     group.seconds = 0.0  # seconds of training per run, for budget "seconds"
     group.seeds = 2  # number of seeds that each run is trained with: train.seed, train.seed + 1, …
     group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length

@@ -2,16 +2,16 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
-The names of the runs mean:
+The first run is the LinearGPT recipe, and the last run is the GPT recipe. Every other run is the LinearGPT recipe with
+one change. The names of the runs mean:
 
-- "halved n×": the model has n stages, each followed by a dense layer that halves the width. The first of these runs has
-  the LinearGPT recipe's number of stages and is the recipe itself.
-- "last stage kept": the width is not halved after the last stage
+- "halved n×": the model has n stages, each followed by a dense layer that halves the width. In the first run, n is the
+  number of stages of the recipe.
+- "last stage kept": the width is not halved after the last stage.
 - "scaled heads": the number of heads halves from stage to stage, and the head width stays constant. This run is omitted
   if the number of heads cannot be halved often enough.
-- "conv n": ConvGPT. The layers that halve the width are causal convolutions with n taps; in LinearGPT, they are dense
-  layers
-- "gpt": the GPT recipe
+- "conv n": the model is a ConvGPT: causal convolutions with n taps, instead of dense layers, halve the width.
+- "gpt": the GPT recipe.
 """
 
 from configs.compare import base

@@ -27,8 +27,8 @@ class Chip:
 # A TPU's key is JAX's device_kind; a GPU's key is a prefix of the device_kind.
 # The figures for TPUs are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. A clock rate is derived from the
 # peak and the number of matrix units: for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# The figures for GPUs are from NVIDIA's data sheets. With sparsity, the sheets give 1,513 TFLOP/s for H100 PCIe and
-# 1,671 TFLOP/s for H100 NVL and H200 NVL, which is twice the dense speed.
+# The figures for GPUs are from NVIDIA's data sheets. The sheets give the speed with sparsity for H100 PCIe
+# (1,513 TFLOP/s) and for H100 NVL and H200 NVL (1,671 TFLOP/s). The dense speed is half of this.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),

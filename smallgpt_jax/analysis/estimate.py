@@ -182,9 +182,9 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
 
 
-# Kernel → number of its matrix products; each has as many FLOPs as the product of attention weights and values.
-# "online-softmax" is the TPU compiler's kernel for plain attention: it turns scores (its first operand) into weights
-# and multiplies them by the values.
+# {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
+# attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
+# scores (its first operand) into attention weights and multiplies the weights by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
                    "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
 
@@ -202,7 +202,8 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
         return None
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
-    # The last two axes of the operand are head width and positions, in either order.
+    # The last two axes of the operand are the head width and the number of positions. They may be in the other order,
+    # so only their product is used.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     blocks = positions // math.gcd(positions, 512)

@@ -151,7 +151,8 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     return run
 
 
-_trainable: set[str] = set()  # digests of the configs that build_program has accepted; a call takes seconds
+# Digests of the configs that build_program has accepted. They are not built again, because this takes seconds.
+_trainable: set[str] = set()
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
@@ -203,9 +204,10 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    The number of heads stays the same if it allows a width that gives a number of parameters within 2% of `target`.
-    Otherwise, other numbers of heads are tried, the nearest first, until one allows such a width. With another number
-    of heads, only widths are considered that change the head width by less than a factor of two.
+    Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
+    parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
+    width. With another number of heads, only widths are considered that change the head width by less than a factor of
+    two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.

@@ -31,8 +31,8 @@ def parse_texts(texts: str) -> dict[str, str]:
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source or name in {OWN_TEXT, *found}:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE with an "
-                            f"unused name; give each text a different name, other than {OWN_TEXT!r}")
+            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE, or its "
+                            f"name is already in use ({OWN_TEXT!r} is the name of the training text)")
         local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found

@@ -17,7 +17,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
-OWN_TEXT = "own"  # the name under which the results list a run's own training text
+OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 
@@ -160,8 +160,8 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     same key, the newest is used. The metric is acc_norm if present, else acc.
     """
     scores = {}
-    # Skips evaluations of only some paths of a pgpt, and evaluations with the flag --dtype. The names of their files
-    # contain the paths or the dtype.
+    # Skips evaluations that used only some of ParallelGPT's parallel paths, and evaluations with the flag --dtype. Both
+    # are recognized by their file names, for example step100-paths….json or step100-float32-….json.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
@@ -217,7 +217,11 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def require_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError if a run is listed twice, or if runs were trained or measured on different texts."""
+    """Raises UserError if a run is listed twice, or if the runs cannot be compared.
+
+    All runs must have the same training text. If several runs were measured on texts with the same name, these texts
+    must be the same, too.
+    """
     seen: dict[tuple, Run] = {}
     for run in runs:
         other = seen.setdefault((run.name, run.seed), run)
@@ -233,7 +237,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
         measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
         recorded = [(row, run) for row, run in measured if "fingerprint" in row]
         require_same_content(recorded, "fingerprint")
-        if len(recorded) < len(measured):  # an older version recorded the source, but no fingerprint
+        if len(recorded) < len(measured):  # older versions recorded the source of a text, but no fingerprint
             require_same_content(measured, "source")
 
 

@@ -145,7 +145,7 @@ class Checkpoints:
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
             return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
         if damaged:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
+            listed = "; ".join(f"step {name}: {reason}" for name, reason in damaged.items())
             raise UserError(f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use another "
                             "--workdir to start from scratch")
         return None

@@ -145,15 +145,15 @@ CASES = {
         "HERE/a.zip: .zip archives are not supported; unpack it, or compress single files as .gz, .bz2, .zst"),
     "JSON without the text field": (
         files(a__jsonl=LINES + b'{"body": "words", "id": 7}\n'), dict(data__source="HERE/a.jsonl"),
-        "HERE/a.jsonl, line 2001: no text in the field 'text': its fields are body, id; set "
+        "HERE/a.jsonl, line 2001: no text in the field 'text': the item's fields are body, id; set "
         f"--config.data.text_field, {SKIP}"),
     "Parquet without the text column": (
         files(a__parquet=parquet({"body": ["words"], "id": [1]})), dict(data__source="HERE/a.parquet"),
         "HERE/a.parquet: no column 'text', its columns are body, id; set --config.data.text_field"),
     "Number instead of text": (
         files(a__jsonl=b'{"text": 7}\n'), dict(data__source="HERE/a.jsonl"),
-        "HERE/a.jsonl, line 1: no text in the field 'text': its fields are text; set --config.data.text_field, "
-        f"{SKIP}"),
+        "HERE/a.jsonl, line 1: no text in the field 'text': the item's fields are text; set "
+        f"--config.data.text_field, {SKIP}"),
     "Truncated line": (
         files(a__jsonl=LINES[:-5]), dict(data__source="HERE/a.jsonl"),
         "HERE/a.jsonl, line 2000: not JSON: Unterminated string starting at; fix the line, " + SKIP),
@@ -237,7 +237,7 @@ CASES = {
     "No undamaged checkpoint": (
         Run(lambda f: shutil.rmtree(f / "run" / "checkpoints" / "2" / "check")),
         dict(GOOD, train__steps=2),
-        "HERE/run/checkpoints: all checkpoints are damaged (2: WHY).\nNothing was changed; use another "
+        "HERE/run/checkpoints: all checkpoints are damaged (step 2: WHY).\nNothing was changed; use another "
         "--workdir to start from scratch"),
 }
 
@@ -246,7 +246,7 @@ def normalize(message: str, folder: Path) -> str:
     """Returns the message with placeholders for the folder, for large numbers and for the cause of damage."""
     message = message.replace(str(folder), "HERE")
     message = re.sub(r"\b\d{1,3}(,\d{3})+", "NUMBER", message)
-    return re.sub(r"\(2: .*?\)\.\n", "(2: WHY).\n", message)
+    return re.sub(r"\(step 2: .*?\)\.\n", "(step 2: WHY).\n", message)
 
 
 def contents(folder: Path) -> dict:

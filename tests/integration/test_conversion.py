@@ -28,8 +28,8 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
-# The variants cover every setting. Where a trunk has its own implementation of a position encoding, a variant covers
-# that combination.
+# The variants cover every setting. If an architecture treats a position encoding in its own way, a variant combines
+# this architecture with this position encoding.
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
     "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
@@ -336,9 +336,10 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 @pytest.mark.slow
 def test_a_run_survives_every_conversion(text_file, tmp_path):
-    """A run is exported, the export is imported, and the best path of the imported model is exported.
+    """The weights of a run do not change when they are exported, imported and copied.
 
-    Then --from=run copies the run to a second workdir, and copies the second workdir to a third.
+    First, the run is exported, and the export is imported. Then, the best path of the imported model is exported.
+    Finally, `convert --from=run` copies the run to a second workdir, and the second workdir to a third.
     """
     config = load_config("pgpt", data__source=str(text_file), train__steps=20, model__num_layers=2, model__d_model=32)
     params = init(models.build(**config.model))
@@ -372,13 +373,16 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    # None: the weights of "tuned again" were copied from "tuned", which is itself a copy and has not been trained.
+    # "tuned again" is a copy of "tuned". As "tuned" has not been trained, origin.json of "tuned again" has no "steps".
     assert expected == {"weights from: steps": None}
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
 def with_large_embedding(params):
-    """Returns `params` with the token embedding (also the head) multiplied by ten; no initializer gives such values."""
+    """Returns `params` with the token embedding, which is also used as the head, multiplied by ten.
+
+    No initializer gives such large values, so a test can tell these weights from newly initialized weights.
+    """
     return {**params, "token_embedding": 10 * params["token_embedding"]}
 
 

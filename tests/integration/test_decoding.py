@@ -170,8 +170,8 @@ class FailsInDecoding(nn.Module):
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
     """A model of a custom architecture is refused if its decoding gives wrong logits or raises an error.
 
-    A custom architecture with gpt's trunk is accepted. The models have no position encoding, so that only attention
-    depends on positions.
+    A custom architecture with gpt's trunk is accepted. The models have no position encoding, so the position of a token
+    affects its logits only through attention.
     """
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
@@ -269,8 +269,9 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # The context holds 24 tokens. The first step reads the prompt, and each later step reads one token. The row with 5
-    # prompt tokens therefore fills the context in 20 steps, and the row with 1 prompt token in 24 steps.
+    # `numbers` contains the number of steps of each call. A call has only one step if a row has several new tokens: at
+    # the start, the prompt; when the context is full, the newer half of its tokens. The context holds 24 tokens. The
+    # row with 5 prompt tokens has filled it after 20 steps, and the row with 1 prompt token after 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]

@@ -57,7 +57,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
     random = np.random.default_rng(0)
     sequences = [TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
                  for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]]
-    # Three more sequences end with four tokens chosen greedily.
+    # Three more sequences: each has five random tokens, and then four tokens that the model finds most likely.
     greedy = [random.integers(0, 512, 5).tolist() for _ in range(3)]
     for tokens in greedy:
         for _ in range(4):

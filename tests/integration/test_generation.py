@@ -162,7 +162,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     fresh = decoder.DecodeSession(model.model, model.weights, 257, [ids[:-3]])
     np.testing.assert_allclose(logits[0], fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
     assert bytes(ids[1:]).decode(errors="replace") == f"the cat\n{first}a dog ran\n{second}"
-    # A long conversation drops its beginning.
+    # So far, the conversation fits into the context. Two more turns do not fit, so its beginning is dropped.
     assert conversation.dropped == 0
     for _ in range(2):
         assert "".join(conversation.say("a dog ran\n", 3, temperature=0))

@@ -101,8 +101,8 @@ def plain_layers(stack):
         length = len(stack["mlp_norm"]["scale"])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
-    # Parts of equal length come from a Pattern, which repeats: its first period consists of the first block of each
-    # part, its second period of the second block of each part, and so on.
+    # Parts of equal length belong to a `Pattern`, a sequence of blocks that is repeated. The first part contains the
+    # first block of every repetition, the second part contains the second block of every repetition, and so on.
     if len({len(part) for part in parts}) == 1:
         return [part[i] for i in range(len(parts[0])) for part in parts]
     return [block for part in parts for block in part]  # each part consists of consecutive equal blocks

@@ -131,8 +131,9 @@ def test_own_losses_metrics_and_state():
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
-        # `energy` is summed over microbatches. The metric is averaged over layers and microbatches. The loss is summed
-        # over layers.
+        # Each layer has one mean square per microbatch. The state `energy` of a layer is the sum over microbatches. The
+        # metric `mean_square` is the mean over layers and microbatches. The loss that `Calm` adds is 1e-3 times the sum
+        # over layers of the mean over microbatches.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)

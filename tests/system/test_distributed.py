@@ -49,9 +49,10 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, text_file):
-    """Returns a function that trains a run with local_cluster.sh, given its workdir and a fault.
+    """Returns a function (workdir, fault) that trains a run in `workdir` with local_cluster.sh.
 
-    The run has two processes, each of which holds half of the weights.
+    The run has two processes, each of which holds half of the weights. `fault` names a fault that is injected into
+    process 1. By default, no fault is injected.
     """
     folder = tmp_path_factory.mktemp("bin")
     (folder / "faulty.py").write_text(FAULTY)

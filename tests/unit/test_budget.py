@@ -105,7 +105,10 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     (5_000, 22, 2),  # no width is within 2% of the target for any number of heads; 22 is the nearest
 ])
 def test_width_search(target, d_model, num_heads, monkeypatch):
-    """The search finds the width and counts parameters at most six times; each count takes seconds for deep models."""
+    """The search finds the width and the number of heads that bring the number of parameters near `target`.
+
+    The search counts parameters at most six times, because each count takes seconds for deep models.
+    """
     counted = []
 
     def count(config) -> int:

@@ -68,7 +68,7 @@ def test_gelu_and_its_derivative():
     density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
     np.testing.assert_allclose(gelu(x), x * cdf, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), cdf + x * density, rtol=1e-5, atol=2e-6)
-    # For a bfloat16 input, the result in the negative tail is not 0. It would be 0 if 1 + erf were in bfloat16.
+    # For a bfloat16 input, `gelu` computes in float32. With 1 + erf in bfloat16, the result for −3 would be 45% off.
     tail = jnp.array([-3.0], "bfloat16")
     assert float(gelu(tail)[0]) == pytest.approx(-3 * math.erfc(3 / math.sqrt(2)) / 2, rel=0.01)
 
@@ -97,7 +97,7 @@ def test_initialization_by_norm_position(norm_position, scaled, others):
     model = build("pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated")
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     block = params["trunk"]["paths"]["blocks"]
-    qkv = block["attention"]["qkv"]["kernel"]  # (paths, layers, D, G, J, K)
+    qkv = block["attention"]["qkv"]["kernel"]  # (paths, layers, D, G, J, K); the last entry of axis J is the values
     for weight in (qkv[..., -1, :], block["attention"]["out"]["kernel"],
                    *(block["mlp"][name]["kernel"] for name in ("gate", "up", "down"))):
         assert np.std(weight) == pytest.approx(scaled, rel=0.03)

@@ -130,7 +130,8 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    assert (f"save {step}" in run.events) == is_saved  # the loop does not save step 2; `train.run` does so later
+    # The loop saves step 4, a multiple of checkpoint_every, before the evaluation. `train.run` saves step 2 later.
+    assert (f"save {step}" in run.events) == is_saved
 
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])

@@ -190,9 +190,10 @@ def test_flops_of_a_matrix_product():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_flops_of_gpt(scan_layers):
-    """Training takes 6 FLOPs per token and weight of the matrix products, and more FLOPs in attention.
+    """For each token, training takes 6 FLOPs per weight in the matrix products, and more FLOPs in attention.
 
-    Attention takes 12·layers·width·context FLOPs per token. The formula is that of arXiv 2204.02311, appendix B.
+    Attention takes 12·layers·width·context FLOPs per token. The sum of both is the formula in arXiv 2204.02311,
+    appendix B.
     """
     config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size

@@ -31,7 +31,8 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    # The dense layers of pgpt have 2·D biases. MULTIPLIED already contains 2·D, for the weighted sum.
+    # The weighted sum of pgpt has only 1 parameter, although MULTIPLIED contains 2·D for it. These 2·D are not
+    # subtracted, because pgpt's dense layers have 2·D biases, which would have to be added.
     "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }

@@ -170,9 +170,10 @@ def prepare_until_the_invalid_line(shards, tmp_path, **settings):
     (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
 ], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
 def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """After `fix`, preparation resumes, and tokenizes at most `max_tokenized` texts.
+    """When the bad input has been fixed, preparation resumes, and tokenizes at most `max_tokenized` texts.
 
-    The store equals a store that is prepared from the fixed folder without interruption.
+    `fix` is applied to the folder, and `settings` are config fields of the resumed preparation. The store equals a
+    store that is prepared from the fixed folder, with the same settings, without interruption.
     """
     prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)
@@ -225,9 +226,10 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
 
 @pytest.mark.parametrize("max_characters", [3000, 10**9])
 def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
-    """If the text that trained the tokenizer has changed, the tokenizer is retrained, and preparation starts over.
+    """If the tokenizer's training text has changed, the tokenizer is retrained, and preparation starts over.
 
-    If the change comes after this text, the tokenizer is kept, and preparation resumes.
+    The training text is the beginning of the source, up to about `max_characters` characters. If only later texts have
+    changed, the tokenizer is kept, and preparation resumes.
     """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
     monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", max_characters)

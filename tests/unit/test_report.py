@@ -45,10 +45,10 @@ def test_conclusion_compares_runs_with_the_same_seed():
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """`benchmarks` returns the results of one step. It ignores results of single paths, in another dtype, or on only
-    some examples of a task.
+    """`benchmarks` returns results of the given step, of the full model in its own dtype, on all examples of a task.
 
-    Results with different numbers of shots or examples are separate entries.
+    Other results are ignored. If two results of a task have different numbers of shots, or if the task had different
+    numbers of examples in the two evaluations, they are separate entries.
     """
     def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
         scored = scored or examples

@@ -94,7 +94,7 @@ def export_model(source: Path, output: Path) -> None:
         config, params, _ = with_paths(model.config, params, model_state, chosen)
         model = models.LanguageModel(config)
     is_gpt2 = gpt2.is_gpt2(model.config)
-    card = model_card.write_model_card(source, output.name, model, step, is_gpt2, _PATHS.value)
+    card = model_card.format_model_card(source, output.name, model, step, is_gpt2, _PATHS.value)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
@@ -109,7 +109,7 @@ def import_model(source: str, folder: Path) -> None:
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
-        model, params, tokenizer = hugging_face.read_folder(source, finds_tokenizer=not _TOKENIZER.value)
+        model, params, tokenizer = hugging_face.read_folder(source, with_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
         # Records how the source run was trained. If its weights were imported, also records where they come from.

@@ -23,8 +23,8 @@ OTHER_NAMES = {
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_fast": "gelu_tanh"}  # GPT-2's name: our name
 # For these fields of GPT-2's config, our model supports only these values.
-FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-         "add_cross_attention": False}
+SUPPORTED_VALUES = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+                    "add_cross_attention": False}
 
 
 def hugging_face_name(name: str) -> str:
@@ -94,7 +94,7 @@ def to_config(config: ModelConfig) -> dict:
         "n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers,
         "n_head": config.num_heads, "n_inner": config.mlp_width,
         "activation_function": "gelu_new", "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        "attn_pdrop": 0.0, "tie_word_embeddings": True, **FIXED}
+        "attn_pdrop": 0.0, "tie_word_embeddings": True, **SUPPORTED_VALUES}
 
 
 def from_config(theirs: Mapping, where: str) -> dict:
@@ -109,9 +109,9 @@ def from_config(theirs: Mapping, where: str) -> dict:
             raise UserError(f"{where}: {names[0]}={found!r}: must be an integer, at least 1")
         return found
 
-    for name, wanted in FIXED.items():
-        if theirs.get(name, wanted) != wanted:
-            raise UserError(f"{where}: {name}={theirs[name]!r}: not supported; must be {wanted!r}")
+    for name, supported in SUPPORTED_VALUES.items():
+        if theirs.get(name, supported) != supported:
+            raise UserError(f"{where}: {name}={theirs[name]!r}: not supported; must be {supported!r}")
     activation = theirs.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise UserError(f"{where}: activation_function={activation!r}: not supported; must be one of "

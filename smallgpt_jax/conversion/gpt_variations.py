@@ -37,8 +37,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
     model = models.build(**model_fields(theirs, num_heads, path))
     names = {name: gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
-    ours = {theirs_: name for name, theirs_ in names.items()}
-    renamed = {ours.get(name, name): to_our_layout(ours.get(name, name), x, num_heads) for name, x in theirs.items()}
+    our_names = {released_name: name for name, released_name in names.items()}
+    named = {our_names.get(name, name): x for name, x in theirs.items()}
+    renamed = {name: to_our_layout(name, x, num_heads) for name, x in named.items()}
     params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
     facts = {name: saved[name] for name in ("step", "val_loss") if isinstance(saved.get(name), int | float)}
     return Checkpoint(model, params, facts)
@@ -67,23 +68,23 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
         num_heads=num_heads, num_layers=num_layers)
     dense = r"transformer\.h\.\d+\.weight"
     if "transformer.wt" in theirs:
-        return own_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"),
-                          path_weights="learned")
+        return complete_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"),
+                               path_weights="learned")
     if num_stages := count(dense):
-        return own_fields("lgpt", fields, **stage_fields(num_layers, num_stages, min(
+        return complete_fields("lgpt", fields, **stage_fields(num_layers, num_stages, min(
             int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))
     if num_convs := count(r"transformer\.h\.\d+\.conv_layer"):
-        return own_fields("cgpt", fields, conv_kernel=num_taps,
-                          **stage_fields(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
-    return own_fields("gpt", fields)
+        return complete_fields("cgpt", fields, conv_kernel=num_taps,
+                               **stage_fields(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
+    return complete_fields("gpt", fields)
 
 
-def own_fields(architecture: str, fields: dict, **own) -> dict:
+def complete_fields(architecture: str, fields: dict, **architecture_fields) -> dict:
     """Returns all fields of our `model` config group for a model of the paper's released code.
 
     The arguments are the fields that differ between such models. All other fields have the same values in each of them.
     """
-    return dict(architecture=architecture, **fields, **own, dropout=0.0, use_bias=False,
+    return dict(architecture=architecture, **fields, **architecture_fields, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 
 

@@ -24,8 +24,8 @@ from smallgpt_jax.formatting import short_reason
 CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # For these fields of the `model` config group, the exported PyTorch code supports only these values.
-FIXED = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
-         "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
+SUPPORTED_VALUES = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
+                    "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 SAME_FIELDS = (
     "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
@@ -52,7 +52,7 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     if config.architecture not in ARCHITECTURES:
         raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
                         "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
-    for field, value in FIXED.items():
+    for field, value in SUPPORTED_VALUES.items():
         if getattr(config, field) != value:
             config.refuse(field, f"the exported PyTorch code supports only {value!r}")
     if config.activation not in ACTIVATIONS:
@@ -97,7 +97,7 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
+def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
     """Returns a model and its tokenizer. The model must be a GPT-2, or a model that `export_folder` wrote.
 
     `source` is a local folder, or the model's name on the hub. With `finds_tokenizer=False`, tokenizer files are
@@ -135,7 +135,7 @@ def read_folder(source: str, finds_tokenizer: bool = True) -> Imported:
         if model.config.tie_embeddings:
             weights.pop("head.weight", None)
         params = tensors.to_params(model, weights, where=where)
-    return Imported(model, params, read_tokenizer(folder) if finds_tokenizer else None)
+    return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""Writes the README.md of an exported model, which describes its architecture, usage and training."""
+"""The README.md of an exported model, which describes its architecture, usage and training."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,8 @@ DESCRIPTIONS = {
             "halve after every {blocks_per_stage}"}
 
 
-def write_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool, paths: str) -> str:
+def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool,
+                      paths: str) -> str:
     """Returns the model card of an exported checkpoint.
 
     Args:

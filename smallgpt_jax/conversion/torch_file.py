@@ -174,14 +174,14 @@ class _Unpickler(pickle.Unpickler):
         return self._storages[key]
 
     def _tensor(self, *arguments) -> np.ndarray:
-        x = tensor(*arguments)
+        x = view_storage(*arguments)
         self._tensor_bytes_left -= x.nbytes
         if self._tensor_bytes_left < 0:
             raise ValueError(f"its tensors are more than {MAX_SHARING} times as large as the file")
         return x
 
 
-def tensor(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+def view_storage(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """Returns a read-only view of a storage. `offset` and `strides` are in elements.
 
     The arguments come from the file unchecked. Raises ValueError if they are invalid, if the view reaches beyond the

@@ -15,12 +15,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_smallgpt import SmallGPTConfig
 
 
-class Places(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The attention mask and positions of a forward pass."""
 
     mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
-    slots: torch.Tensor  # (B or 1, S): positions of the keys, both cached and new, in their texts
+    key_positions: torch.Tensor  # (B or 1, S): positions of the keys, both cached and new, in their texts
 
 
 def apply_rope(x, positions):
@@ -36,11 +36,12 @@ def apply_rope(x, positions):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def alibi_bias(places, heads):
+def alibi_bias(inputs, heads):
     """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked keys get −∞."""
-    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=places.mask.device) / heads)
-    distances = places.slots[:, None, -places.mask.shape[2]:, None] - places.slots[:, None, None]
-    return (-slopes[:, None, None] * distances).masked_fill(~places.mask, -torch.inf)
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=inputs.mask.device) / heads)
+    distances = (inputs.key_positions[:, None, -inputs.mask.shape[2]:, None]
+                 - inputs.key_positions[:, None, None])
+    return (-slopes[:, None, None] * distances).masked_fill(~inputs.mask, -torch.inf)
 
 
 class Attention(nn.Module):
@@ -52,15 +53,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=config.use_bias)
         self.out = nn.Linear(width, width, bias=config.use_bias)
 
-    def forward(self, x, places, cache):  # (B, T, D)
+    def forward(self, x, inputs, cache):  # (B, T, D)
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, self.heads, 3, -1)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, K) each
         if self.position == "rope":
-            q, k = apply_rope(q, places.positions), apply_rope(k, places.positions)
+            q, k = apply_rope(q, inputs.positions), apply_rope(k, inputs.positions)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        mask = alibi_bias(places, self.heads).to(q.dtype) if self.position == "alibi" else places.mask
+        mask = alibi_bias(inputs, self.heads).to(q.dtype) if self.position == "alibi" else inputs.mask
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(batch, time, width))
 
@@ -87,8 +88,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width, bias=config.use_bias)
         self.mlp = MLP(config, width)
 
-    def forward(self, x, places, cache):
-        x = x + self.attention(self.attention_norm(x), places, cache)
+    def forward(self, x, inputs, cache):
+        x = x + self.attention(self.attention_norm(x), inputs, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -119,10 +120,10 @@ class Path(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, config.d_model, config.num_heads, first_layer + i) for i in range(length))
 
-    def forward(self, x, places, cache):
+    def forward(self, x, inputs, cache):
         x = self.dense(x)
         for block in self.blocks:
-            x = block(x, places, cache)
+            x = block(x, inputs, cache)
         return x
 
 
@@ -155,12 +156,12 @@ class Trunk(nn.Module):
             return nn.Linear(width, width // 2)
         return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
 
-    def forward(self, x, places, is_text, cache):
+    def forward(self, x, inputs, is_text, cache):
         if self.architecture == "gpt":
             for block in self.blocks:
-                x = block(x, places, cache)
+                x = block(x, inputs, cache)
         elif self.architecture == "pgpt":
-            paths = [path(x, places, cache) for path in self.paths]
+            paths = [path(x, inputs, cache) for path in self.paths]
             if len(paths) == 1:
                 return paths[0]
             if not hasattr(self, "path_logits"):
@@ -170,7 +171,7 @@ class Trunk(nn.Module):
         else:
             for s, stage in enumerate(self.stage):
                 for block in stage:
-                    x = block(x, places, cache)
+                    x = block(x, inputs, cache)
                 if s < len(self.compress):
                     compress = self.compress[s]
                     x = compress(x) if self.architecture == "lgpt" else compress(x, is_text, cache)
@@ -222,11 +223,11 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        slots = torch.arange(past + time, device=x.device)[None]
+        key_positions = torch.arange(past + time, device=x.device)[None]
         if attention_mask is not None:
-            slots = attention_mask.long().cumsum(1).sub(1).clamp(min=0)
+            key_positions = attention_mask.long().cumsum(1).sub(1).clamp(min=0)
         if position_ids is None:
-            position_ids = slots[:, -time:]
+            position_ids = key_positions[:, -time:]
         if self.config.position == "learned":
             x = x + self.position_embedding(position_ids)
         mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
@@ -236,7 +237,7 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
-        x = self.final_norm(self.trunk(x, Places(mask, position_ids, slots), is_text, past_key_values))
+        x = self.final_norm(self.trunk(x, AttentionInputs(mask, position_ids, key_positions), is_text, past_key_values))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
         loss = None

@@ -133,29 +133,29 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
         seconds.append(time.monotonic())
         undisturbed.finish()
         seconds.append(time.monotonic())
-    to_first_step, from_there = np.diff(seconds)
-    hits, different, runs = collections.Counter(), [], 0
-    while sum(hits.values()) < kills:
+    to_first_step, after_first_step = np.diff(seconds)
+    kills_by_phase, different, runs = collections.Counter(), [], 0
+    while sum(kills_by_phase.values()) < kills:
         runs += 1
         victim = Run(folder / f"victim-{runs}", architecture, steps, overrides)
-        while sum(hits.values()) < kills:
+        while sum(kills_by_phase.values()) < kills:
             victim.start()
             if rng.random() < 0.5:
                 time.sleep(rng.uniform(0, to_first_step))
             else:
                 victim.wait_for("compiled in")
-                time.sleep(rng.uniform(0, from_there / 2))
-            where = victim.kill()
-            if where is None:
+                time.sleep(rng.uniform(0, after_first_step / 2))
+            phase = victim.kill()
+            if phase is None:
                 break
-            hits[where] += 1
+            kills_by_phase[phase] += 1
         else:
             victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
-        log(f"{architecture}: {sum(hits.values())} kills, {runs} completed runs, {len(different)} arrays or losses "
-            "that differ")
-    return hits, different, runs
+        log(f"{architecture}: {sum(kills_by_phase.values())} kills, {runs} completed runs, {len(different)} arrays or "
+            "losses that differ")
+    return kills_by_phase, different, runs
 
 
 _KILLS = flags.DEFINE_integer("kills", 20, "Total number of kills, over all architectures.", lower_bound=1)
@@ -175,18 +175,18 @@ def main() -> None:
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
             (Path(folder) / name).mkdir()
             results[name] = kill_runs(name, Path(folder) / name, kills, _STEPS.value, rng)
-    phases = [phase for phase, _ in sum((hits for hits, _, _ in results.values()),
+    phases = [phase for phase, _ in sum((kills_by_phase for kills_by_phase, _, _ in results.values()),
                                         collections.Counter()).most_common()]
     print("\n| model | " + " | ".join(phases) + " | all kills | completed runs | arrays and losses that differ |\n"
           + "|---" * (len(phases) + 4) + "|")
-    for name, (hits, different, runs) in results.items():
-        print(f"| {name} | " + " | ".join(str(hits[phase]) for phase in phases)
-              + f" | {sum(hits.values())} | {runs} | {len(different)} |")
+    for name, (kills_by_phase, different, runs) in results.items():
+        print(f"| {name} | " + " | ".join(str(kills_by_phase[phase]) for phase in phases)
+              + f" | {sum(kills_by_phase.values())} | {runs} | {len(different)} |")
     different = [line for _, lines, _ in results.values() for line in lines]
     print("\n".join(different))
-    print(json.dumps({"kills": sum(sum(hits.values()) for hits, _, _ in results.values()),
+    print(json.dumps({"kills": sum(sum(kills_by_phase.values()) for kills_by_phase, _, _ in results.values()),
                       "differences": len(different), "seed": _SEED.value,
-                      "hits": {name: dict(hits) for name, (hits, _, _) in results.items()}}))
+                      "hits": {name: dict(kills_by_phase) for name, (kills_by_phase, _, _) in results.items()}}))
     if different:
         sys.exit(1)
 

@@ -56,19 +56,19 @@ _ONLY = flags.DEFINE_list("only", None, "Names of the models to measure. Default
 _OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: no files.")
 
 
-def our_model(architecture: str, context: int):
+def random_model(architecture: str, context: int):
     """Returns a model with the layers, heads, width and vocabulary of --size, and random parameters for it."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
-    own = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
+    architecture_fields = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
     if architecture == "cgpt":
-        own["conv_kernel"] = 3
+        architecture_fields["conv_kernel"] = 3
     if architecture in ("lgpt", "cgpt"):
         heads = min(heads, width // 2 ** (layers // 2 - 1))
     model = models.build(
         architecture=architecture, num_layers=layers, num_heads=heads, d_model=width, mlp_ratio=4,
         vocab_size=vocabulary, context_length=context, dropout=0.0, use_bias=False, tie_embeddings=False,
-        dtype="float32", scan_layers=True, **own)
+        dtype="float32", scan_layers=True, **architecture_fields)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda x: jnp.asarray(0.02 * rng.standard_normal(x.value.shape, np.float32)),
@@ -76,11 +76,11 @@ def our_model(architecture: str, context: int):
     return model, params
 
 
-class OurModel:
+class DecodingModel:
     """A model of this project with random weights, ready for decoding."""
 
     def __init__(self, architecture: str, context: int, paths=None):
-        model, params = our_model(architecture, context)
+        model, params = random_model(architecture, context)
         if paths is not None:
             config, params, _ = with_paths(model.config, params, {}, paths)
             model = models.LanguageModel(config)
@@ -141,11 +141,11 @@ class Transformers:
 
 
 MODELS = {
-    "gpt": lambda context: OurModel("gpt", context),
-    "pgpt": lambda context: OurModel("pgpt", context),
-    "pgpt (one path)": lambda context: OurModel("pgpt", context, paths=[0]),
-    "lgpt": lambda context: OurModel("lgpt", context),
-    "cgpt": lambda context: OurModel("cgpt", context),
+    "gpt": lambda context: DecodingModel("gpt", context),
+    "pgpt": lambda context: DecodingModel("pgpt", context),
+    "pgpt (one path)": lambda context: DecodingModel("pgpt", context, paths=[0]),
+    "lgpt": lambda context: DecodingModel("lgpt", context),
+    "cgpt": lambda context: DecodingModel("cgpt", context),
     "transformers GPT-2": Transformers,
 }
 

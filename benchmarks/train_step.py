@@ -59,6 +59,8 @@ CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width
 }
 SIZES = (*CPU_SIZES, "recipe")
 PEER = "transformers GPT-2"
+PLAIN_GPT = dict(architecture="gpt", norm="layer", norm_position="pre", mlp="dense", activation="gelu",
+                 position="learned", num_kv_heads=0, qk_norm=False, attention_windows=())
 WARM_UP_STEPS = 2
 
 _CONFIG = cli.define_config()
@@ -105,12 +107,12 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a gpt with the config's sizes. `transformers`' GPT-2 with these sizes has the same FLOPs per token."""
+    """Returns a plain gpt with the config's sizes. The peer with these sizes has the same FLOPs per token."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
-    return models.build(**{**shared, "architecture": "gpt"})
+    return models.build(**{**shared, **PLAIN_GPT})
 
 
-class Ours:
+class CompiledModel:
     """One of this project's models and its compiled training step, on one device."""
 
     def __init__(self, config: ConfigDict, tokens_BxT1):
@@ -149,7 +151,8 @@ class Transformers:
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        c, self.torch, self.on_gpu = config.model, torch, jax.default_backend() == "gpu"
+        plain_gpt = as_gpt(config)
+        c, self.torch, self.on_gpu = plain_gpt.config, torch, jax.default_backend() == "gpu"
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -166,7 +169,7 @@ class Transformers:
             attn_implementation="sdpa_without_mask" if self.on_gpu else "eager")).to(device).train()
         self.params = list(model.parameters())
         self.parameters = sum(p.numel() for p in self.params)
-        self.flops_per_token = train_flops_per_token(as_gpt(config))
+        self.flops_per_token = train_flops_per_token(plain_gpt)
 
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -227,7 +230,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     c, batch = configs[0].model, configs[0].train.batch_size
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
-    contenders = {config.model.architecture: Ours(config, tokens_BxT1) for config in configs}
+    contenders = {config.model.architecture: CompiledModel(config, tokens_BxT1) for config in configs}
     if _PEER.value != "none":
         contenders[PEER] = Transformers(configs[0], tokens_BxT1)
     seconds, losses = {name: [] for name in contenders}, {}
@@ -244,7 +247,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at first, {losses[name]} at last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
-        ratios = [theirs / ours for theirs, ours in zip(seconds.get(PEER, []), seconds[name])]
+        ratios = [peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(PEER, []), seconds[name])]
         rows.append({
             "model": name, "blocks": c.num_layers, "width": c.d_model, "batch": batch,
             "context": c.context_length, "vocabulary": c.vocab_size, "dtype": c.dtype,

@@ -26,13 +26,21 @@ TIMED_TOKENS = 64
 
 
 def parse_texts(texts: str) -> dict[str, str]:
-    """Returns {name: source} for the format "NAME=SOURCE,NAME=SOURCE". Raises UserError for other formats."""
+    """Returns {name: source} for the format "NAME=SOURCE,NAME=SOURCE".
+
+    Raises UserError for other formats, for duplicate names, and for the name OWN_TEXT, which is reserved.
+    """
     found = {}
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
-        if not separator or not name or not source or name in {OWN_TEXT, *found}:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE, or its "
-                            f"name is already in use ({OWN_TEXT!r} is the name of the training text)")
+        if not separator or not name or not source:
+            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; give each text a "
+                            "name and a source")
+        if name == OWN_TEXT:
+            raise UserError(f"config.compare.texts={texts!r}: the name {name!r} is reserved for the runs' training "
+                            "text; use another name")
+        if name in found:
+            raise UserError(f"config.compare.texts={texts!r}: two texts are named {name!r}; use different names")
         local_path("config.compare.texts", source)  # refuses URLs; accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
@@ -54,9 +62,9 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
                     tokenizers.save(own.tokenizer, folder)
     found = {OWN_TEXT: own}
     for text, source in texts.items():
-        theirs = config.data.copy_and_resolve_references()
-        theirs.update(source=source, store="", mixture="", tokenizer=str(tokenizer))
-        found[text] = data.load_or_prepare(theirs)
+        other_config = config.data.copy_and_resolve_references()
+        other_config.update(source=source, store="", mixture="", tokenizer=str(tokenizer))
+        found[text] = data.load_or_prepare(other_config)
     return found
 
 
@@ -73,27 +81,29 @@ class TextSample:
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
-        self.longest = math.lcm(*contexts)
-        self._windows = self._rows(self.longest)
+        self.window_multiple = math.lcm(*contexts)
+        self._windows = self._rows(self.window_multiple)
         if not all(packing.num_rows for packing in self._windows.packings):
             raise UserError(f"config.compare.contexts={tuple(contexts)}: the validation split of the text {name!r} is "
-                            f"shorter than {self.longest * self.context_length:,} + 1 tokens; use more text or shorter "
-                            "contexts")
+                            f"shorter than {self.window_multiple * self.context_length:,} + 1 tokens; use more text or "
+                            "shorter contexts")
         self.bytes_per_token = corpus.bytes_per_token("validation")
         wanted = config.train.eval_steps * config.train.batch_size
-        self._chosen = batches.sample_rows(self._windows, -(-wanted // self.longest))
+        self._window_numbers = batches.sample_rows(self._windows, -(-wanted // self.window_multiple))
 
-    def _rows(self, times: int) -> batches.Mixture:
-        return batches.Mixture(self._corpus.pack("validation", "concat", self._separate, times * self.context_length),
+    def _rows(self, multiple: int) -> batches.Mixture:
+        row_length = multiple * self.context_length
+        return batches.Mixture(self._corpus.pack("validation", "concat", self._separate, row_length),
                                self._corpus.weights)
 
-    def batches(self, times: int, batch_size: int) -> Iterator[Batch]:
-        """Yields the sample in batches. The rows are `times` times as long as the context length."""
-        parts, rows = self.longest // times, self._rows(times)
-        packing_of = self._windows.packing_of(self._chosen)
-        first_parts = rows.first_rows[packing_of] + parts * (self._chosen - self._windows.first_rows[packing_of])
-        order = (first_parts[:, None] + np.arange(parts)[None]).ravel()
-        return iter(batches.masked_batches(rows, order, batch_size))
+    def batches(self, multiple: int, batch_size: int) -> Iterator[Batch]:
+        """Yields the sample in batches. The rows are `multiple` times as long as the context length."""
+        rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
+        packing_of = self._windows.packing_of(self._window_numbers)
+        windows = self._window_numbers - self._windows.first_rows[packing_of]  # numbered within their packing
+        first_rows = rows.first_rows[packing_of] + rows_per_window * windows
+        row_numbers = (first_rows[:, None] + np.arange(rows_per_window)[None]).ravel()
+        return iter(batches.masked_batches(rows, row_numbers, batch_size))
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
@@ -113,12 +123,12 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     before, rows = read_json(path) or [], []
     for name, corpus in found.items():
         sample = TextSample(corpus, config, contexts, name)
-        for times in (1,) if is_learned else contexts:
+        for multiple in (1,) if is_learned else contexts:
             wanted = {**common, "text": name, "fingerprint": corpus.fingerprint("validation"),
-                      "context_length": times * config.model.context_length}
+                      "context_length": multiple * config.model.context_length}
             row = next((row for row in before if wanted.items() <= row.items()), None)
             if row is None:
-                row = {**wanted, **measure_loss(folder, sample, times)}
+                row = {**wanted, **measure_loss(folder, sample, multiple)}
                 log(f"{folder.name}: {name}, context {row['context_length']:,}: {row['bits_per_byte']:.4f} bits "
                     "per byte")
             rows.append({**row, "source": texts.get(name, config.data.source)})
@@ -126,27 +136,27 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
 
 
-def measure_loss(folder: Path, sample: TextSample, times: int) -> dict[str, float]:
+def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:
     """Returns the loss of a run's newest checkpoint on a sample.
 
-    The rows are `times` times as long as the run's context length. The keys of the result are "loss" (nats per token),
-    "bits_per_byte" and "tokens" (the number of targets).
+    The rows are `multiple` times as long as the run's context length. The keys of the result are "loss" (nats per
+    token), "bits_per_byte" and "tokens" (the number of targets).
     """
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
-    config.model.context_length *= times
+    config.model.context_length *= multiple
     config.data.packing = "concat"  # the packing that TextSample uses
     mesh = build_program(config).mesh
-    parts = sharding.num_batch_shards(mesh)
+    shards = sharding.num_batch_shards(mesh)
     # A batch has at most as many tokens as a training microbatch, so that the evaluation fits in memory. But it has at
     # least one row per device.
-    rows_per_device = config.train.batch_size // (config.train.microbatches * parts * times)
-    config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * parts, 1
+    rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
+    config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * shards, 1
     program = build_program(config)
     eval_step = program.runnable(program.compile_eval_step())
     params = jax.device_put(trained.params, program.shardings.params)
-    place = sharding.batch_sharding(mesh)
+    batch_sharding = sharding.batch_sharding(mesh)
     nats, targets = mean_loss(functools.partial(eval_step, params, trained.model_state), (
-        jax.device_put(batch, place) for batch in sample.batches(times, config.train.batch_size)))
+        jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
     return {"loss": nats, "bits_per_byte": nats / math.log(2) / sample.bytes_per_token,
             "tokens": targets}
 
@@ -180,10 +190,10 @@ def decoding_speed(text_model: inference.TextModel, count: int) -> float:
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
                                     [[text_model.tokenizer.end_of_text]])
     session.reserve(count + 1)
-    drawn_BxN, left = session.sample_steps(sampling, 1), count
+    sampled_BxN, left = session.sample_steps(sampling, 1), count
     started = time.perf_counter()
     while left:
-        session.ids[0] += drawn_BxN[0].tolist()
-        drawn_BxN = session.sample_steps(sampling, left)
-        left -= drawn_BxN.shape[1]
+        session.ids[0] += sampled_BxN[0].tolist()
+        sampled_BxN = session.sample_steps(sampling, left)
+        left -= sampled_BxN.shape[1]
     return count / (time.perf_counter() - started)

@@ -72,7 +72,7 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
     write_atomically(output / "report.md", to_markdown(about["title"], blocks))
     write_atomically(output / "report.html", to_html(about["title"], blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
-    return "\n\n".join([*(block.text for block in blocks[:first_table]), markdown_table(blocks[first_table])])
+    return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned_table(blocks[first_table])])
 
 
 # ------------------------------------------------------------------ Content
@@ -263,7 +263,7 @@ def provenance(runs: Sequence[Run], about: dict) -> list:
     return [Paragraph(" ".join(filter(None, lines))), Code(about["command"])]
 
 
-def markdown_table(table: Table) -> str:
+def aligned_table(table: Table) -> str:
     """Returns a table as plain text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
 

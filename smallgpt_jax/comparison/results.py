@@ -81,7 +81,7 @@ def read_run(name: str, folder: Path) -> Run:
     # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    components, flops_per_token = _size(model)
+    components, flops_per_token = _parameters_and_flops(model)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     steps, seconds = training_seconds(lines, tokens_per_step)
@@ -108,7 +108,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 
 @functools.cache
-def _size(model: models.LanguageModel) -> tuple[dict[str, int], float]:
+def _parameters_and_flops(model: models.LanguageModel) -> tuple[dict[str, int], float]:
     """Returns the number of parameters of each component, and the training FLOPs per token.
 
     The result is cached, because computing it traces the model.

@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, windows
+from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
 from smallgpt_jax.inference import TextModel, build_text_model
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
@@ -75,12 +75,12 @@ class SmallGPT(TemplateLM):
             if not continuation:
                 raise UserError(f"nothing to score in {text!r}: the continuation has no tokens; check the task's data")
             context = context or [self.prefix_token_id]  # a context of only spaces has no tokens
-            jobs.append(windows([*context, *continuation], len(context), self.max_length))
+            jobs.append(split_into_sequences([*context, *continuation], len(context), self.max_length))
         keys = [text for text, _, _ in requests]
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        jobs = [windows([self.prefix_token_id, *self.tok_encode(text)], 1, self.max_length)
+        jobs = [split_into_sequences([self.prefix_token_id, *self.tok_encode(text)], 1, self.max_length)
                 for text, in (request.args for request in requests)]
         keys = [request.args for request in requests]
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
@@ -137,7 +137,9 @@ class SmallGPT(TemplateLM):
             raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
                             f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}")
         new_tokens = settings["max_gen_toks"]
-        chosen = {name: settings[name] for name in SAMPLING_SETTINGS if settings.get(name)}  # 0 is unset
+        # A temperature of 0 selects greedy decoding. For the other settings, 0 means unset.
+        chosen = {name: settings[name] for name in SAMPLING_SETTINGS & settings.keys()
+                  if settings[name] or name == "temperature"}
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
         room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
         session = DecodeSession(self._text_model.model, self._text_model.weights, self._tokenizer.vocab_size,

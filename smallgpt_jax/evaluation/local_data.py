@@ -17,9 +17,9 @@ class LocalTask(NamedTuple):
     """One of the harness's tasks: its data files, and the function that reads them."""
 
     files: tuple[str, ...]  # paths in --data_dir
-    rows: Callable[..., list[dict]]  # reader: maps the contents of the files to rows
+    read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
-    changes: tuple[tuple[str, object], ...] = ()  # (field, value) overrides in the harness's task config
+    overrides: tuple[tuple[str, object], ...] = ()  # (field, value) overrides in the harness's task config
 
 
 def json_rows(text: str) -> list[dict]:
@@ -106,7 +106,7 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
     """
     task = TASKS[name]
     try:
-        rows = task.rows(*((folder / file).read_text(encoding="utf-8") for file in task.files))
+        rows = task.read(*((folder / file).read_text(encoding="utf-8") for file in task.files))
         if not rows:
             raise ValueError("no rows")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,5 +115,5 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
     from datasets import Dataset
 
     split = Dataset.from_list(rows)
-    return {**config, **dict(task.changes), "task": name, "custom_dataset": lambda **_: {"here": split},
+    return {**config, **dict(task.overrides), "task": name, "custom_dataset": lambda **_: {"here": split},
             "training_split": None, "validation_split": "here", "test_split": None, "fewshot_split": None}

@@ -123,6 +123,8 @@ def test_generates_until_the_first_stop_string(gpt):
     assert len(set(sampled)) == 4 and lm.generate_until(again) == sampled
     lm._seed = 5
     assert not set(lm.generate_until(again)) & set(sampled)
+    greedy = sampling | {"temperature": 0.0}  # with do_sample=True
+    assert lm.generate_until([request("generate_until", "the cat", greedy)]) == expected[:1]
     with pytest.raises(UserError, match="num_beams not supported; use do_sample, max_gen_toks"):
         lm.generate_until([request("generate_until", "a", {"until": [], "num_beams": 4})])
 

@@ -222,9 +222,9 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "Run", Run)
     monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     monkeypatch.setattr(chaos, "differences", lambda one, other: [f"{one.workdir.name} {other.workdir.name}"])
-    hits, different, runs = chaos.kill_runs("gpt", tmp_path, kills=5, steps=10, rng=random.Random(0),
+    kills_by_phase, different, runs = chaos.kill_runs("gpt", tmp_path, kills=5, steps=10, rng=random.Random(0),
                                           log=lambda line: None)
-    assert (hits, runs) == ({"training": 5}, 3)
+    assert (kills_by_phase, runs) == ({"training": 5}, 3)
     assert events == ["undisturbed ends after 1 starts", "undisturbed ends after 2 starts",
                       *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2)))]
     assert len(different) == 3 and different[0].endswith("victim-1: undisturbed victim-1")

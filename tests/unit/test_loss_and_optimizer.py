@@ -1,12 +1,15 @@
 """Tests of loss, optimizer, axis rules and FLOP counts on small arrays and shapes, without training."""
 
+import copy
 import math
+import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, build, init, load_config
+from absl import flags
+from conftest import ABSL_FLAGS, ARCHITECTURES, ROOT, build, init, load_config
 from flax import linen as nn
 
 from smallgpt_jax import models, sharding
@@ -208,6 +211,16 @@ def test_flops_of_windows(windows, positions):
     config = load_config("gpt", "paper", model__attention_windows=windows).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size
     assert train_flops_per_token(models.build(**config)) == 6 * weights + 12 * 768 * positions
+
+
+def test_flops_of_the_benchmark_peer(monkeypatch):
+    """In benchmarks/train_step.py, the peer is a plain GPT-2 with the sizes of the recipe, whatever its block is."""
+    for name, value in copy.deepcopy(ABSL_FLAGS).items():  # the benchmark defines flags that other modules also define
+        monkeypatch.setitem(flags.FLAGS.__dict__, name, value)
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "train_step.py"))
+    recipe = load_config("llama", model__attention_windows=(32, 0), model__qk_norm=True, model__mlp_ratio=4.0)
+    plain = load_config("gpt").model
+    assert train_flops_per_token(benchmark["as_gpt"](recipe)) == train_flops_per_token(models.build(**plain))
 
 
 @pytest.mark.parametrize("change", [{"attention": "splash"}, {"remat": "full"}])

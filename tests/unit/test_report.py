@@ -141,6 +141,8 @@ def test_warns_of_different_validation_rows():
 
 def test_parses_texts():
     assert measure.parse_texts("a=x.txt, b=y/*.txt") == {"a": "x.txt", "b": "y/*.txt"}
-    for texts in ("x.txt", "=x", "a=", "a=x,a=y", "own=x"):
-        with pytest.raises(UserError, match="is not NAME=SOURCE"):
+    for texts, message in (("x.txt", "'x.txt' is not NAME=SOURCE"), ("=x", "is not NAME=SOURCE"),
+                           ("b=y,a=", "'a=' is not NAME=SOURCE"), ("a=x,a=y", "two texts are named 'a'"),
+                           ("own=x", "the name 'own' is reserved")):
+        with pytest.raises(UserError, match=message):
             measure.parse_texts(texts)

@@ -8,7 +8,7 @@ import pytest
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data, report
 from smallgpt_jax.evaluation import run as evaluation
-from smallgpt_jax.evaluation.scoring import static_lengths, windows
+from smallgpt_jax.evaluation.scoring import split_into_sequences, static_lengths
 
 EXAMPLES = {"hellaswag": 10042, "winogrande": 1267, "commonsense_qa": 1221, "piqa": 1838, "copa": 100,
             "arc_easy": 570, "lambada_openai": 5153, "wikitext": 60}
@@ -17,10 +17,11 @@ EXAMPLES = {"hellaswag": 10042, "winogrande": 1267, "commonsense_qa": 1221, "piq
 def test_windows_score_each_token_once_with_as_much_context_as_possible():
     """The example is that of lm-evaluation-harness: a BOS token and ten more tokens, with a context of four tokens."""
     tokens = ["BOS", *range(10)]
-    assert windows(tokens, 1, 4) == [(["BOS", 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4), ([5, 6, 7, 8, 9], 2)]
-    assert windows(tokens, 9, 4) == [([5, 6, 7, 8, 9], 2)]  # a question longer than the context loses its beginning
-    assert windows(tokens, 9, 40) == [(tokens, 2)]
-    assert windows(tokens, 11, 4) == []
+    assert split_into_sequences(tokens, 1, 4) == [(["BOS", 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4), ([5, 6, 7, 8, 9], 2)]
+    # A question longer than the context loses its beginning.
+    assert split_into_sequences(tokens, 9, 4) == [([5, 6, 7, 8, 9], 2)]
+    assert split_into_sequences(tokens, 9, 40) == [(tokens, 2)]
+    assert split_into_sequences(tokens, 11, 4) == []
 
 
 def test_static_lengths_are_few_and_fit():
@@ -48,7 +49,7 @@ def test_results_table_of_a_group():
 def test_local_files_have_the_right_number_of_examples(shared_data):
     for name, count in EXAMPLES.items():
         task = local_data.TASKS[name]
-        assert len(task.rows(*((shared_data / "eval" / file).read_text() for file in task.files))) == count
+        assert len(task.read(*((shared_data / "eval" / file).read_text() for file in task.files))) == count
 
 
 def test_anli_and_full_hellaswag_files():

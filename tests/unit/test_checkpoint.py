@@ -223,7 +223,7 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     monkeypatch.setattr(chaos, "differences", lambda one, other: [f"{one.workdir.name} {other.workdir.name}"])
     kills_by_phase, different, runs = chaos.kill_runs("gpt", tmp_path, kills=5, steps=10, rng=random.Random(0),
-                                          log=lambda line: None)
+                                                    log=lambda line: None)
     assert (kills_by_phase, runs) == ({"training": 5}, 3)
     assert events == ["undisturbed ends after 1 starts", "undisturbed ends after 2 starts",
                       *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2)))]

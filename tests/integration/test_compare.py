@@ -260,7 +260,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     corpus = measure.open_texts(config, {"other": str(other)})["other"]
     tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
     sample = measure.TextSample(corpus, config, (1, 4), "other")
-    starts = sample._chosen * 4 * TIME
+    starts = sample._window_numbers * 4 * TIME
     assert len(starts) == len(set(starts)) == 2 * 8 // 4  # eval_steps · batch_size rows, 4 rows per window
     for times, row in ((1, rows[2]), (4, rows[3])):
         windows = np.stack([tokens[start:start + times * TIME + 1] for first in starts

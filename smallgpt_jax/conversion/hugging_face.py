@@ -100,7 +100,7 @@ def write_json(path: Path, content: dict) -> None:
 def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
     """Returns a model and its tokenizer. The model must be a GPT-2, or a model that `export_folder` wrote.
 
-    `source` is a local folder, or the model's name on the hub. With `finds_tokenizer=False`, tokenizer files are
+    `source` is a local folder, or the model's name on the hub. With `with_tokenizer=False`, tokenizer files are
     ignored. Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported
     tokenizers.
     """

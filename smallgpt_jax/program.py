@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import textwrap
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
@@ -43,7 +44,9 @@ class Program:
 
     def initial_state(self) -> TrainState:
         """Returns the state before the first update; each device initializes its own shards."""
-        return jax.jit(self._init_state, out_shardings=self.shardings)()
+        # On CPUs, optimizing this program takes longer than running it, and it runs only once.
+        options = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else None
+        return jax.jit(self._init_state, out_shardings=self.shardings, compiler_options=options)()
 
     def _init_state(self) -> TrainState:
         return init_state(self.model, self.optimizer, self.config.train.seed)
@@ -51,6 +54,11 @@ class Program:
     def initial_opt_state(self, params) -> optax.OptState:
         """Returns the initial optimizer state for these parameters."""
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
+
+    def start_compilation(self, pool: ThreadPoolExecutor) -> tuple[Future, Future]:
+        """Starts to compile the training step and the evaluation step, each in a thread of `pool`."""
+        self.abstract_state  # noqa: B018 — traced here once, instead of in both threads
+        return pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
         """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated."""

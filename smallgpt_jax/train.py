@@ -1,13 +1,13 @@
 """Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
 
-The loop keeps no state besides the train state. `metrics.Logger` holds the previous step's metrics, `checkpoint.py`
-holds the write in progress, and `preemption.py` holds the stop request.
+The loop's only state is the train state: `metrics.py`, `checkpoint.py` and `preemption.py` hold the rest.
 """
 
 import functools
 import math
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
     Raises:
-      UserError: the config or workdir is invalid (in this case, nothing has been written), the run does not fit into
-        device memory, or its last step cannot be saved.
+      UserError: the config or workdir is invalid (then nothing is written), the run does not fit into device memory, or
+        its last step cannot be saved.
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
@@ -65,17 +65,17 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
     """Trains in a locked workdir: restores, compiles, runs the loop, saves."""
     config = program.config
     progress = Progress(config.train.steps)
-    checkpoints = Checkpoints(
-        folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, log=progress.message)
-    state = restore_or_initialize(checkpoints, program)
-    first_step = int(state.step)
-    is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
-    print(summary.startup_message(program, pipeline, first_step), flush=True)
-    if first_step >= config.train.steps and is_evaluated:
-        return
-
-    started = time.monotonic()
-    train_step, eval_step = program.compile_train_step(), program.compile_eval_step()
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message)
+    started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
+    with ThreadPoolExecutor(2) as pool:  # compiles while the state is restored or initialized
+        compiling = program.start_compilation(pool) if newest_step < config.train.steps else ()
+        state = restore_or_initialize(checkpoints, program)
+        first_step = int(state.step)
+        is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
+        print(summary.startup_message(program, pipeline, first_step), flush=True)
+        if first_step >= config.train.steps and is_evaluated:
+            return
+        train_step, eval_step = (step.result() for step in compiling or program.start_compilation(pool))
     memory_stats = train_step.memory_analysis()
     print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
     run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
@@ -85,18 +85,16 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
         bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
         peak_tokens_per_second=summary.peak_tokens_per_second(program),
         unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [])
-    guard = NonFiniteGuard(
-        config.train.on_nonfinite, config.train.max_nonfinite, pipeline.row_numbers_at, checkpoints.latest_finished,
-        log=progress.message)
+    guard = NonFiniteGuard(config.train.on_nonfinite, config.train.max_nonfinite, pipeline.row_numbers_at,
+                           checkpoints.latest_finished, log=progress.message)
     schedule = Schedule(config.train.steps, config.train.eval_every, config.train.checkpoint_every)
     evaluate_now = functools.partial(evaluate, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
                                      is_stopped=stop.is_requested_anywhere)
 
-    stopped = False
+    step, stopped = first_step, False
     if first_step and schedule.evaluates(first_step) and not is_evaluated:
         # The previous session was stopped between saving and evaluating, or train.eval_steps has changed.
         stopped = not evaluate_now(first_step, state)
-    step = first_step
     if not stopped:
         train_batches = map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, config.data.workers))
         state, step, stopped = train_loop(
@@ -105,8 +103,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
 
     checkpoints.wait_until_finished()
     if step > first_step and step not in checkpoints.steps():
-        # The last step has not been saved, for one of two reasons: saving it failed, or the run was stopped while
-        # evaluating after a step that is not a multiple of checkpoint_every. In both cases, it is saved now.
+        # Saving the last step failed, or the run was stopped in an evaluation between two checkpoints.
         checkpoints.save(step, state, logger.losses)
     checkpoints.close()
     logger.close()
@@ -129,11 +126,7 @@ def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainSt
 
 
 class Schedule(NamedTuple):
-    """The steps after which a run saves and evaluates.
-
-    A run saves after every `checkpoint_every` steps, and evaluates after every `eval_every` steps. It does both after
-    the last step.
-    """
+    """The steps after which a run saves and evaluates. It does both after the last step."""
 
     steps: int
     eval_every: int
@@ -154,8 +147,7 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
     1. dispatches an update;
     2. while the update runs, checks and logs the metrics of the previous update;
     3. agrees with the other processes on whether to stop;
-    4. before saving or evaluating, checks and logs the metrics of the current update, so that no non-finite state is
-       saved;
+    4. before saving or evaluating, checks and logs the current metrics, so that no non-finite state is saved;
     5. saves, then evaluates, because evaluation can fail or be stopped.
     """
     step, stopped = first_step, False
@@ -196,12 +188,8 @@ def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: Dat
     return True
 
 
-def mean_loss(eval_step: Callable, batches: Iterable, is_stopped: Callable[[], bool] = lambda: False,
-              ) -> tuple[float, int] | None:
-    """Returns the mean loss of the targets in the loss mask, in nats, and their number. Returns None if stopped.
-
-    The evaluation is stopped when `is_stopped` returns True before a batch.
-    """
+def mean_loss(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> tuple[float, int] | None:
+    """Returns the mean loss in nats over the targets in the loss mask, and their number; None if stopped."""
     sums = []
     for batch in batches:
         if is_stopped():

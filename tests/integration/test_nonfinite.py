@@ -19,7 +19,7 @@ def make_step(optimizer, schedule):
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
     step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, schedule=schedule, microbatches=1,
-                                     loss_chunks=1, seed=0))
+                                     loss_chunks=1, z_loss=0.0, seed=0))
     return state, step
 
 

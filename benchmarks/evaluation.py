@@ -4,8 +4,8 @@
 
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
 lm-evaluation-harness. The evaluation is timed twice; only the first timing includes compilation. After each evaluation,
-the forward passes of the same batches are timed alone. Prints these four times in seconds. Next to each time, prints
-its ratio to the mean of the two times of the forward passes. The last line is a JSON object.
+the forward passes of the same batches are timed alone. Prints the duration of both evaluations and of both series of
+forward passes, in seconds and relative to the mean duration of the forward passes. The last line is a JSON object.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
 
-The loop's only state is the train state: `metrics.py`, `checkpoint.py` and `preemption.py` hold the rest.
+The loop itself keeps only the train state. `metrics.py`, `checkpoint.py` and `preemption.py` keep all other state.
 """
 
 import functools

@@ -151,7 +151,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     return run
 
 
-# Digests of the configs that build_program has accepted. They are not built again, because this takes seconds.
+# Digests of the configs that build_program has accepted. Such configs are not built again: building one takes seconds.
 _trainable: set[str] = set()
 
 
@@ -163,7 +163,8 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot be "
-                                "compared; use the same text, and name other evaluation texts in config.compare.texts")
+                                "compared; train all runs on the same text; config.compare.texts can name more texts to "
+                                "evaluate them on")
 
 
 def num_parameters(config: ConfigDict) -> int:

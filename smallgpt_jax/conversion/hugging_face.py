@@ -150,7 +150,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors in a folder's weight files, and the path to name in error messages about these files."""
+    """Returns all tensors in a folder's weight files, and the path that error messages show for these files."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():

@@ -4,7 +4,8 @@
 
 The bigram model has add-k smoothing and is fitted to the training tokens of the run's token store. Of several values of
 k, the one with the lowest validation loss is used, which favours the bigram model. Both losses are measured on the same
-validation tokens and printed. The exit status is 1 if the loss of the run's model is not lower.
+validation tokens and printed. The exit status is 0 if the run's model has a lower loss than the bigram model, and 1
+otherwise.
 """
 
 import json

@@ -109,7 +109,7 @@ def main() -> None:
             results["tiktoken batch"] = rates
             ratio = statistics.median(results["prepare gpt2"]) / own
             results["prepare gpt2 / tiktoken batch"] = ratio
-            print(f"  tiktoken's batch     {own / 1e6:8.2f}   ratio of prepare's speed to tiktoken's: {ratio:.2f}")
+            print(f"  tiktoken             {own / 1e6:8.2f}   ratio of prepare's speed to tiktoken's: {ratio:.2f}")
 
         token_store = prepare_source(folder / "store", str(folder / "sentencepiece"))
         print("loader, in M tokens/s\n  rows × tokens      " + "".join(

@@ -4,8 +4,9 @@
 
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
 lm-evaluation-harness. The evaluation is timed twice; only the first timing includes compilation. After each evaluation,
-the forward passes of the same batches are timed alone. Prints the duration of both evaluations and of both series of
-forward passes, in seconds and relative to the mean duration of the forward passes. The last line is a JSON object.
+the forward passes of the same batches are timed alone. This gives four durations: two of evaluations and two of forward
+passes. Prints each in seconds and relative to the mean of the two durations of forward passes. The last line is a JSON
+object.
 """
 
 import json

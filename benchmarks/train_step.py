@@ -107,7 +107,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a plain gpt with the config's sizes. The peer with these sizes has the same FLOPs per token."""
+    """Returns a plain gpt with the config's sizes. The peer takes its sizes and its FLOPs per token from this gpt."""
     shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
     return models.build(**{**shared, **PLAIN_GPT})
 
@@ -244,7 +244,8 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     chip, rows = chips.find_chip(jax.devices()[0].device_kind), []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # also true for NaN
-            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at first, {losses[name]} at last")
+            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step,"
+                            f" {losses[name]} at the last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
         ratios = [peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(PEER, []), seconds[name])]

@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 class WorkdirBusyError(UserError):
-    """Another process, described by `by`, is training in the workdir."""
+    """Another process is training in the workdir. The attribute `by` describes that process."""
 
     def __init__(self, message: str, by: str):
         super().__init__(message)

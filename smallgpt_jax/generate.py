@@ -34,7 +34,8 @@ _REPETITION_PENALTY = flags.DEFINE_float(
 _STOP = flags.DEFINE_multi_string("stop", [], "End the text before this string; repeatable.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
 _PATHS = flags.DEFINE_string(
-    "paths", "all", "Paths of a pgpt to use: all, best (the path with the largest weight), or indices such as 0,1.")
+    "paths", "all", "If the model is a pgpt, the paths to use: all, best (the path with the largest weight), or "
+    "indices such as 0,1.")
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint to load. Default: the newest.")
 flags.mark_flag_as_required("workdir")
 

@@ -53,7 +53,10 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores a step's metrics without waiting for them. Returns the previously stored step's metrics, or None."""
+        """Stores the metrics of a step without waiting for them.
+
+        Returns the metrics that were stored before this call, or None if there were none.
+        """
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous

@@ -82,7 +82,7 @@ def expand_tasks(tasks: Sequence[str]) -> list[str]:
     """
     names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
     if not names:
-        raise UserError("--tasks: is empty; name at least one task, or paper")
+        raise UserError("--tasks: is empty; give the name of at least one task, or use --tasks=paper")
     return names
 
 

@@ -17,7 +17,7 @@ from smallgpt_jax import models, sharding
 
 STATIC_LENGTHS = 6  # maximum number of static lengths
 LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
-CHUNK = 256  # positions per chunk of logits, per device
+CHUNK = 256  # each device computes the logits of this many positions at a time
 
 
 class TokenSequence(NamedTuple):
@@ -146,8 +146,9 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i] is a pair for the sequences whose `rounded(length)` is one of the first i candidates: the smallest total
-    # number of positions to which these sequences can be padded, and the static lengths with which they are padded.
+    # The pair best[i] describes the best padding of the sequences whose `rounded(length)` is one of the first i
+    # candidates. The first element is the total number of positions of these sequences, padding included. The second
+    # element is the list of static lengths. Each round of the loop allows one more static length.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),

@@ -111,8 +111,8 @@ class Attention(nn.Module):
 
         If the attention window is shorter than `context.cache_length`, the cache is a rolling one: it has one slot per
         position of the window and holds the newest positions; see `ops.rolling_positions`. Otherwise, slot s of the
-        cache holds position s; in this case, the padding of short rows is also written to the cache, but later tokens
-        overwrite the padding before it is read.
+        cache holds position s. Rows with fewer new tokens than other rows are padded. A cache that is not rolling also
+        stores this padding, but later tokens overwrite the padding before it is read.
 
         The batch and head axes of the cache are merged, because with separate axes, XLA's CPU compiler copies the whole
         cache for every token.

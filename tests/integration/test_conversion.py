@@ -132,7 +132,7 @@ def test_export_and_import(variant, tmp_path):
     with torch.no_grad():
         whole = theirs(torch.tensor(tokens), use_cache=False).logits
         np.testing.assert_allclose(whole, ours, atol=1e-4)
-        # The logits are also the same with the cache, in four calls.
+        # Four calls that share a cache give the same logits as one call without a cache.
         cache, pieces = None, []
         for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
             output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
@@ -373,7 +373,8 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    # "tuned again" is a copy of "tuned". As "tuned" has not been trained, origin.json of "tuned again" has no "steps".
+    # "tuned again" is a copy of "tuned". origin.json of "tuned again" has no entry "steps", because "tuned" has not
+    # been trained.
     assert expected == {"weights from: steps": None}
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 

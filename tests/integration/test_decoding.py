@@ -52,7 +52,7 @@ def random_rows(model, lengths, seed=0):
 
 
 def session(model, params, ids, **settings):
-    # NumPy arrays, since slicing them compiles nothing, unlike slicing JAX arrays.
+    # The parameters are converted to NumPy arrays. Slicing NumPy arrays compiles nothing, unlike slicing JAX arrays.
     weights = layout.pack(model, jax.device_get(params))
     return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
 
@@ -70,7 +70,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # nothing is reserved for cgpt, so its cache grows during the test
+        texts.reserve(CONTEXT)  # not called for cgpt, so that cgpt's cache grows during the test
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
@@ -269,9 +269,10 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # `numbers` contains the number of steps of each call. A call has only one step if a row has several new tokens: at
-    # the start, the prompt; when the context is full, the newer half of its tokens. The context holds 24 tokens. The
-    # row with 5 prompt tokens has filled it after 20 steps, and the row with 1 prompt token after 24 steps.
+    # `numbers` contains the number of steps of each call. A call that prefills a row has only one step. The first call
+    # prefills the prompts. When a row has filled the context, the next call prefills the newer half of its tokens. The
+    # context holds 24 tokens. The row with 5 prompt tokens has filled the context after 20 steps, and the row with 1
+    # prompt token has filled the context after 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]

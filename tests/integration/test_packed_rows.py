@@ -33,9 +33,9 @@ def random_params(model):
 
 
 def variants():
-    """Yields test parameters that cover all architectures and position encodings.
+    """Yields pytest parameters (architecture, config fields) that cover all architectures and position encodings.
 
-    The last one is a cgpt with splash attention and a wider convolution.
+    The last pair is a cgpt with splash attention and convolutions of kernel size 5.
     """
     for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
         yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")

@@ -71,7 +71,7 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 
 
 def test_global_batches_do_not_depend_on_processes(text_file):
-    """Two processes with two devices each read the same batches as one process with eight devices.
+    """Two processes, with two devices each, read the same batches as one process with eight devices.
 
     The first batch that the test compares is not the first batch of the run.
     """

@@ -130,7 +130,8 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    # The loop saves step 4, a multiple of checkpoint_every, before the evaluation. `train.run` saves step 2 later.
+    # Step 4 is a multiple of checkpoint_every, so the loop saves it before the evaluation. Step 2 is not a multiple of
+    # checkpoint_every; `train.run` saves it after the loop, which this test does not cover.
     assert (f"save {step}" in run.events) == is_saved
 
 

@@ -193,10 +193,10 @@ def test_flops_of_a_matrix_product():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_flops_of_gpt(scan_layers):
-    """For each token, training takes 6 FLOPs per weight in the matrix products, and more FLOPs in attention.
+    """The training FLOPs per token match the formula in appendix B of arXiv 2204.02311.
 
-    Attention takes 12·layers·width·context FLOPs per token. The sum of both is the formula in arXiv 2204.02311,
-    appendix B.
+    The formula is 6·weights + 12·layers·width·context. The first term counts the matrix products with weights, and the
+    second term counts attention.
     """
     config = load_config("gpt", "paper", model__scan_layers=scan_layers).model
     weights = 12 * 12 * 768**2 + 768 * config.vocab_size
@@ -214,7 +214,11 @@ def test_flops_of_windows(windows, positions):
 
 
 def test_flops_of_the_benchmark_peer(monkeypatch):
-    """In benchmarks/train_step.py, the peer is a plain GPT-2 with the sizes of the recipe, whatever its block is."""
+    """The FLOPs of the benchmark's peer are those of a plain GPT-2, even if the recipe has other blocks.
+
+    The peer is the PyTorch model with which benchmarks/train_step.py compares the model of a recipe. The peer has the
+    sizes of this model.
+    """
     for name, value in copy.deepcopy(ABSL_FLAGS).items():  # the benchmark defines flags that other modules also define
         monkeypatch.setitem(flags.FLAGS.__dict__, name, value)
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "train_step.py"))

@@ -214,7 +214,7 @@ def test_divergence_message(on_nonfinite, values, message):
 
 
 def test_final_message(tmp_path, monkeypatch, capsys):
-    """Covers a run with an evaluation, and a run without metrics.jsonl whose model cannot be decoded."""
+    """Covers a run with an evaluation, and a run that has no metrics.jsonl and whose model cannot generate text."""
     workdir = tmp_path / "my run"
     workdir.mkdir()
     monkeypatch.setattr(summary.inference, "load", lambda folder: SimpleNamespace(

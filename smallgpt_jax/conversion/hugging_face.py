@@ -78,7 +78,7 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
-        tokenizers.save(tokenizer, folder)  # the original tokenizer files, for read_folder and other programs
+        tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
     (folder / "README.md").write_text(card)
 
 
@@ -139,7 +139,10 @@ def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the folder's tokenizer, or None if it has no tokenizer files. Raises UserError if it is unsupported."""
+    """Returns the folder's tokenizer, or None if the folder has no tokenizer files.
+
+    Raises UserError if the tokenizer is not supported.
+    """
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:

@@ -132,7 +132,7 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
     """Returns `saved` if it is a dictionary of tensors. Raises UserError if not."""
     if not isinstance(saved, dict) or not all(
             isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
-        raise UserError(f"{path}: not a checkpoint (some entries are not named tensors)")
+        raise UserError(f"{path}: not a checkpoint (expected a dictionary of named tensors)")
     return dict(saved)
 
 

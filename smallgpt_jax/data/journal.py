@@ -41,8 +41,8 @@ class Journal:
     identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
     tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
     latest: Progress
-    # The last progress in an earlier part of the source than that of `latest`. Preparation resumes from here if the
-    # part of `latest` has changed.
+    # `latest` was recorded while one part of the source was being read. `earlier` is the last progress recorded before
+    # that part. If that part has changed, preparation resumes from `earlier` instead of `latest`.
     earlier: Progress | None = None
 
     def add(self, progress: Progress) -> None:

@@ -135,9 +135,9 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> BestFit
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
     The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
-    The longest pieces are placed first, each into the row where it leaves the least room. Among equally full rows, the
-    row that first became this full is chosen. All pieces of the same length are placed at once, so the Python loop runs
-    over lengths, not over pieces.
+    The longest pieces are placed first, each into the row where it leaves the least room. If several rows are
+    equally full, the row that reached this fill level first is chosen. All pieces of the same length are placed at
+    once, so the Python loop runs over lengths, not over pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // row_length)

@@ -95,7 +95,10 @@ def prepare_store(
 
 
 def require_free_path(folder: Path) -> None:
-    """Raises UserError unless `folder` already is a store, or a finished store can be renamed to `folder`."""
+    """Raises UserError unless `folder` is a store, does not exist yet, or is an empty folder.
+
+    An empty folder is refused if it is a mount point, because a finished store cannot be renamed to a mount point.
+    """
     if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
         return
     if os.path.ismount(folder):
@@ -199,7 +202,7 @@ def remove_partial(partial: Path, log) -> None:
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the `Place` up to which its training has read the source (None: the whole source)."""
+    """Returns the tokenizer, and the `Place` where its training text ends (None: at the end of the source)."""
     tokenizer_text_end = Place()
 
     def texts() -> Iterator[str]:

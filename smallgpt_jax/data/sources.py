@@ -122,7 +122,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """Returns `paths` without the files that occur twice because of symbolic links to folders.
+    """Returns `paths` without the duplicates that come from symbolic links to folders.
 
     If several paths lead to the same folder, only the files under the shortest of these paths are kept.
     """

@@ -161,7 +161,7 @@ def write_without(path: Path, name: str) -> Path:
     (lambda p, data: write_pickle(p, pickle.dumps({"model": {3: np.zeros(3)}})), "names numpy"),
     (lambda p, data: write_pickle(p, b"garbage"), "damaged, or not a checkpoint"),
     (lambda p, data: write_pickle(p, pickle.dumps({"model": 3})), "no 'model' entry"),
-    (lambda p, data: write_pickle(p, pickle.dumps({"model": {"x": 3}})), "not named tensors"),
+    (lambda p, data: write_pickle(p, pickle.dumps({"model": {"x": 3}})), "dictionary of named tensors"),
     (lambda p, data: write_tensor_beyond_its_storage(p), "beyond its storage"),
     (lambda p, data: torch.save({"model": {"x": torch.zeros(3)}}, p) or p, "no n_head"),
     (lambda p, data: write_without(p, "transformer.h.0.ln_2.weight"),

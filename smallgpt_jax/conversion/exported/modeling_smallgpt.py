@@ -103,7 +103,7 @@ class CausalConv(nn.Conv1d):
     def forward(self, x, is_text, cache):  # x (B, T, D), is_text (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
-            # Set the padding to zero, because the inputs before the first token of an unpadded text are also zero.
+            # Set the padding to zero, so that the convolution reads zeros before the first token, as in unpadded texts.
             x = x * is_text
         if cache is not None and past:
             x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]

@@ -17,7 +17,9 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # a repeated signal within this time is no second request: `timeout` sends signals twice
+# A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the shell command
+# `timeout` sends its signal twice.
+REPEAT_SECONDS = 0.5
 
 
 class StopRequest:

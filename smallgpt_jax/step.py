@@ -73,8 +73,8 @@ def train_step(
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
-    Gradients of the `microbatches` are summed in float32. If loss or gradient is not finite, the update is skipped:
-    parameters, optimizer state and model state do not change. Metrics:
+    The batch is split into `microbatches` parts, whose gradients are summed in float32. If loss or gradient is not
+    finite, the update is skipped: parameters, optimizer state and model state do not change. Metrics:
 
     - loss: mean over the targets in the loss mask, in nats, plus the values that modules sowed into "losses"
     - grad_norm: norm of the gradient before clipping
@@ -91,8 +91,8 @@ def train_step(
         loss, collections = weighted_loss(
             params, model_state, model, microbatch, target_weights(microbatch, total), loss_chunks, z_loss=z_loss,
             dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
-        # Each sown loss is a mean over one microbatch. Losses are summed over microbatches, so the mean over the batch
-        # needs this division.
+        # A sown loss is a mean over one microbatch. It is divided by the number of microbatches, so that the sum over
+        # the microbatches is the mean over the batch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))

@@ -19,8 +19,8 @@ class CausalConv(nn.Module):
     """Causal convolution over time, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], where x is 0 before the first position of a text. With
-    kernel_size 1, this is a dense layer. In decoding, the cache stores each row's last kernel_size − 1 inputs. These
-    are B·(kernel_size − 1)·D elements of the model's dtype.
+    kernel_size 1, this is a dense layer. In decoding, the cache stores the last kernel_size − 1 inputs of each row: in
+    total, B·(kernel_size − 1)·D elements of the model's dtype.
     """
 
     features: int
@@ -56,7 +56,8 @@ class CausalConv(nn.Module):
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]  # indices of the last inputs before padding
+        # For each row, the indices in `padded` of the last `taps` inputs that are not padding tokens.
+        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded
 

@@ -62,15 +62,16 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """The attention window in positions; 0 means unlimited.
+        """The attention window of a block, in positions; 0 means unlimited.
 
-        If this is the config of several blocks, the property is the window of the first block.
+        `layer_configs` makes a config for each block. In the config of a whole model, this property is the window of
+        the model's first block.
         """
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
     def depth(self) -> int:
-        """The number of blocks that a token passes in sequence."""
+        """The number of blocks that a token passes through, one after the other."""
         return self.num_layers
 
     @property

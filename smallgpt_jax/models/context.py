@@ -15,9 +15,9 @@ class Context:
     In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
     several texts that do not attend to each other.
 
-    In decoding, a row contains new tokens, which continue the text of the row. The values that layers stored for the
-    earlier tokens are in the cache, the variable collection "cache". Rows may differ in length; shorter rows are padded
-    at the end.
+    In decoding, a row contains only the new tokens of a text. The values that layers stored for the earlier tokens of
+    the text are in the cache, the variable collection "cache". Rows may differ in length; shorter rows are padded at
+    the end.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
@@ -27,7 +27,8 @@ class Context:
     length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
     segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
     prefix_lengths_B: jax.Array | None = None  # None in decoding; length of each row's bidirectional prefix (prefix LM)
-    # Whether this is the first microbatch of an update in training. Modules with state can read it.
+    # Whether this forward pass is for the first microbatch of an update in training. Modules with state can read this
+    # field.
     begins_update: jax.Array | bool = True
 
     @property

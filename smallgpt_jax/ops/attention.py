@@ -248,7 +248,7 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
     """Returns the cache after `x_GxTxK` has been written to it.
 
     The T entries of row g are written to row g of the cache, beginning at slot `start_G[g]`. If T > 1, entries beyond
-    the end of the cache are dropped.
+    the end of the cache are dropped. If T is 1, an entry beyond the end overwrites the last slot.
     """
     rows, time, _ = x_GxTxK.shape
     if time > 1:

@@ -22,9 +22,9 @@ def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_lo
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
     The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
-    must divide T. The forward pass also computes the gradients, part by part. This takes three matmuls per part. To
-    recompute the logits in the backward pass would take a fourth matmul per part. Logits and softmax are float32; the
-    operands of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
+    must divide T. The forward pass also computes the gradients, part by part, with three matmuls per part. If the
+    backward pass computed the gradients, it would have to compute the logits again, with a fourth matmul per part.
+    Logits and softmax are float32; the operands of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
 
     `z_loss` · log(Σ exp(logits))² is added to each loss (Chowdhery et al., arXiv 2204.02311, section 5).
     """

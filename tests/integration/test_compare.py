@@ -284,7 +284,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, tmp_path, monkeypatch):
-    """A measurement's batches have as many tokens as a training microbatch, so they fit in memory if training does."""
+    """Batches of `measure_loss` have no more tokens than a training microbatch, so that they fit in memory too."""
     folder = untrained_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
     config = workdir.read_config(folder)
     sample = measure.TextSample(data.open_existing(config.data), config, (1, 2), "own")
@@ -354,8 +354,9 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    # If of_one were 4 * of_four, this test would also accept an implementation that just multiplies row indices by 4,
-    # without regard to the index at which the second store begins.
+    # The second store's first row has index of_one among rows of 64 tokens, and index of_four among rows of 256 tokens.
+    # If of_one were 4 * of_four, the test would accept an implementation that multiplies every row index by 4, without
+    # regard to where the second store begins.
     assert of_one > 4 * of_four
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]

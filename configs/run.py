@@ -10,8 +10,8 @@ If --workdir is not the folder in --config, a new run with the same config start
 trained model in another folder, on other text, or with another context_length (not possible with learned positions),
 first import the model with `smallgpt_jax.convert --from=run`.
 
-The saved config of an imported model has only the `model` group. This file adds the model's own tokenizer, a token
-store in the cache folder, and settings for fine-tuning on a few million tokens.
+The saved config of an imported model has only the `model` group. For the other groups, configs/run.py sets the model's
+own tokenizer, a token store in the cache folder, and values for fine-tuning on a few million tokens.
 """
 
 from configs import base

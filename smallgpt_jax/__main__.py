@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def summary(command: str) -> str:
-    """Returns the first line of a command's docstring. Does not import the command, which would take seconds."""
+    """Returns the first line of a command's docstring. The command is not imported, because importing takes seconds."""
     source = Path(__file__).with_name(f"{command}.py").read_text()
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

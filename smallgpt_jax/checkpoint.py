@@ -104,8 +104,8 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk.
 
-        Looks for them repeatedly, until it finds none four times in a row, because pending writes may create a removed
-        folder again.
+        Pending writes may create a removed folder again, so the search is repeated until four searches in a row find
+        nothing.
         """
         gone = 0
         for _ in range(50):

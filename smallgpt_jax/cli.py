@@ -114,7 +114,7 @@ RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*
 def quote_run_names(argv: list[str]) -> list[str]:
     """Returns a copy of `argv` in which each NAME in --config.runs.NAME.… is quoted, unless it is an identifier.
 
-    ml_collections expects the other names as Python strings. For example, for the run "lr 0.1", the argument
+    ml_collections expects names that are not identifiers as Python strings. For the run "lr 0.1", the argument
     '--config.runs.lr 0.1.model.d_model=8' becomes
     --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """

@@ -163,8 +163,8 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "
-                                "be compared; train all runs on the same text; config.compare.texts can name more texts to "
-                                "evaluate them on")
+                                "be compared; train all runs on the same text; config.compare.texts can name more texts "
+                                "to evaluate them on")
 
 
 def num_parameters(config: ConfigDict) -> int:
@@ -207,7 +207,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
     Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
     parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
-    width. With another number of heads, only widths are considered that change the head width by less than a factor of
+    width. If the number of heads changes, the head width (width / number of heads) may change by less than a factor of
     two.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads

@@ -85,8 +85,8 @@ def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
 def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Returns the loss curves in a CSV file with the columns model,step,val_loss: {model: [(tokens, validation loss)]}.
 
-    The paper's authors logged these curves, with PAPER_TOKENS_PER_STEP tokens per step. Raises UserError for other
-    files.
+    The paper's authors logged these curves, with PAPER_TOKENS_PER_STEP tokens per step. Raises UserError if the
+    file cannot be read as such a table, or has no rows.
     """
     try:
         with path.open(newline="") as file:

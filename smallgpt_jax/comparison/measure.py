@@ -73,9 +73,9 @@ class TextSample:
 
     `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows whose
     length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
-    tokens as an evaluation during training. If the corpus is a mixture, its stores are sampled in proportion to their
-    weights. Raises UserError if a validation split is shorter than one window. `name` is the name of the text in the
-    error message.
+    tokens as an evaluation during training. If the corpus is a mixture of several token stores, each store is sampled
+    in proportion to its weight. Raises UserError if a validation split is shorter than one window. `name` is the name
+    of the text in the error message.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -100,7 +100,7 @@ class TextSample:
         """Yields the sample in batches. The rows are `multiple` times as long as the context length."""
         rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
         packing_of = self._windows.packing_of(self._window_numbers)
-        windows = self._window_numbers - self._windows.first_rows[packing_of]  # numbered within their packing
+        windows = self._window_numbers - self._windows.first_rows[packing_of]  # window numbers within each packing
         first_rows = rows.first_rows[packing_of] + rows_per_window * windows
         row_numbers = (first_rows[:, None] + np.arange(rows_per_window)[None]).ravel()
         return iter(batches.masked_batches(rows, row_numbers, batch_size))

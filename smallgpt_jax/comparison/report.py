@@ -249,7 +249,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def provenance(runs: Sequence[Run], about: dict) -> list:
-    """Returns report blocks about the training (machines, versions, dates, time), and the command that repeats it."""
+    """Returns report blocks about the training (machines, versions, dates, time) and the command of the comparison."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())

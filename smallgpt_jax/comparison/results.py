@@ -285,7 +285,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range over seeds of `field`, as measured by the last evaluation of each run.
+    """Returns the mean and range of the values that `field` has in the last evaluations of the runs.
 
     Returns None if the runs' last evaluations are of different steps, or if a value is missing.
     """

@@ -87,7 +87,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
                                 "set --config.data.invalid_utf8=replace")
     if not isinstance(text, str):
         return rules.refuse_or_skip(
-            where, f"no text in the field {rules.text_field!r}: the item's fields are {', '.join(fields)}",
+            where, f"no string in the field {rules.text_field!r}: the item's fields are named {', '.join(fields)}",
             "set --config.data.text_field")
     try:
         text.encode()

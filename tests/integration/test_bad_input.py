@@ -145,14 +145,14 @@ CASES = {
         "HERE/a.zip: .zip archives are not supported; unpack it, or compress single files as .gz, .bz2, .zst"),
     "JSON without the text field": (
         files(a__jsonl=LINES + b'{"body": "words", "id": 7}\n'), dict(data__source="HERE/a.jsonl"),
-        "HERE/a.jsonl, line 2001: no text in the field 'text': the item's fields are body, id; set "
+        "HERE/a.jsonl, line 2001: no string in the field 'text': the item's fields are named body, id; set "
         f"--config.data.text_field, {SKIP}"),
     "Parquet without the text column": (
         files(a__parquet=parquet({"body": ["words"], "id": [1]})), dict(data__source="HERE/a.parquet"),
         "HERE/a.parquet: no column 'text', its columns are body, id; set --config.data.text_field"),
     "Number instead of text": (
         files(a__jsonl=b'{"text": 7}\n'), dict(data__source="HERE/a.jsonl"),
-        "HERE/a.jsonl, line 1: no text in the field 'text': the item's fields are text; set "
+        "HERE/a.jsonl, line 1: no string in the field 'text': the item's fields are named text; set "
         f"--config.data.text_field, {SKIP}"),
     "Truncated line": (
         files(a__jsonl=LINES[:-5]), dict(data__source="HERE/a.jsonl"),

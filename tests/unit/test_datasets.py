@@ -35,7 +35,7 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     assert len(parts) == 3
     rest = document_batches(parts, RULES, Place(1, 30))
     assert [text for batch in rest for text in batch.texts] == texts[texts.index("text 30 of 1"):]
-    with pytest.raises(UserError, match=r"row 1: no text in the field 'body': the item's fields are text, id"):
+    with pytest.raises(UserError, match=r"row 1: no string in the field 'body': the item's fields are named text, id"):
         read(source, text_field="body")
     with pytest.raises(UserError, match=r"hf:nobody/nothing"):
         read("hf:nobody/nothing")
@@ -98,7 +98,7 @@ def test_tensorflow_dataset(file_format, tmp_path, monkeypatch):
     texts = [item["text"].decode() for item in items]
     assert read("tfds:words") == texts
     assert_stores_equal("tfds:words", texts, tmp_path)
-    with pytest.raises(UserError, match="no text in the field 'body': the item's fields are text, url; set"):
+    with pytest.raises(UserError, match="no string in the field 'body': the item's fields are named text, url; set"):
         read("tfds:words", text_field="body")
     with pytest.raises(UserError, match="'tfds:nothing': Dataset nothing not found"):
         read("tfds:nothing")

@@ -330,7 +330,7 @@ def test_summary(tmp_path):
     # A document of n letters also contains the digits of n. Its length in tokens counts the letters, the digits and
     # an end-of-text token.
     assert "median 54, 95% at most 98, longest 5,005" in text
-    assert "skipped: 1 no text in the field 'text'" in text
+    assert "skipped: 1 no string in the field 'text'" in text
 
 
 @pytest.mark.parametrize("changes, substrings", [

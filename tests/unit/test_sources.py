@@ -93,7 +93,7 @@ def test_web_text(shared_data):
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "byte 24 "]),
     ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["byte 6 "]),
     ("a.jsonl", b"[" * 100_000, {}, ["line 1", "not JSON", "deep"]),
-    ("a.jsonl", b'{"text": null}', {}, ["line 1", "no text in the field", "invalid_items=skip"]),
+    ("a.jsonl", b'{"text": null}', {}, ["line 1", "no string in the field", "invalid_items=skip"]),
     ("a.png", b"\x89PNG\r\n\x1a\n\x00", {}, ["a.png", "not UTF-8 at byte 0"]),
     ("a.txt", "text".encode("utf-16"), {}, ["not UTF-8"]),
     ("a.jsonl.gz", b'{"text": "a"}\n', {}, ["a.jsonl.gz", "damaged", "gzip"]),
@@ -142,7 +142,7 @@ def test_skips_invalid_items(tmp_path):
         sources.open_source(str(tmp_path)), Rules("text", "refuse", "skip")))
     assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
     skipped = sum((batch.skipped for batch in found), collections.Counter())
-    assert skipped == {"empty": 2, "not JSON": 1, "no text in the field 'text'": 2, "not a JSON object": 1,
+    assert skipped == {"empty": 2, "not JSON": 1, "no string in the field 'text'": 2, "not a JSON object": 1,
                        "half a surrogate pair": 1, "not UTF-8": 1}
     assert (last.place, last.done) == ((2, 0), 1.0)
 

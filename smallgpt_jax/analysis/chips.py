@@ -1,4 +1,4 @@
-"""The peak speed and memory of accelerators, from the vendors' data sheets, and the devices of TPU topologies."""
+"""Peak speed and memory of accelerators, from the vendors' data sheets; devices of a TPU slice that is not attached."""
 
 import dataclasses
 import importlib.util

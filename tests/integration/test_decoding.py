@@ -271,8 +271,8 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     assert decoder.decode_steps._cache_size() == before + 1
     # `numbers` contains the number of steps of each call. A call that prefills a row has only one step. The first call
     # prefills the prompts. When a row has filled the context, the next call prefills the newer half of its tokens. The
-    # context holds 24 tokens. The row with 5 prompt tokens has filled the context after 20 steps, and the row with 1
-    # prompt token has filled the context after 24 steps.
+    # context holds 24 tokens. The prefill counts as one step, so the row with 5 prompt tokens fills the context after
+    # 1 + 19 = 20 steps, and the row with 1 prompt token after 1 + 23 = 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]

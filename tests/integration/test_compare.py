@@ -43,7 +43,7 @@ def fake_train(config, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text_file):
-    """Returns the output folder of a comparison of gpt and pgpt; `fake_train` made the runs. Tests must not change it."""
+    """Returns the folder of a comparison of gpt and pgpt; `fake_train` made the runs. Tests must not change it."""
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train", fake_train)

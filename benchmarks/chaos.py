@@ -79,7 +79,7 @@ class Run:
         logged, checkpoints = self.output(), self.workdir / CHECKPOINT_FOLDER
         if list(checkpoints.glob(UNFINISHED_PATTERN)):
             return "saving"
-        if "compiled in" not in logged:
+        if "compiled and ready in" not in logged:
             return "compiling" if " parameters, on " in logged else "starting"
         lines = read_lines(self.workdir / METRICS_FILE)
         evaluated = max((line["step"] for line in lines if line["split"] == "eval"), default=0)
@@ -129,7 +129,7 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
         subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
         undisturbed.start()
         seconds = [time.monotonic()]
-        undisturbed.wait_for("compiled in")
+        undisturbed.wait_for("compiled and ready in")
         seconds.append(time.monotonic())
         undisturbed.finish()
         seconds.append(time.monotonic())
@@ -143,7 +143,7 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
             if rng.random() < 0.5:
                 time.sleep(rng.uniform(0, to_first_step))
             else:
-                victim.wait_for("compiled in")
+                victim.wait_for("compiled and ready in")
                 time.sleep(rng.uniform(0, after_first_step / 2))
             phase = victim.kill()
             if phase is None:

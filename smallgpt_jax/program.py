@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import flax.linen as nn
@@ -42,6 +42,11 @@ class Program:
         shapes = jax.eval_shape(self._init_state)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the devices are simulated on one CPU. Such devices share a few threads."""
+        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+
     def initial_state(self) -> TrainState:
         """Returns the state before the first update; each device initializes its own shards."""
         # On CPUs, optimizing this program takes longer than running it, and it runs only once.
@@ -55,10 +60,15 @@ class Program:
         """Returns the initial optimizer state for these parameters."""
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
 
-    def start_compilation(self, pool: ThreadPoolExecutor) -> tuple[Future, Future]:
-        """Starts to compile the training step and the evaluation step, each in a thread of `pool`."""
+    def start_compilation(self) -> tuple[Future, Future]:
+        """Starts to compile the training step and the evaluation step, each in a thread of its own."""
         self.abstract_state  # noqa: B018 — traced here once, instead of in both threads
-        return pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
+        pool = ThreadPoolExecutor(2)
+        steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
+        pool.shutdown(wait=False)
+        if self.is_simulated:  # a program that runs during compilation could lack threads
+            wait(steps)
+        return steps
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
         """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated."""
@@ -107,7 +117,7 @@ class Program:
         Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
         program holds threads that the other program's collectives wait for.
         """
-        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
+        if self.is_simulated:
             return lambda *arguments: jax.block_until_ready(compiled(*arguments))
         return compiled
 

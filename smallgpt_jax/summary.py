@@ -53,8 +53,8 @@ def fallback_messages(program: Program) -> list[str]:
 
 
 def compilation_message(memory_stats, seconds: float) -> str:
-    """Returns the compilation time and the memory per device of the training step."""
-    return (f"compiled in {seconds:.0f} s; memory per device: "
+    """Returns the seconds until the run was ready to train, and the memory per device of the training step."""
+    return (f"compiled and ready in {seconds:.0f} s; memory per device: "
             f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
             f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
 

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,15 +66,14 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
     progress = Progress(config.train.steps)
     checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message)
     started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
-    with ThreadPoolExecutor(2) as pool:  # compiles while the state is restored or initialized
-        compiling = program.start_compilation(pool) if newest_step < config.train.steps else ()
-        state = restore_or_initialize(checkpoints, program)
-        first_step = int(state.step)
-        is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
-        print(summary.startup_message(program, pipeline, first_step), flush=True)
-        if first_step >= config.train.steps and is_evaluated:
-            return
-        train_step, eval_step = (step.result() for step in compiling or program.start_compilation(pool))
+    compiling = program.start_compilation() if newest_step < config.train.steps else ()
+    state = restore_or_initialize(checkpoints, program)
+    first_step = int(state.step)
+    is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
+    print(summary.startup_message(program, pipeline, first_step), flush=True)
+    if first_step >= config.train.steps and is_evaluated:
+        return
+    train_step, eval_step = (step.result() for step in compiling or program.start_compilation())
     memory_stats = train_step.memory_analysis()
     print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
     run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))

@@ -242,7 +242,8 @@ def read_config(workdir: Path) -> ConfigDict:
     try:
         groups = json.loads(path.read_text())
         required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
-        if not isinstance(groups, dict) or not all(isinstance(groups.get(name), dict) for name in required):
+        if not isinstance(groups, dict) or not all(
+                isinstance(groups.get(name, {}), dict) and (name in groups or name not in required) for name in GROUPS):
             raise ValueError(f"expected the groups {', '.join(required)}")
         if "train" in groups:
             groups["train"] = {"z_loss": 0.0, **groups["train"]}  # older versions had no z-loss

@@ -26,6 +26,7 @@ from smallgpt_jax.program import build_program
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 PARAMETER_TOLERANCE = 0.02
+NEWER_FIELDS = (("train", "z_loss", 0.0), ("model", "norm_position", "pre"))  # group, field, neutral value
 MAX_PARAMETER_CHANGE = 0.1  # maximum relative difference between the common number of parameters and the reference's
 RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
@@ -351,8 +352,15 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 
 
 def config_digest(run: ConfigDict) -> str:
-    """Returns a hash of all config fields."""
-    return hashlib.sha256(run.to_json_best_effort(sort_keys=True).encode()).hexdigest()[:16]
+    """Returns a hash of all config fields.
+
+    Fields of NEWER_FIELDS that have their neutral value are left out, so that the digest equals that of older versions.
+    """
+    groups = json.loads(run.to_json_best_effort())
+    for group, field, neutral in NEWER_FIELDS:
+        if groups[group].get(field) == neutral:
+            del groups[group][field]
+    return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def steps_per_second(config: ConfigDict) -> float:

@@ -50,23 +50,23 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
+        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
         mixer, mlp = self.mixer(c, name="attention"), MLPS[c.mlp](c, name="mlp")
-        x_BxTxD = self.add(x_BxTxD, norm(c, "attention_norm"), lambda x: mixer(x, context), context)
-        x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: mlp(x, context), context)
+        x_BxTxD = self.add(x_BxTxD, norm(c, "attention_norm"), lambda x: dropout(mixer(x, context)))
+        x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: dropout(mlp(x, context)))
         return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
 
-    def add(self, x_BxTxD, norm: nn.Module, f, context: Context):
+    def add(self, x_BxTxD, norm: nn.Module, f):
         """Returns the sum of x and f(x), normalized as `config.norm_position` says, (B, T, D).
 
         "pre" is x + f(norm(x)), "post" is norm(x + f(x)), and "deepnorm" is norm(α·x + f(x)) with α = (2N)^¼, where N
         is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
         """
         c = self.config
-        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
         if c.norm_position == "pre":
-            return x_BxTxD + dropout(f(norm(x_BxTxD)))
+            return x_BxTxD + f(norm(x_BxTxD))
         alpha = (2 * c.depth) ** 0.25 if c.norm_position == "deepnorm" else 1
-        return norm(alpha * x_BxTxD + dropout(f(x_BxTxD)))
+        return norm(alpha * x_BxTxD + f(x_BxTxD))
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:

@@ -75,6 +75,11 @@ class ModelConfig:
         return self.num_layers
 
     @property
+    def ends_with_norm(self) -> bool:
+        """Whether the trunk's output is normalized, so that the model needs no final norm."""
+        return self.norm_position != "pre"
+
+    @property
     def mlp_width(self) -> int:
         return round(self.mlp_ratio * self.d_model)
 

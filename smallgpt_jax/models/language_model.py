@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
         self.trunk = find_architecture(c.architecture)(c)
-        if c.norm_position == "pre":  # otherwise blocks end with a norm
+        if not c.ends_with_norm:
             self.final_norm = norm(c)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         x_BxTxW = self.trunk(x_BxTxD, context)
-        if self.config.norm_position == "pre":
+        if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
         # The constraint also applies to the gradient. Without the constraint, XLA's partitioner chooses a slow sharding
         # for the gradient.

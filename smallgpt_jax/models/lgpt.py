@@ -27,6 +27,10 @@ class LGPTConfig(ModelConfig):
         return self.num_stages if self.compress_last_stage else self.num_stages - 1
 
     @property
+    def ends_with_norm(self) -> bool:
+        return super().ends_with_norm and not self.compress_last_stage
+
+    @property
     def output_width(self) -> int:
         return self.d_model // 2**self.num_compressions
 

@@ -90,6 +90,19 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
     assert_cache_matches_forward(*small(architecture, **fields))
 
 
+def test_a_cache_that_grows_into_a_rolling_one():
+    """With a window of 20, the cache grows from 16 to 20 slots. After that, new tokens replace the oldest ones."""
+    model, params = small("gpt", context_length=64, num_layers=1, position="rope", attention_windows=(20,))
+    rows = random_rows(model, [50, 41])
+    full = forward(model, params, np.stack([np.pad(row, (0, 64 - len(row))) for row in rows]))
+    texts = session(model, params, [row[:3] for row in rows])
+    for read in (3, 4, 9, 17, 18, 26, 40):
+        texts.ids = [row[:read] for row in rows]
+        _, logits = texts.sample_with_logits(GREEDY)
+        for i in range(2):
+            np.testing.assert_allclose(logits[i], full[i, read - 1], atol=1e-4, rtol=1e-4)
+
+
 def test_a_long_prompt():
     """Decodes a prompt that takes two chunks of queries, and then one token.
 

@@ -90,7 +90,7 @@ def plain_logits(config, params, tokens_T):
                     for t in range(back, len(x)):
                         y[t] += x[t - back] @ kernel
                 x = y
-    if config.norm_position == "pre":
+    if config.norm_position == "pre" or getattr(config, "compress_last_stage", False):
         x = plain_norm(config, params["final_norm"], x)
     return x @ params["token_embedding" if config.tie_embeddings else "head"].T
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, build, init, load_config
+from conftest import ARCHITECTURES, build, forward, init, load_config
 from flax import linen as nn
 
 from smallgpt_jax import models, sharding
@@ -77,6 +77,17 @@ def test_eight_devices_match_one_device(architecture, fields):
     """Losses and gradient norms match. The cases include microbatches, loss chunks, unrolled layers and remat."""
     np.testing.assert_allclose(
         first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
+
+
+def test_z_loss_is_added_to_the_training_loss():
+    """The difference is z times the mean of log(Σ exp(logits))², also with microbatches."""
+    program, _ = compiled_program("gpt", 1)
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 33))
+    logits = np.asarray(forward(program.model, init(program.model), tokens[:, :-1]), np.float64)
+    expected = 0.5 * np.mean(np.log(np.exp(logits).sum(axis=-1)) ** 2)
+    plain, found = (first_metrics("gpt", steps=1, **fields)[0, 0]
+                    for fields in ({}, {"train__z_loss": 0.5, "train__microbatches": 2}))
+    assert found - plain == pytest.approx(expected, rel=1e-5)
 
 
 def test_data_parallel_traffic_is_the_gradients_alone():

@@ -214,8 +214,9 @@ def test_resumes_runs_of_older_versions(text_file, copy_of):
     workdir = copy_of("gpt", **SMALL)
     path = workdir / "config.json"
     groups = json.loads(path.read_text())
-    for field in ("position", "activation"):
+    for field in ("position", "activation", "norm_position"):
         del groups["model"][field]
+    del groups["train"]["z_loss"]
     path.write_text(json.dumps(groups))
     with pytest.raises(UserError, match=r"config: model\.position was 'learned', now 'rope'\.\n"):
         train(config_for(text_file, **SMALL, model__position="rope"), str(workdir))

@@ -121,6 +121,18 @@ def test_width_search(target, d_model, num_heads, monkeypatch):
     assert len(counted) <= 6
 
 
+def test_digests_of_older_versions():
+    """Speeds that a comparison has stored stay valid if later versions add config fields."""
+    config = load_config("gpt")
+    before = budget.config_digest(config)
+    older = config.copy_and_resolve_references()
+    with older.unlocked():
+        del older.train["z_loss"], older.model["norm_position"]
+    assert budget.config_digest(older) == before
+    config.train.z_loss = 1e-4
+    assert budget.config_digest(config) != before
+
+
 def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")

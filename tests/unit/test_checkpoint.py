@@ -211,7 +211,7 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
             self.starts += 1
 
         def wait_for(self, text):
-            assert text == "compiled in"
+            assert text == "compiled and ready in"
 
         def kill(self):
             return None if self.starts == 3 else "training"

@@ -10,6 +10,7 @@ import pytest
 from conftest import build
 from flax import linen as nn
 
+from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
@@ -103,6 +104,14 @@ def test_initialization_by_norm_position(norm_position, scaled, others):
         assert np.std(weight) == pytest.approx(scaled, rel=0.03)
     assert np.std(qkv[..., :-1, :]) == pytest.approx(others, rel=0.03)
     assert "final_norm" not in params
+
+
+@pytest.mark.parametrize("norm_position, compress_last_stage, has_final_norm", [
+    ("pre", False, True), ("post", False, False), ("deepnorm", True, True)])
+def test_final_norm(norm_position, compress_last_stage, has_final_norm):
+    """There is a final norm unless the trunk ends with a block that ends with a norm."""
+    model = build("lgpt", norm_position=norm_position, compress_last_stage=compress_last_stage)
+    assert ("final_norm" in models.abstract_params(model)) == has_final_norm
 
 
 @pytest.mark.slow

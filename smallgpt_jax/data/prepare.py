@@ -6,22 +6,19 @@ on completion.
 """
 
 import functools
-import hashlib
 import json
 import os
 import shutil
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from smallgpt_jax.data import sources, tokenizers
+from smallgpt_jax.data.encoding import encode_batch, is_validation, map_in_order
 from smallgpt_jax.data.journal import JOURNAL_FILE, Journal, Progress, resume_journal
-from smallgpt_jax.data.parts import Digest, DocumentBatch, Part, Place, Rules, document_batches
+from smallgpt_jax.data.parts import Digest, Part, Place, Rules, document_batches
 from smallgpt_jax.data.store import (
     FORMAT,
     METADATA_FILE,
@@ -32,14 +29,13 @@ from smallgpt_jax.data.store import (
     open_matching_store,
     tokens_file,
 )
+from smallgpt_jax.data.store_writer import StoreWriter
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, rename, write_atomically
 from smallgpt_jax.formatting import duration, millions
 
-JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 PROGRESS_SECONDS = 10  # minimum time between progress lines
-LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
 
 
 def prepare_store(
@@ -214,163 +210,6 @@ def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fracti
 
     tokenizer = tokenizers.from_spec(spec, texts())
     return tokenizer, tokenizer_text_end
-
-
-def is_validation(text: str, fraction: float) -> bool:
-    """Returns whether a document belongs to the validation split.
-
-    The choice depends only on a hash of the text. The order of the documents has no effect, and equal documents are in
-    the same split.
-    """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
-
-
-class EncodedBatch(NamedTuple):
-    """The tokens of consecutive documents of one split."""
-
-    tokens: np.ndarray  # (tokens,), with an end-of-text token before each document
-    lengths: np.ndarray  # (documents,), in tokens, including the end-of-text token
-    text_bytes: int
-
-
-def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
-                 ) -> dict[str, EncodedBatch]:
-    """Returns the tokens of a batch's documents, as a dict from the name of each split to an EncodedBatch."""
-    ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    mark = np.array([tokenizer.end_of_text], dtype)
-    for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
-        name = "validation" if is_validation(text, validation_fraction) else "train"
-        ids[name].append(document)
-        text_bytes[name] += len(text.encode())
-    return {name: EncodedBatch(
-        np.concatenate([part for document in documents for part in (mark, document)] or [mark[:0]],
-                       dtype=dtype, casting="unsafe"),
-        np.array([1 + len(document) for document in documents], np.int64), text_bytes[name])
-        for name, documents in ids.items()}
-
-
-def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory use."""
-    if all(len(text) <= LONG_TEXT for text in texts):
-        return tokenizer.encode(texts)
-    return [np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)]) for text in texts]
-
-
-def split_long_text(text: str) -> Iterator[str]:
-    """Splits a text into pieces of at most LONG_TEXT characters.
-
-    If possible, the text is split in front of a space between two words. No byte-pair token contains characters from
-    both sides of such a split. If all splits are of this kind, the concatenated ids of the pieces are the ids of the
-    whole text, unless a SentencePiece model prepends a space to each piece.
-    """
-    start = 0
-    while len(text) - start > LONG_TEXT:
-        end = start + LONG_TEXT
-        for place in range(end, end - LONG_TEXT // 2, -1):
-            if text[place] == " " and text[place - 1].isalnum() and text[place + 1:place + 2].isalnum():
-                end = place
-                break
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """Yields (item, function(item)) for each item, in order. `workers` threads compute the function.
-
-    If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
-    tokenizers release the GIL.
-    """
-    items, end = iter(items), None
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = deque()
-        try:
-            while end is None or waiting:
-                while end is None and len(waiting) <= workers + 1:
-                    try:
-                        item = next(items)
-                        waiting.append((item, pool.submit(function, item)))
-                    except Exception as error:  # also StopIteration, at the end of `items`
-                        end = error
-                if waiting:
-                    item, result = waiting.popleft()
-                    yield item, result.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if not isinstance(end, StopIteration):
-        raise end
-
-
-class StoreWriter:
-    """Writes the files of an unfinished store.
-
-    The journal is written after the other files, so it never records more tokens than they contain.
-    """
-
-    def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
-        self._folder, self._journal = folder, journal
-        self._splits = {name: SplitWriter(folder, name, dtype, **journal.latest.splits[name]) for name in SPLITS}
-        self.flush()  # writes the journal, which marks the folder as an unfinished store
-
-    def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
-        """Appends a batch to the files. Writes the journal if the last write was over JOURNAL_SECONDS ago."""
-        for name, split in self._splits.items():
-            split.add(encoded[name])
-        skipped = Counter(self._journal.latest.skipped)
-        skipped.update(batch.skipped)
-        self._journal.add(Progress(batch.place, batch.digest, batch.done, dict(skipped),
-                                   {name: split.counts() for name, split in self._splits.items()}))
-        if time.monotonic() - self._flushed > JOURNAL_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        for split in self._splits.values():
-            split.flush()
-        self._journal.write(self._folder)
-        self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        for split in self._splits.values():
-            split.close()
-
-
-class SplitWriter:
-    """Truncates the files of one split to the sizes recorded in the journal, then appends documents to the files."""
-
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
-                 text_bytes: int):
-        self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
-        self._tokens_file = open_truncated(tokens_file(folder, name), tokens * dtype.itemsize)
-        self._documents_file = open_truncated(documents_file(folder, name), documents * 8)
-
-    def add(self, encoded: EncodedBatch) -> None:
-        starts = self.tokens + np.cumsum(encoded.lengths) - encoded.lengths
-        self._tokens_file.write(encoded.tokens.tobytes())
-        self._documents_file.write(starts.tobytes())
-        self.tokens += len(encoded.tokens)
-        self.documents += len(encoded.lengths)
-        self.text_bytes += encoded.text_bytes
-
-    def counts(self) -> dict:
-        return {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-
-    def flush(self) -> None:
-        for file in (self._tokens_file, self._documents_file):
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        self.flush()
-        self._tokens_file.close()
-        self._documents_file.close()
-
-
-def open_truncated(path: Path, length: int):
-    """Opens a file for appending, truncated to `length` bytes."""
-    file = path.open("ab")
-    file.truncate(length)
-    return file
 
 
 # ---------------------------------------------------------------------- logging

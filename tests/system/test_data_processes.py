@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 # Runs a changed smallgpt_jax.prepare, which writes its journal after every batch and hangs in the eleventh batch.
 HANGING_PREPARE = """
 import runpy, threading
-from smallgpt_jax.data import parts, prepare
-parts.BATCH_CHARACTERS, prepare.JOURNAL_SECONDS = 2000, 0
-def encode(texts, tokenizer, calls=iter(range(10)), encode=prepare.encode):
+from smallgpt_jax.data import encoding, parts, store_writer
+parts.BATCH_CHARACTERS, store_writer.JOURNAL_SECONDS = 2000, 0
+def encode(texts, tokenizer, calls=iter(range(10)), encode=encoding.encode):
     if next(calls, None) is None:
         threading.Event().wait()
     return encode(texts, tokenizer)
-prepare.encode = encode
+encoding.encode = encode
 runpy.run_module("smallgpt_jax.prepare", run_name="__main__")
 """
 

@@ -14,7 +14,7 @@ from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
 from smallgpt_jax import data
-from smallgpt_jax.data import parts, prepare, store, tokenizers
+from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock
 
@@ -72,8 +72,8 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
     """
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(prepare, "JOURNAL_SECONDS", 0)
-    encode, trained, logged = prepare.encode, [], []
+    monkeypatch.setattr(store_writer, "JOURNAL_SECONDS", 0)
+    encode, trained, logged = encoding.encode, [], []
     train = tokenizers.train_sentencepiece
     monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
     for batches in (3, 1, 8):
@@ -85,11 +85,11 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             return encode(texts, tokenizer)
 
-        monkeypatch.setattr(prepare, "encode", encode_some)
+        monkeypatch.setattr(encoding, "encode", encode_some)
         with pytest.raises(KeyboardInterrupt):
             prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", workers=1, log=logged.append)
         assert not (tmp_path / "parts").exists()
-    monkeypatch.setattr(prepare, "encode", encode)
+    monkeypatch.setattr(encoding, "encode", encode)
     prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", log=logged.append)
     assert files_of(tmp_path / "parts") == whole
     assert len(trained) == 1
@@ -133,15 +133,15 @@ def edit(path, change):
 
 def tokenized(monkeypatch):
     """Returns a list, initially empty, to which every text is appended when it is tokenized."""
-    texts, encode = [], prepare.encode
-    monkeypatch.setattr(prepare, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
+    texts, encode = [], encoding.encode
+    monkeypatch.setattr(encoding, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
     return texts
 
 
 @contextlib.contextmanager
 def interrupted(monkeypatch, after):
     """Interrupts the preparation in the `with` block after `after` texts, and catches the KeyboardInterrupt."""
-    texts, encode = [], prepare.encode
+    texts, encode = [], encoding.encode
 
     def encode_some(batch, tokenizer):
         texts.extend(batch)
@@ -150,8 +150,8 @@ def interrupted(monkeypatch, after):
         return encode(batch, tokenizer)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "JOURNAL_SECONDS", 0)
-        patch.setattr(prepare, "encode", encode_some)
+        patch.setattr(store_writer, "JOURNAL_SECONDS", 0)
+        patch.setattr(encoding, "encode", encode_some)
         yield
 
 
@@ -294,12 +294,12 @@ def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
 
 def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
     """The second preparation waits until the first has made the store, and then opens this store."""
-    encode, encoding, second_waits = prepare.encode, threading.Event(), threading.Event()
+    encode, has_begun, second_waits = encoding.encode, threading.Event(), threading.Event()
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10**6)
     logs = [], []
 
     def encode_slowly(texts, tokenizer):
-        encoding.set()
+        has_begun.set()
         assert second_waits.wait(timeout=60)
         return encode(texts, tokenizer)
 
@@ -307,10 +307,10 @@ def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
         second_waits.set()
         return file_lock(*args, **kwargs)
 
-    monkeypatch.setattr(prepare, "encode", encode_slowly)
+    monkeypatch.setattr(encoding, "encode", encode_slowly)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(prepare_store, tmp_path / "store", corpus[0], log=logs[0].append)
-        assert encoding.wait(timeout=60)
+        assert has_begun.wait(timeout=60)
         monkeypatch.setattr(prepare, "file_lock", lock_second)
         second = pool.submit(prepare_store, tmp_path / "store", corpus[0], log=logs[1].append)
         assert first.result(60).metadata == second.result(60).metadata

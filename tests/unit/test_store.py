@@ -8,7 +8,7 @@ from conftest import load_config
 from data_helpers import prepare_store, write_jsonl
 
 from smallgpt_jax import data
-from smallgpt_jax.data import prepare, store
+from smallgpt_jax.data import encoding, store
 from smallgpt_jax.errors import UserError
 
 
@@ -30,8 +30,8 @@ def test_fingerprints_identify_content(tmp_path):
     """
     texts = [f"document {n:05d}" for n in range(1000)]
     other = next(text for text in (f"document {n:05d}" for n in range(1000, 2000))
-                 if not prepare.is_validation(text, 0.2))
-    changed = next(i for i, text in enumerate(texts) if not prepare.is_validation(text, 0.2))
+                 if not encoding.is_validation(text, 0.2))
+    changed = next(i for i, text in enumerate(texts) if not encoding.is_validation(text, 0.2))
     made = {}
     for name, documents in (("a", texts), ("b", texts), ("c", [*texts[:changed], other, *texts[changed + 1:]])):
         made[name] = prepare_store(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", documents))

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from conftest import SHARED_DATA
 
-from smallgpt_jax.data import prepare, tokenizers
+from smallgpt_jax.data import encoding, tokenizers
 from smallgpt_jax.errors import UserError
 
 STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé 漢字 🙂\u200d🙂", "<|endoftext|>",
@@ -117,9 +117,9 @@ def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
 def test_long_documents_are_tokenized_in_pieces(all_tokenizers, monkeypatch):
     texts = [" ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)), "y" * 5000, "short"]
     for kind, tokenizer in all_tokenizers.items():
-        monkeypatch.setattr(prepare, "LONG_TEXT", 10**9)
-        whole = prepare.encode(texts, tokenizer)
-        monkeypatch.setattr(prepare, "LONG_TEXT", 1000)
-        pieces = prepare.encode(texts, tokenizer)
+        monkeypatch.setattr(encoding, "LONG_TEXT", 10**9)
+        whole = encoding.encode(texts, tokenizer)
+        monkeypatch.setattr(encoding, "LONG_TEXT", 1000)
+        pieces = encoding.encode(texts, tokenizer)
         assert np.array_equal(pieces[0], whole[0]) and np.array_equal(pieces[2], whole[2]), kind
         assert tokenizer.decode(pieces[1]) == texts[1], kind

@@ -1,0 +1,101 @@
+"""Tokenizing documents in parallel, and assigning them to splits."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from smallgpt_jax.data.parts import DocumentBatch
+from smallgpt_jax.data.store import SPLITS
+from smallgpt_jax.data.tokenizers import Tokenizer
+
+LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
+
+
+def is_validation(text: str, fraction: float) -> bool:
+    """Returns whether a document belongs to the validation split.
+
+    The choice depends only on a hash of the text. The order of the documents has no effect, and equal documents are in
+    the same split.
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+class EncodedBatch(NamedTuple):
+    """The tokens of consecutive documents of one split."""
+
+    tokens: np.ndarray  # (tokens,), with an end-of-text token before each document
+    lengths: np.ndarray  # (documents,), in tokens, including the end-of-text token
+    text_bytes: int
+
+
+def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
+                 ) -> dict[str, EncodedBatch]:
+    """Returns the tokens of a batch's documents, as a dict from the name of each split to an EncodedBatch."""
+    ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
+    mark = np.array([tokenizer.end_of_text], dtype)
+    for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
+        name = "validation" if is_validation(text, validation_fraction) else "train"
+        ids[name].append(document)
+        text_bytes[name] += len(text.encode())
+    return {name: EncodedBatch(
+        np.concatenate([part for document in documents for part in (mark, document)] or [mark[:0]],
+                       dtype=dtype, casting="unsafe"),
+        np.array([1 + len(document) for document in documents], np.int64), text_bytes[name])
+        for name, documents in ids.items()}
+
+
+def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory use."""
+    if all(len(text) <= LONG_TEXT for text in texts):
+        return tokenizer.encode(texts)
+    return [np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)]) for text in texts]
+
+
+def split_long_text(text: str) -> Iterator[str]:
+    """Splits a text into pieces of at most LONG_TEXT characters.
+
+    If possible, the text is split in front of a space between two words. No byte-pair token contains characters from
+    both sides of such a split. If all splits are of this kind, the concatenated ids of the pieces are the ids of the
+    whole text, unless a SentencePiece model prepends a space to each piece.
+    """
+    start = 0
+    while len(text) - start > LONG_TEXT:
+        end = start + LONG_TEXT
+        for place in range(end, end - LONG_TEXT // 2, -1):
+            if text[place] == " " and text[place - 1].isalnum() and text[place + 1:place + 2].isalnum():
+                end = place
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
+    """Yields (item, function(item)) for each item, in order. `workers` threads compute the function.
+
+    If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
+    tokenizers release the GIL.
+    """
+    items, end = iter(items), None
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = deque()
+        try:
+            while end is None or waiting:
+                while end is None and len(waiting) <= workers + 1:
+                    try:
+                        item = next(items)
+                        waiting.append((item, pool.submit(function, item)))
+                    except Exception as error:  # also StopIteration, at the end of `items`
+                        end = error
+                if waiting:
+                    item, result = waiting.popleft()
+                    yield item, result.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if not isinstance(end, StopIteration):
+        raise end

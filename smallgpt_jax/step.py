@@ -69,7 +69,7 @@ def split_microbatches(batch, microbatches: int):
 
 def train_step(
     state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
-    loss_chunks: int, z_loss: float, seed: int,
+    loss_chunks: int, z_loss: float = 0.0, seed: int,
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 

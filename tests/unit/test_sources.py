@@ -107,8 +107,8 @@ def test_web_text(shared_data):
     ("a.parquet", b"PAR1", {}, ["a.parquet", "damaged"]),
     ("a.parquet", parquet({"text": ["a"] * 5000})[:-100], {}, ["a.parquet", "damaged"]),
     ("a.parquet", parquet({"body": ["a"], "n": [1]}), {}, ["a.parquet", "no column 'text'", "body, n"]),
-    ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no text"]),
-    ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no text"]),
+    ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no string in the field"]),
+    ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no string in the field"]),
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
     ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
 ])

@@ -103,7 +103,7 @@ def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     """Raises UserError for a task that the harness does not have."""
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+            near = difflib.get_close_matches(name, ["paper", *known], n=3)
             raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}"
                             + (f"; did you mean {' or '.join(near)}?" if near else ""))
 

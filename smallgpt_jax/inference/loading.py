@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from smallgpt_jax import models, workdir
+from smallgpt_jax import distributed, models, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
@@ -64,6 +64,7 @@ class TrainedModel(NamedTuple):
 
 def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
+    distributed.skip_tpu_search()  # for callers that are not commands
     folder = local_path("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")

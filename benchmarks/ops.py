@@ -33,10 +33,7 @@ _ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names
 
 
 def training(function):
-    """Returns a function that computes gradients of `function`, as training does.
-
-    They are the gradients of a weighted sum of the output's elements with respect to all arguments.
-    """
+    """Returns a function that computes the gradients of a weighted sum of `function`'s output, by all arguments."""
     def weighted_sum(*arguments):
         y = function(*arguments)
         return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))

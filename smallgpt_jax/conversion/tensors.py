@@ -85,8 +85,8 @@ def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
 def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
     """Yields the slots of the subtree at `path` in the parameter tree.
 
-    Arrays in this tree can be stacks over the layers, the parallel paths of a pgpt, or both. `index` has one entry for
-    each stack that contains the subtree: the number of the subtree's layer or parallel path. `prefix` is the dotted
+    The leading axes of an array in this tree can be the layers, the parallel paths of a pgpt, or both. `index` has one
+    entry for each of these axes: the index of the layer or path that the subtree belongs to. `prefix` is the dotted
     name of the module that contains the subtree. If `prefix` is "", the tensor names are derived from `path` alone.
     """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))

@@ -198,7 +198,10 @@ def remove_partial(partial: Path, log) -> None:
 
 def make_tokenizer(spec: str, parts: list[Part], rules: Rules, validation_fraction: float,
                    ) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the `Place` where its training text ends (None: at the end of the source)."""
+    """Returns the tokenizer, and the `Place` where the tokenizer's training text ends.
+
+    The second value is None if the training text extends to the end of the source.
+    """
     tokenizer_text_end = Place()
 
     def texts() -> Iterator[str]:

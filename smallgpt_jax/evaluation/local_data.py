@@ -19,7 +19,7 @@ class LocalTask(NamedTuple):
     files: tuple[str, ...]  # paths in --data_dir
     read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
-    overrides: tuple[tuple[str, object], ...] = ()  # (field, value) overrides in the harness's task config
+    overrides: tuple[tuple[str, object], ...] = ()  # (field, value) pairs to set in the harness's task config
 
 
 def json_rows(text: str) -> list[dict]:

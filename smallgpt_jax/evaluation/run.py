@@ -14,9 +14,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.formatting import short_reason
 
-# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, the number of examples in that table is the size of the
-# validation split. The harness evaluates this split only if a task has no test split, so PAPER_SPLITS removes the test
-# split.
+# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, this table gives the number of examples in the
+# validation split. The harness evaluates the validation split only if a task has no test split, so PAPER_SPLITS removes
+# the test split of ARC-Easy.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 PAPER_SPLITS = {"arc_easy": {"test_split": None}}
 # The harness's folder of each task. Only the folders of the requested tasks are read, because reading the descriptions

@@ -159,7 +159,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
 
 def split_into_sequences(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """Splits a text into the fewest sequences that score each of tokens[first:] once.
+    """Splits a text into the fewest sequences in which each token of tokens[first:] is scored exactly once.
 
     A sequence has at most context_length + 1 tokens. Its scored tokens are preceded by as many earlier tokens as fit.
     """

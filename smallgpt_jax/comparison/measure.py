@@ -26,7 +26,7 @@ TIMED_TOKENS = 64
 
 
 def parse_texts(texts: str) -> dict[str, str]:
-    """Returns {name: source} for the format "NAME=SOURCE,NAME=SOURCE".
+    """Returns {name: source} for the texts listed in `texts`, in the format "NAME=SOURCE,NAME=SOURCE".
 
     Raises UserError for other formats, for duplicate names, and for the name OWN_TEXT, which is reserved.
     """
@@ -74,8 +74,8 @@ class TextSample:
     `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows whose
     length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
     tokens as an evaluation during training. If the corpus is a mixture of several token stores, each store is sampled
-    in proportion to its weight. Raises UserError if a validation split is shorter than one window. `name` is the name
-    of the text in the error message.
+    in proportion to its weight. Raises UserError if a validation split is shorter than one window. The error message
+    calls the text `name`.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):

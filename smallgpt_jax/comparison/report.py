@@ -202,7 +202,7 @@ def unfinished_note(group: list[Run]) -> str:
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
     """Returns the mean and the range of a number over all seeds, as text: '1.2345 (1.2300 to 1.2390)'.
 
-    `seeds` is the number of seeds. If a value is missing for some of them, a note such as ", 2 of 3 seeds" is
+    `seeds` is the number of seeds. If the number is missing for some seeds, a note such as ", 2 of 3 seeds" is
     appended.
     """
     if numbers is None:

@@ -100,8 +100,8 @@ def to_config(config: ModelConfig) -> dict:
 def from_config(theirs: Mapping, where: str) -> dict:
     """Returns the fields of our `model` config group for a GPT-2 with the given config.json.
 
-    `theirs` is the content of config.json. `where` is its path, which error messages name. Raises UserError for missing
-    sizes, values of the wrong type, and values that our model does not support.
+    `theirs` is the content of config.json. `where` is the path of config.json, for error messages. Raises UserError for
+    missing sizes, values of the wrong type, and values that our model does not support.
     """
     def size(*names: str, default: int | None = None) -> int:
         found = next((theirs[name] for name in names if theirs.get(name) is not None), default)

@@ -33,7 +33,7 @@ SAME_FIELDS = (
 ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
     "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
-                  "dropout": "training_dropout"}  # our field: field of config.json
+                  "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 
 
 class Imported(NamedTuple):

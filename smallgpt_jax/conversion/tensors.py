@@ -52,7 +52,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
 
     Raises UserError for missing and unexpected tensors and for wrong shapes. The error message starts with `where`, the
-    path of the imported file. The message uses this file's tensor names: `their_name(name)` for our tensor `name`.
+    path of the imported file. `their_name` maps our tensor names to those in this file, for the message.
     """
     wanted = shapes(model)
 

@@ -36,11 +36,11 @@ class Mixture:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """Returns the row number of each packing's first row, (packings,)."""
+        """Returns an array with the row number of each packing's first row."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """Returns, for each row number, the index of the packing that contains the row, (B,)."""
+        """Returns, for each row number in `rows_B`, the index of the packing that contains the row."""
         return np.searchsorted(self.first_rows, rows_B, side="right") - 1
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
@@ -75,7 +75,7 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1, (batch_size,).
+    """Returns an endless dataset. Item i is an array of the batch_size row numbers of step i + 1's batch.
 
     Raises UserError if one batch needs more rows from a store than the store has.
     """

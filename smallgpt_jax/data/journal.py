@@ -33,7 +33,7 @@ class Progress(NamedTuple):
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
-    splits: dict[str, dict]  # split → numbers of "tokens", "documents" and "text_bytes"
+    splits: dict[str, dict]  # split → {"tokens": number, "documents": number, "text_bytes": number}
 
 
 @dataclasses.dataclass

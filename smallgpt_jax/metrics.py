@@ -34,8 +34,8 @@ class StepMetrics(NamedTuple):
 class Logger:
     """Logs a run's metrics to files in the workdir and to the terminal.
 
-    The metrics of the newest update stay on the devices. They are read only after the next update has been dispatched,
-    so that no device waits for the host. Write errors do not end a run.
+    The metrics of the newest update stay on the devices. The host does not read these metrics until it has dispatched
+    the next update, so that no device waits for the host. Write errors do not end a run.
     """
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
@@ -151,7 +151,7 @@ class MetricsWriter:
 
     Write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries again when it writes
     the next line. After an error in the event file, no more events are written. `log` is called with a message when
-    writing starts to fail, and at the end if lines are lost.
+    writing starts to fail. If lines are lost, `close` also calls `log` with a message.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):

@@ -56,7 +56,8 @@ class CausalConv(nn.Module):
             return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
         past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
         padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        # For each row, the indices in `padded` of the last `taps` inputs that are not padding tokens.
+        # Each row of `padded` can end with padding tokens. `last_BxC` contains the indices of the `taps` inputs before
+        # the padding tokens.
         last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]
         past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
         return padded

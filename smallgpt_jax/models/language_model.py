@@ -57,8 +57,8 @@ class LanguageModel(nn.Module):
         x_BxTxW = self.trunk(x_BxTxD, context)
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
-        # The constraint also applies to the gradient. Without the constraint, XLA's partitioner chooses a slow sharding
-        # for the gradient.
+        # The sharding constraint also applies to the gradient of `x_BxTxW`. Without the constraint, XLA's partitioner
+        # chooses a slow sharding for the gradient.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
@@ -70,7 +70,10 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def head_weight(self):
-        """Returns the output head, (V, W), in the compute dtype. With tied embeddings, it is the token embedding."""
+        """Returns the weights of the output head, (V, W), in the compute dtype.
+
+        V is the vocabulary size and W the trunk's output width. With tied embeddings, the token embedding is returned.
+        """
         c = self.config
         if c.tie_embeddings:
             weight = self.token_embedding

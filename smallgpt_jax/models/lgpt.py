@@ -92,7 +92,7 @@ class LGPT(nn.Module):
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    """Returns one config per stage: `config` with the stage's width and numbers of heads."""
+    """Returns one config per stage: `config` with the stage's d_model, num_heads and num_kv_heads."""
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(

@@ -5,7 +5,7 @@ Backends, selected by `config.model.attention`:
 - "xla" (`chunked`): plain JAX. It runs on every platform.
 - "splash": JAX's Pallas kernel for TPUs. It does not materialize the (time, time) scores.
 - "cudnn": NVIDIA's fused kernel. It does not materialize the scores either.
-- "auto": the backend is chosen by the platform for which the program is compiled.
+- "auto": the backend depends on the platform for which the program is compiled.
 
 `chunked` is used instead of a kernel in the cases that the kernel does not support; see `select_backend`.
 
@@ -38,7 +38,8 @@ class AttentionMask:
     `select_backend` falls back to "xla" if a backend does not support a field.
     """
 
-    window: int = flax.struct.field(pytree_node=False, default=0)  # positions, including the query's own; 0: unlimited
+    # The length of the attention window in positions, including the query's own position; 0: unlimited.
+    window: int = flax.struct.field(pytree_node=False, default=0)
     segment_ids_BxT: jax.Array | None = None  # positions with equal ids belong to one text; None: a row is one text
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 

@@ -77,8 +77,8 @@ class Machine:
         return subprocess.Popen(
             ["bash", script, *args], cwd=cwd, env=self.environment(**more), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # If pytest runs in the background, it ignores SIGINT. Its child processes inherit this, and bash cannot
-            # trap an ignored signal.
+            # If pytest runs in the background, pytest and its child processes ignore SIGINT. Bash cannot trap a signal
+            # that was ignored when bash was started.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:

@@ -68,9 +68,9 @@ def test_flops_are_equal_within_one_percent(tmp_path):
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
         assert abs(flops(run.config) / target - 1) < 0.01, run.name
-    # Multiplications per token, counted by hand. In gpt, each of the 4 blocks has 12·D² for weights and 2·D·T for
-    # attention, and the head has D·V. pgpt has 2·D² more for its dense layers and 2·D more for the weighted sum of its
-    # two paths.
+    # Multiplications per token, counted by hand for width D, context length T and vocabulary size V. In gpt, each of
+    # the 4 blocks needs 12·D² for weights and 2·D·T for attention, and the head needs D·V. pgpt needs 2·D² more for its
+    # dense layers and 2·D more for the weighted sum of its two paths.
     D, T, V = 64, 64, 512
     gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938

@@ -20,9 +20,10 @@ rotate = functools.partial(apply_rope, base=10_000.0)
 
 
 def complex_rope(x_BxHxTxK, positions_BxT, base=10_000.0):
-    """Returns R_t·x of Su et al. (arXiv 2104.09864): x rotated by its positions t, computed with complex numbers.
+    """Returns x, rotated as in Su et al. (arXiv 2104.09864). The rotation is computed with complex numbers.
 
-    Entries n and n + K/2 of x are the real and imaginary parts of a number, which is multiplied by exp(i·t·θ_n).
+    Entries n and n + K/2 of the last axis of x are the real part and the imaginary part of a complex number. At
+    position t, this number is multiplied by exp(i·t·θ_n), where θ_n = base^(−2n/K).
     """
     half = x_BxHxTxK.shape[-1] // 2
     thetas = base ** (-2 * np.arange(half) / (2 * half))
@@ -98,7 +99,9 @@ def test_initialization_by_norm_position(norm_position, scaled, others):
     model = build("pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated")
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     block = params["trunk"]["paths"]["blocks"]
-    qkv = block["attention"]["qkv"]["kernel"]  # (paths, layers, D, G, J, K); the last entry of axis J is the values
+    # The axes are (paths, layers, width, key heads, J, head width). The last entry of axis J belongs to the values, and
+    # the other entries belong to the queries and keys.
+    qkv = block["attention"]["qkv"]["kernel"]
     for weight in (qkv[..., -1, :], block["attention"]["out"]["kernel"],
                    *(block["mlp"][name]["kernel"] for name in ("gate", "up", "down"))):
         assert np.std(weight) == pytest.approx(scaled, rel=0.03)

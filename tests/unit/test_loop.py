@@ -137,9 +137,10 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
 
 @pytest.mark.parametrize("bad_step, last_event", [(2, "read 2"), (3, "read 3")])
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
-    """A non-finite loss ends the run at an ordinary step (2) and at a step with a checkpoint (3).
+    """A non-finite loss ends the run, both at an ordinary step and at a step with a checkpoint.
 
-    The metrics of step 2 are read after step 3 is dispatched. The metrics of step 3 are read before step 3 is saved.
+    Step 2 is an ordinary step. Its metrics are read after step 3 is dispatched. Step 3 is a step with a checkpoint. Its
+    metrics are read before its state is saved.
     """
     run = Run(bad_steps=(bad_step,))
     with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):

@@ -45,7 +45,10 @@ def test_cross_entropy_and_its_gradients(chunks):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_z_loss(chunks):
-    """Compares the loss and its gradients with the formula −log p + z·log(Σ exp(logits))² in float64."""
+    """Compares the loss and its gradients with the formula −log p + z·log(Σ exp(logits))² in float64.
+
+    In the formula, p is the probability of the target token, and z is the coefficient of the z-loss.
+    """
     rng, z = np.random.default_rng(0), 0.03
     x, head, weights = rng.standard_normal((3, 16, 8)), rng.standard_normal((50, 8)), rng.random((3, 16))
     targets = rng.integers(0, 50, (3, 16))

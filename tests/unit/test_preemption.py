@@ -34,7 +34,8 @@ def test_the_second_request_exits(exits, capsys):
         with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
             stop.raise_stopped(7)
         assert stopped.value.status == 143
-        # A repeated SIGTERM is the same request, because `timeout` sends SIGTERM to the process and to its group.
+        # A repeated SIGTERM does not count as a second request, because the command `timeout` sends SIGTERM to the
+        # process and also to its process group.
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)

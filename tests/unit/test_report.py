@@ -45,10 +45,11 @@ def test_conclusion_compares_runs_with_the_same_seed():
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """`benchmarks` returns results of the given step, of the full model in its own dtype, on all examples of a task.
+    """`benchmarks` returns results of the given step only.
 
-    Other results are ignored. If two results of a task have different numbers of shots, or if the task had different
-    numbers of examples in the two evaluations, they are separate entries.
+    It ignores results of a part of the model, of another dtype than the model's own, or of some examples of a task.
+    Two results of the same task are separate entries if their numbers of shots differ. They are also separate entries
+    if the task had another number of examples when it was evaluated again.
     """
     def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
         scored = scored or examples

@@ -1,4 +1,7 @@
-"""Import and export of the paper's checkpoints and Hugging Face folders, compared with PyTorch and `transformers`."""
+"""Import and export of models, compared with PyTorch and `transformers`.
+
+The tests cover `.pt` files of the paper's released code, and Hugging Face folders.
+"""
 
 import dataclasses
 import functools

@@ -52,7 +52,7 @@ def llama_state_dict(theirs, params, qk_norm: bool) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_logits_match_transformers(name):
-    """Qwen3's model is Llama's with normalized queries and keys (`qk_norm`)."""
+    """Qwen3's model is like Llama's model, but it normalizes queries and keys (`qk_norm`)."""
     torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
     model = llama(qk_norm=name == "Qwen3")
     params, c = init(model), model.config

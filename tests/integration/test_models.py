@@ -105,7 +105,7 @@ def plain_layers(stack):
     # first block of every repetition, the second part contains the second block of every repetition, and so on.
     if len({len(part) for part in parts}) == 1:
         return [part[i] for i in range(len(parts[0])) for part in parts]
-    return [block for part in parts for block in part]  # each part consists of consecutive equal blocks
+    return [block for part in parts for block in part]  # each part contains consecutive blocks with the same config
 
 
 def plain_blocks(config, stack, x, num_heads=None, first=0):

@@ -53,7 +53,7 @@ def test_updated_weights_that_are_not_finite_are_reported():
 
     The test overwrites the embedding of a token that is not in the batch, so that this embedding does not affect the
     loss. There are two cases: the embedding is infinite or NaN before the update, or it is so large that the update
-    makes it infinite. With the value 1.0, nothing is reported.
+    makes it infinite. If the test sets the embedding to 1.0 instead, nothing is reported.
     """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)

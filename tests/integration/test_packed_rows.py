@@ -71,7 +71,7 @@ def test_separated_documents_do_not_see_each_other(name, fields):
 
 @pytest.mark.slow
 def test_separated_documents_on_a_mesh_with_paths():
-    """pgpt has the same loss and gradients on eight devices with splash attention as on one with XLA's attention."""
+    """Splash attention on eight devices gives pgpt the same loss and gradients as XLA's attention on one device."""
     rng = np.random.default_rng(0)
     batch = Batch(rng.integers(0, 257, (4, 129), np.int32),
                   np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32), rng.random((4, 128)) < 0.8,

@@ -80,7 +80,7 @@ def test_eight_devices_match_one_device(architecture, fields):
 
 
 def test_z_loss_is_added_to_the_training_loss():
-    """The difference is z times the mean of log(Σ exp(logits))², also with microbatches."""
+    """The added term is train.z_loss times the mean of log(Σ exp(logits))², also with microbatches."""
     program, _ = compiled_program("gpt", 1)
     tokens = np.random.default_rng(0).integers(0, 64, (16, 33))
     logits = np.asarray(forward(program.model, init(program.model), tokens[:, :-1]), np.float64)
@@ -95,7 +95,7 @@ def test_data_parallel_traffic_is_the_gradients_alone():
     traffic = hlo.Program(step.as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
-    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # the rest are scalars, such as the loss
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # up to 16 bytes are scalars, such as the loss
 
 
 def test_paths_are_joined_by_one_all_reduce():

@@ -178,8 +178,8 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
     """A finished run is evaluated again if train.eval_steps selects other validation rows.
 
-    The rows are identified by `targets` in metrics.jsonl. Lines of older versions lack `targets`; then
-    train.eval_steps is compared with the saved config.
+    The rows are identified by the field `targets` in metrics.jsonl. Older versions did not write this field. For their
+    runs, the new value of train.eval_steps is compared with the value in the saved config.
     """
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32

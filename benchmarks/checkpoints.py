@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Each round has two measurements of N training steps: one with a checkpoint and one without. N is set by --every.
-Before the first step, the benchmark starts to save the checkpoint. The measured time ends when all steps are complete
-and the checkpoint is written.
+Each round has two measurements, one with a checkpoint and one without. Each measurement runs --every training steps.
+The measurement without a checkpoint ends when the last step is complete. The measurement with a checkpoint starts to
+save the checkpoint before the first step, and ends when the last step is complete and the checkpoint is written.
 
 Prints both times, the relative overhead and, as the last line, a JSON object.
 """

@@ -33,7 +33,10 @@ _ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names
 
 
 def training(function):
-    """Returns a function that computes the gradients of a weighted sum of `function`'s output, by all arguments."""
+    """Returns a function that computes the gradients of a weighted sum of `function`'s output.
+
+    The gradients are taken with respect to all arguments.
+    """
     def weighted_sum(*arguments):
         y = function(*arguments)
         return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))

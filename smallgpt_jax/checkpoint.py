@@ -137,7 +137,7 @@ class Checkpoints:
             if distributed.any_process(error is not None):
                 damaged[name] = reason or "another process could not read it"
                 continue
-            if changed := find_changed_array(saved):  # every process must take part in the computation
+            if changed := find_changed_array(saved):  # every process must take part in computing the checksums
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))

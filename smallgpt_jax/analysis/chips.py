@@ -1,4 +1,7 @@
-"""Peak speed and memory of accelerators, from the vendors' data sheets; devices of a TPU slice that is not attached."""
+"""Peak speed and memory of accelerators, and descriptions of devices that programs can be compiled for.
+
+The speeds and memory sizes are from the vendors' data sheets. The devices need not be attached to this machine.
+"""
 
 import dataclasses
 import importlib.util
@@ -28,7 +31,8 @@ class Chip:
 # The figures for TPUs are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. A clock rate is derived from the
 # peak and the number of matrix units: for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
 # The figures for GPUs are from NVIDIA's data sheets. The sheets give the speed with sparsity for H100 PCIe
-# (1,513 TFLOP/s) and for H100 NVL and H200 NVL (1,671 TFLOP/s). The dense speed is half of this.
+# (1,513 TFLOP/s) and for H100 NVL and H200 NVL (1,671 TFLOP/s). The table below has the dense speed, which is half of
+# the speed with sparsity.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),

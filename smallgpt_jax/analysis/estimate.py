@@ -194,8 +194,8 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
 
     `line` is the HLO instruction that calls the kernel. Products are counted as the matrix unit computes them: heads
     are padded to a width of 128, and splash attention computes only the (512 × 512) blocks on and below the diagonal.
-    Memory traffic is ignored. It takes less time than the products, except in "online-softmax", which reads the scores
-    from memory.
+    Memory traffic is ignored. In every kernel except "online-softmax", memory traffic takes less time than the
+    products. "online-softmax" reads the scores from memory.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:

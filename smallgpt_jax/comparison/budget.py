@@ -27,8 +27,8 @@ BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 PARAMETER_TOLERANCE = 0.02
 NEWER_FIELDS = (("train", "z_loss", 0.0), ("model", "norm_position", "pre"))  # group, field, neutral value
-# With equal parameters, all runs get one number of parameters. Its relative difference from the reference run's number
-# must not exceed this.
+# With budget "parameters", the widths of all runs are adjusted to one target number of parameters. This constant is the
+# maximum relative difference between the target and the number of parameters of the reference run.
 MAX_PARAMETER_CHANGE = 0.1
 RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement

@@ -77,7 +77,7 @@ def paper() -> ConfigDict:
     # replaces the fields source, tokenizer and store
     data.packing = "concat"  # "concat": join all documents and cut rows from them | "best_fit": fill rows with
     # documents that fit, which cuts few documents but needs some padding
-    data.separate_documents = False  # do not let tokens attend to other documents in the same row
+    data.separate_documents = False  # True: a token attends only to its own document, not to others in the row
     data.workers = 2  # threads that prefetch batches; 0: none
 
     config.mesh = mesh = ConfigDict()

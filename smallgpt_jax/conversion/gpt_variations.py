@@ -82,7 +82,8 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 def complete_fields(architecture: str, fields: dict, **architecture_fields) -> dict:
     """Returns all fields of our `model` config group for a model of the paper's released code.
 
-    The arguments are the fields that differ between such models. All other fields have the same values in each of them.
+    The arguments are the fields whose values differ between these models. The other fields have the same values in all
+    of these models.
     """
     return dict(architecture=architecture, **fields, **architecture_fields, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)

@@ -64,7 +64,7 @@ class TrainedModel(NamedTuple):
 
 def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
-    distributed.skip_tpu_search()  # for callers that are not commands
+    distributed.skip_tpu_search()  # commands have called this before; other programs have not
     folder = local_path("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")

@@ -35,9 +35,10 @@ def sorted_rows(rows):
 # ---------------------------------------------------------------------- both packings
 
 def numbered(lengths):
-    """Returns a split of documents with these lengths, in which the id of a token is its position in the stream.
+    """Returns a split of documents with these lengths.
 
-    Each document starts with an end-of-text token, which has id 0.
+    Each document starts with an end-of-text token, which has id 0. The id of any other token is its position in the
+    stream.
     """
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())

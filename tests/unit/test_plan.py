@@ -31,8 +31,8 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    # The weighted sum of pgpt has only 1 parameter, although MULTIPLIED contains 2·D for it. These 2·D are not
-    # subtracted, because pgpt's dense layers have 2·D biases, which would have to be added.
+    # Two corrections of MULTIPLIED cancel: −2·D for pgpt's weighted sum, which has only 1 parameter (the + 1 below),
+    # and +2·D for the biases of pgpt's dense layers.
     "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }

@@ -43,6 +43,10 @@ CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
+# Fields that newer versions have added, by config group, and the values with which these fields have no effect. The
+# model's fields are listed only for `comparison.budget.config_digest`, because ModelConfig has their defaults.
+NEWER_FIELDS = {"train": {"z_loss": 0.0}, "model": {"norm_position": "pre"}}
+
 # Fields that may change on resumption. They affect the result of a step only through rounding. A change of
 # train.microbatches also changes the dropout masks.
 MAY_CHANGE = {
@@ -246,7 +250,7 @@ def read_config(workdir: Path) -> ConfigDict:
                 isinstance(groups.get(name, {}), dict) and (name in groups or name not in required) for name in GROUPS):
             raise ValueError(f"expected the groups {', '.join(required)}")
         if "train" in groups:
-            groups["train"] = {"z_loss": 0.0, **groups["train"]}  # older versions had no z-loss
+            groups["train"] = NEWER_FIELDS["train"] | groups["train"]
         return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None

@@ -187,6 +187,12 @@ def trained_run(text_file, shared_folder):
     return get
 
 
+@pytest.fixture
+def copy_of(trained_run, tmp_path):
+    """Returns a function (architecture, **fields) → tmp_path/run, a copy of a `trained_run` that tests may change."""
+    return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
+
+
 def save_run(folder: Path, config, params) -> Path:
     """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
     corpus, steps = data.load_or_prepare(config.data), config.train.steps

@@ -32,9 +32,9 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     """
     config = common.unlock()
     config.compare = group = ConfigDict()
-    # What is equal for all runs: "tokens" | "flops" (of training) | "seconds" (of training) | "parameters". With
-    # "parameters", all runs have the same number of tokens, and the widths of the models are adjusted so that the
-    # numbers of parameters are equal, too (within 2%).
+    # The quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
+    # With "parameters", the widths of the models are adjusted so that the numbers of parameters are equal within 2%,
+    # and all runs are trained on equal numbers of tokens.
     group.budget = "tokens"
     group.names = ",".join(runs)  # names of the runs to train, in this order
     group.reference = next(iter(runs), "")  # the run whose train.steps and number of parameters set the budget

@@ -26,7 +26,6 @@ from smallgpt_jax.program import build_program
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 PARAMETER_TOLERANCE = 0.02
-NEWER_FIELDS = (("train", "z_loss", 0.0), ("model", "norm_position", "pre"))  # group, field, neutral value
 # With budget "parameters", the widths of all runs are adjusted to one target number of parameters. This constant is the
 # maximum relative difference between the target and the number of parameters of the reference run.
 MAX_PARAMETER_CHANGE = 0.1
@@ -356,12 +355,12 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 def config_digest(run: ConfigDict) -> str:
     """Returns a hash of all config fields.
 
-    Fields of NEWER_FIELDS that have their neutral value are left out, so that the digest equals that of older versions.
+    Fields of `workdir.NEWER_FIELDS` that have no effect are left out, so that the digest equals that of older versions.
     """
     groups = json.loads(run.to_json_best_effort())
-    for group, field, neutral in NEWER_FIELDS:
-        if groups[group].get(field) == neutral:
-            del groups[group][field]
+    for group, neutral in workdir.NEWER_FIELDS.items():
+        groups[group] = {field: value for field, value in groups[group].items()
+                         if field not in neutral or value != neutral[field]}
     return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:16]
 
 

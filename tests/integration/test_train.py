@@ -1,24 +1,21 @@
 """Tests that train tiny models.
 
-They cover learning, resumption, changes of devices, and configs and workdirs that are refused.
+They cover learning, outputs, divergence, custom architectures, and configs and workdirs that are refused.
 """
 
 import json
 import math
 import os
 import re
-import resource
-import shutil
 import sys
 
 import flax.linen as nn
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from conftest import ROOT, call, forward, load_config
+from conftest import ROOT, call, forward
+from run_helpers import SMALL, config_for, losses_in, state_of
 
-from configs import run as run_config
 from smallgpt_jax import inference, metrics, models
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.analysis.flops import train_flops_per_token
@@ -31,44 +28,6 @@ from smallgpt_jax.summary import print_final_message
 from smallgpt_jax.train import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-
-
-SMALL = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
-
-
-def config_for(text_file, architecture="gpt", **fields):
-    """Returns the config of a tiny run on `text_file`, on all eight devices."""
-    return load_config(architecture, **{"data__source": str(text_file), **fields})
-
-
-def state_of(workdir, step):
-    """Returns the parameters and the optimizer state saved at a step."""
-    with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
-        tree = checkpoints.restore(step, args=ocp.args.Composite(
-            params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
-    return jax.tree.map(np.asarray, (tree["params"], tree["opt_state"]))
-
-
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
-
-
-def read_untimed_metrics(workdir) -> list[dict]:
-    """Returns the lines of metrics.jsonl without times and speeds."""
-    return [{name: value for name, value in line.items() if name not in ("time", "tokens_per_second")}
-            for line in metrics.read_lines(workdir / "metrics.jsonl")]
-
-
-def flip_a_bit(path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def losses_in(workdir, split="train", metric="loss"):
-    return {line["step"]: line[metric] for line in metrics.read_lines(workdir / "metrics.jsonl")
-            if line["split"] == split}
 
 
 @pytest.fixture
@@ -112,171 +71,6 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
         assert (greedy.returncode, greedy.stderr) == (0, "")
         assert greedy.stdout.startswith("the cat") and len(greedy.stdout) > len("the cat") + 10
         assert sampled.stdout == greedy.stdout
-
-
-# ---------------------------------------------------------------------- resumption, of copied runs
-
-@pytest.fixture
-def copy_of(trained_run, tmp_path):
-    """Returns a function (architecture, **fields) → tmp_path/run, a copy of a `trained_run` that tests may change."""
-    return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
-
-
-# log_every must not divide checkpoint_every, so that a checkpoint contains losses that are not logged yet.
-RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", ["damaged", "full disk"])
-def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
-    """If the last checkpoint is damaged or could not be written, the steps since the previous checkpoint are lost.
-
-    The resumed run repeats these steps, and has the same state and metrics afterwards.
-    """
-    workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
-    before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
-    if failure == "damaged":
-        for path in (workdir / "checkpoints" / "40" / "params").rglob("d/*"):  # which of these files are read varies
-            flip_a_bit(path)
-        with pytest.raises(UserError, match=r"checkpoints/40: damaged checkpoint \(.*\); continue the"):
-            inference.load(workdir)
-    else:
-        shutil.rmtree(workdir / "checkpoints" / "40")
-    with (workdir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 50, "spl')  # truncated
-    if failure == "full disk":
-        _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # Every save fails, because the limit is below the size of opt_state/_METADATA. The sizes of data files are not
-        # a reliable bound, because they vary with the order of writes.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
-        try:
-            with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
-                train(config, str(workdir))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        out = capsys.readouterr().out
-        assert out.count("could not write a checkpoint: File too large") == 2 and "step 40/40" in out
-    train(config, str(workdir))
-    out = capsys.readouterr().out
-    assert ", 20 done" in out and ("damaged checkpoint of step 40" in out) == (failure == "damaged")
-    assert_equal(state_of(workdir, 40), before)
-    assert read_untimed_metrics(workdir) == lines
-
-
-@pytest.mark.slow
-def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
-    workdir = copy_of("gpt", **SMALL)
-    path = workdir / "metrics.jsonl"
-    whole = path.read_text().splitlines()
-    path.write_text("\n".join(whole[:-1]) + "\n")
-    train(config_for(text_file, **SMALL), str(workdir))
-    again = path.read_text().splitlines()
-    assert again[:-1] == whole[:-1]
-    assert {**json.loads(again[-1]), "time": 0} == {**json.loads(whole[-1]), "time": 0}
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
-    """A finished run is evaluated again if train.eval_steps selects other validation rows.
-
-    The rows are identified by the field `targets` in metrics.jsonl. Older versions did not write this field. For their
-    runs, the new value of train.eval_steps is compared with the value in the saved config.
-    """
-    workdir = copy_of("gpt", **SMALL)
-    path, batch = workdir / "metrics.jsonl", 8 * 32
-    before = path.read_bytes()
-
-    def targets() -> list:
-        return [line.get("targets") for line in metrics.read_lines(path) if line["step"] == 40][1:]
-
-    train(config_for(text_file, **SMALL), str(workdir))
-    assert path.read_bytes() == before and ", 40 done" in capsys.readouterr().out
-    for _ in range(2):
-        train(config_for(text_file, **SMALL, train__eval_steps=1), str(workdir))
-        assert json.loads((workdir / "config.json").read_text())["train"]["eval_steps"] == 1
-        assert targets() == [4 * batch, batch]
-
-    config = config_for(text_file, **SMALL, train__eval_steps=1)
-    corpus = build_program(config).open_pipeline().corpus
-
-    def is_evaluated(eval_steps: int) -> bool:
-        config = config_for(text_file, **SMALL, train__eval_steps=eval_steps)
-        return 40 in run_folder.evaluated_steps(workdir, config, corpus)
-
-    assert is_evaluated(1) and not is_evaluated(4) and not is_evaluated(3)
-    lines = metrics.read_lines(path)
-    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "targets"}) + "\n" for line in lines))
-    assert is_evaluated(1) and not is_evaluated(4)
-
-
-@pytest.mark.slow
-def test_resumes_runs_of_older_versions(text_file, copy_of):
-    """If a saved config lacks fields of newer versions, these fields get the values that older versions used."""
-    workdir = copy_of("gpt", **SMALL)
-    path = workdir / "config.json"
-    groups = json.loads(path.read_text())
-    for field in ("position", "activation", "norm_position"):
-        del groups["model"][field]
-    del groups["train"]["z_loss"]
-    path.write_text(json.dumps(groups))
-    with pytest.raises(UserError, match=r"config: model\.position was 'learned', now 'rope'\.\n"):
-        train(config_for(text_file, **SMALL, model__position="rope"), str(workdir))
-    assert json.loads(path.read_text()) == groups
-    train(config_for(text_file, **SMALL, train__steps=42), str(workdir))
-    assert list(losses_in(workdir)) == [10, 20, 30, 40, 42]
-    assert json.loads(path.read_text())["model"]["position"] == "learned"
-
-
-@pytest.mark.slow
-def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp_path, monkeypatch):
-    """A model with RoPE trains at a longer context in a new workdir; a model with learned positions is refused."""
-    monkeypatch.chdir(ROOT)
-    fields = dict(**SMALL, model__position="rope")
-    short = trained_run("gpt", **fields)
-    trained = inference.load_trained(short)
-    longer = tmp_path / "longer"
-    run_folder.write_imported(longer, trained.model, trained.params, {}, trained.tokenizer, {})
-    config = run_config.get_config(str(longer))
-    config.data.source = str(text_file)
-    config.model.context_length = 64
-    config.optimizer.warmup_steps = 1
-    config.train.update(steps=2, log_every=1, eval_steps=4)
-    train(config, str(longer))
-    assert inference.load(longer).model.config.context_length == 64
-    assert losses_in(longer)[1] == pytest.approx(losses_in(short, "eval")[40], rel=0.1)
-    config.train.steps = 3
-    train(config, str(longer))
-    assert list(losses_in(longer)) == [1, 2, 3]
-    with pytest.raises(UserError, match=r"context_length was 32, now 64.\n.*convert --from=run"):
-        run_folder.check_workdir(short, config_for(text_file, **{**fields, "model__context_length": 64}))
-
-    learned = tmp_path / "learned"
-    trained = inference.load_trained(trained_run("gpt", **SMALL))
-    run_folder.write_imported(learned, trained.model, trained.params, {}, trained.tokenizer, {})
-    config = run_config.get_config(str(learned))
-    config.model.context_length = 64
-    with pytest.raises(UserError, match=r"model\.context_length was 32, now 64"):
-        run_folder.check_workdir(learned, config)
-
-
-@pytest.mark.slow
-def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
-    """Two steps on each of three meshes give the losses of six steps on one mesh, up to rounding."""
-    devices = jax.devices()
-
-    def train_on(number, workdir, steps, **mesh):
-        monkeypatch.setattr(jax, "devices", lambda *_: devices[:number])
-        train(config_for(
-            text_file, "pgpt", **SMALL, train__steps=steps, train__log_every=1, train__checkpoint_every=2,
-            train__eval_steps=1, **{f"mesh__{axis}": length for axis, length in mesh.items()}), str(workdir))
-
-    meshes = [(8, dict(data=2, path=2, tensor=2)), (4, dict(fsdp=2, path=2)), (1, {})]
-    train_on(8, tmp_path / "one", 6)
-    for i, (number, mesh) in enumerate(meshes, start=1):
-        train_on(number, tmp_path / "many", 2 * i, **mesh)
-    one, many = losses_in(tmp_path / "one"), losses_in(tmp_path / "many")
-    assert list(many) == list(one) == list(range(1, 7))
-    np.testing.assert_allclose([many[step] for step in many], [one[step] for step in one], rtol=2e-5)
 
 
 # ---------------------------------------------------------------------- outputs and divergence

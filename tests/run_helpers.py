@@ -1,0 +1,45 @@
+"""Configs of tiny runs, and what tests read from a workdir."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from conftest import load_config
+
+from smallgpt_jax import metrics
+
+SMALL = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
+
+
+def config_for(text_file, architecture="gpt", **fields):
+    """Returns the config of a tiny run on `text_file`, on all eight devices."""
+    return load_config(architecture, **{"data__source": str(text_file), **fields})
+
+
+def state_of(workdir, step):
+    """Returns the parameters and the optimizer state saved at a step."""
+    with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
+        tree = checkpoints.restore(step, args=ocp.args.Composite(
+            params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
+    return jax.tree.map(np.asarray, (tree["params"], tree["opt_state"]))
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def read_untimed_metrics(workdir) -> list[dict]:
+    """Returns the lines of metrics.jsonl without times and speeds."""
+    return [{name: value for name, value in line.items() if name not in ("time", "tokens_per_second")}
+            for line in metrics.read_lines(workdir / "metrics.jsonl")]
+
+
+def flip_a_bit(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def losses_in(workdir, split="train", metric="loss"):
+    return {line["step"]: line[metric] for line in metrics.read_lines(workdir / "metrics.jsonl")
+            if line["split"] == split}

@@ -1,14 +1,11 @@
 """Plans the runs of a comparison, so that all have the same number of tokens, FLOPs, parameters or seconds."""
 
-import bisect
 import copy
 import difflib
-import functools
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +15,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, safe_name, write_atomically
@@ -25,10 +23,6 @@ from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
-PARAMETER_TOLERANCE = 0.02
-# With budget "parameters", the widths of all runs are adjusted to one target number of parameters. This constant is the
-# maximum relative difference between the target and the number of parameters of the reference run.
-MAX_PARAMETER_CHANGE = 0.1
 RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
 
@@ -167,131 +161,6 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "
                                 "be compared; train all runs on the same text; config.compare.texts can name more "
                                 "texts to evaluate them on")
-
-
-def num_parameters(config: ConfigDict) -> int:
-    """Returns the number of parameters of a config's model. Cached, because counting traces the model."""
-    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # scanned layers trace faster
-
-
-_num_parameters = functools.cache(models.num_parameters)
-
-
-def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs with their widths changed so that their numbers of parameters are within 2% of each other.
-
-    Each run gets the width whose number of parameters is nearest to a common target, which is `wanted` at first. While
-    the runs differ by more than 2%, the target is replaced by the number of parameters of the run that is farthest from
-    it.
-
-    Raises UserError if the target moves more than 10% away from `wanted`, or if the runs still differ by more than 2%
-    after len(runs) + 1 targets.
-    """
-    target = wanted
-    for _ in range(len(runs) + 1):
-        found = {name: with_parameters(run, target) for name, run in runs.items()}
-        counts = {name: num_parameters(run) for name, run in found.items()}
-        if max(counts.values()) / min(counts.values()) - 1 <= PARAMETER_TOLERANCE:
-            return found
-        worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
-        missed, target = target, counts[worst]
-        if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
-            break
-    model = found[worst].model
-    raise UserError(f"config.compare.budget='parameters': {worst} has no width that gives {missed:,} parameters "
-                    f"within {PARAMETER_TOLERANCE:.0%}; the nearest width gives {target:,} "
-                    f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, model.num_heads="
-                    f"{model.num_heads}. Change config.model.d_model of the reference, or config.runs.{worst}.model")
-
-
-def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
-    """Returns `config` with the width that brings the number of parameters nearest to `target`.
-
-    Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
-    parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
-    width. If the number of heads changes, the head width (width / number of heads) may change by less than a factor of
-    two.
-    """
-    heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
-    # The number of parameters grows at most quadratically and at least linearly with the width.
-    widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
-    fields = config.model.to_dict()
-    num_heads_of: dict[int, int] = {}  # {width: preferred number of heads}
-
-    def valid_widths(num_heads: int) -> list[int]:
-        widths = [width for width in range(num_heads, widest, num_heads)
-                  if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
-                  and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
-        for width in widths:
-            num_heads_of.setdefault(width, num_heads)
-        return widths
-
-    # Counting parameters traces the model, which takes seconds for deep models. The number of heads does not change the
-    # count, so each width is counted only once. The count grows with the width, so one search over the widths covers
-    # all numbers of heads.
-    @functools.cache
-    def count(width: int) -> int:
-        return num_parameters(resize(config, width, num_heads_of[width]))
-
-    def is_near(width: int) -> bool:
-        return abs(count(width) / target - 1) <= PARAMETER_TOLERANCE
-
-    start = config.model.d_model
-    if own := valid_widths(heads):
-        width = nearest_width(own, start, target, count)
-        if is_near(width):
-            return resize(config, width, heads)
-    others = {num_heads: valid_widths(num_heads) for num_heads in
-              sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
-    widths = sorted(num_heads_of)
-    width = nearest_width(widths, start, target, count)
-    if not is_near(width):
-        return resize(config, width, num_heads_of[width])
-    least, most = (first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count) for sign in (-1, 1))
-    near = range(widths[least], widths[most] + is_near(widths[most]))
-    num_heads, candidates = next(
-        (num_heads, inside) for num_heads, candidates in others.items()
-        if (inside := [width for width in candidates if width in near]))
-    return resize(config, nearest_width(candidates, start, target, count), num_heads)
-
-
-def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index if there is none.
-
-    `count` maps a width to its number of parameters; the search starts at the width `start`.
-    """
-    low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
-    while low < high:
-        i = min(max(guess, low), high - 1)
-        low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
-        # The number of parameters grows almost quadratically with the width, so this guess is close.
-        guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
-    return low
-
-
-def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    """Returns the width whose number of parameters, `count(width)`, is nearest to `target`.
-
-    The search starts at the width `start`.
-    """
-    i = first_at_least(widths, start, target, count)
-    return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
-
-
-def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
-    """Returns a copy of `config` with width `d_model` and `num_heads` heads."""
-    config = config.copy_and_resolve_references()
-    config.model.update(d_model=d_model, num_heads=num_heads)
-    return config
-
-
-def is_valid_model(fields: dict) -> bool:
-    """Whether a model with these fields can be built."""
-    try:
-        models.build(**fields)
-    except UserError:
-        return False
-    return True
 
 
 def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:

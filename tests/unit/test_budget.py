@@ -14,7 +14,7 @@ from ml_collections.config_flags import config_path
 from configs.compare import base
 from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import budget, measure
+from smallgpt_jax.comparison import budget, measure, parameters
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import Program, validate_train
 
@@ -90,7 +90,7 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
               for run in planned}
     assert len(tokens) == 1
     for run in planned:
-        assert abs(budget.num_parameters(run.config) / target - 1) < 0.02, run.name
+        assert abs(parameters.num_parameters(run.config) / target - 1) < 0.02, run.name
         recipe = load_config(run.name, size)
         recipe.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
         ours = {**run.config.model, "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
@@ -115,8 +115,8 @@ def test_width_search(target, d_model, num_heads, monkeypatch):
         counted.append(config.model.d_model)
         return 10 * config.model.d_model**2
 
-    monkeypatch.setattr(budget, "num_parameters", count)
-    found = budget.with_parameters(load_config("gpt", model__d_model=32, model__num_heads=4), target).model
+    monkeypatch.setattr(parameters, "num_parameters", count)
+    found = parameters.with_parameters(load_config("gpt", model__d_model=32, model__num_heads=4), target).model
     assert (found.d_model, found.num_heads) == (d_model, num_heads)
     assert len(counted) <= 6
 

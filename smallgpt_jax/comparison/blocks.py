@@ -1,0 +1,118 @@
+"""The content blocks of a report, and their rendering as plain text, Markdown and HTML."""
+
+import base64
+import dataclasses
+import html
+import itertools
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from smallgpt_jax.comparison import figures
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    name: str  # name of the PNG file
+    figure: Figure
+    caption: str
+
+
+def aligned_table(table: Table) -> str:
+    """Returns a table as plain text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
+
+    return "\n".join(map(line, (table.head, *table.rows)))
+
+
+# ------------------------------------------------------------------ Markdown
+def to_markdown(title: str, blocks: Sequence) -> str:
+    def text(block) -> str:
+        match block:
+            case Heading(text):
+                return f"## {text}"
+            case Paragraph(text):
+                return text
+            case Code(text):
+                return f"```\n{text}\n```"
+            case Plot(name, _, caption):
+                return f"![{caption}]({name}.png)"
+            case Table(head, rows):
+                lines = [head, tuple("---" for _ in head), *rows]
+                return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    return "\n\n".join([f"# {title}", *map(text, blocks)]) + "\n"
+
+
+# ------------------------------------------------------------------ HTML
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 72rem;
+       padding: 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+p { max-width: 46rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
+figure { margin: 0; } figure img { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #555; }
+.table { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+       background: #fff; }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
+"""
+
+
+def to_html(title: str, blocks: Sequence) -> str:
+    """Returns a self-contained HTML page."""
+    def text(block) -> str:
+        match block:
+            case Heading(text):
+                return f"<h2>{html.escape(text)}</h2>"
+            case Paragraph(text):
+                return f"<p>{html.escape(text)}</p>"
+            case Code(text):
+                return f"<pre>{html.escape(text)}</pre>"
+            case Plot(_, figure, caption):
+                image = base64.b64encode(figures.svg(figure)).decode()
+                return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
+                        f"<figcaption>{html.escape(caption)}</figcaption></figure>")
+            case Table(head, rows):
+                lines = [line("th", head), *(line("td", row) for row in rows)]
+                return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    parts = []
+    for is_plot, group in itertools.groupby(blocks, lambda block: isinstance(block, Plot)):
+        inner = "\n".join(map(text, group))
+        parts.append(f'<div class="plots">\n{inner}\n</div>' if is_plot else inner)
+    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+            f'content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
+            f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
+            + "\n".join(parts) + "\n</body>\n</html>\n")

@@ -6,11 +6,13 @@ usage() {
   cat <<'END'
 launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
 
+  watch     keeps a run going until it ends: creates the slice if it does not exist, and after each preemption deletes
+            and recreates it; does install and start. Takes the flags and ARGS of these commands
   create    requests the slice, as a queued resource, and waits until it is active
   install   copies this repository's last commit to all workers and creates the environment there
   start     starts `python -m smallgpt_jax.main ARGS` on all workers, detached
-  resume    continues a run after a preemption, with the flags and ARGS of the other commands: recreates the slice
-            unless it is active, then does install and start. The run resumes from its newest checkpoint
+  resume    continues a run once after a preemption, with the same flags and ARGS as watch: recreates the slice unless
+            it is active, then does install and start. The run resumes from its newest checkpoint
   logs      follows the log of a worker
   status    shows the state of the slice, and of the run on each worker
   stop      stops the run on all workers
@@ -18,19 +20,27 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
 
   --name=NAME, --zone=ZONE     the slice (all commands)
   --project=PROJECT            default: gcloud's (all commands)
-  --accelerator_type=TYPE      type and size, such as v5litepod-8 (create, resume)
-  --runtime_version=VERSION    image of the VMs: v2-alpha-tpuv5-lite for v5e (create, resume)
-  --spot                       cheaper VMs that can be preempted (create, resume)
+  --dry-run                    print the commands without running them (all commands)
+  --accelerator_type=TYPE      type and size, such as v5litepod-8 (create)
+  --runtime_version=VERSION    image of the VMs: v2-alpha-tpuv5-lite for v5e (create)
+  --spot                       cheaper VMs that can be preempted (create)
+  --create_flag=FLAG           further flag of `gcloud compute tpus queued-resources create`, may be repeated (create)
   --no_wait                    do not wait (create)
-  --repo=URL                   clone this repository instead of copying the local one (install, resume)
-  --bucket=NAME                Cloud Storage bucket to mount at ~/bucket (install, start, resume)
+  --max_wait=MINUTES           how long to wait for the slice; default: 1440, one day (create)
+  --repo=URL                   clone this repository instead of copying the local one (install)
+  --extras=NAMES               extras of setup.py to install, separated by commas (install)
+  --bucket=NAME                Cloud Storage bucket to mount at ~/bucket; `start` copies the logs to its folder logs/NAME
+                               (install, start)
+  --stage=FROM:TO              first copy the folder FROM to the local folder TO on each worker (start)
+  --env=KEY=VALUE, --env=KEY   environment variable of the run, with the value that it has here if none is given; never
+                               printed; may be repeated (start)
   --worker=N                   default: 0 (logs)
   --yes                        do not ask for confirmation (delete)
-  --dry-run                    print the commands without running them (all commands)
 
-~/ at the start of a value in ARGS is the home folder on the workers:
-  launch/tpu_vm.sh start --name=gpt --zone=us-west4-a --bucket=mine -- \
-      --config=configs/gpt.py --workdir=~/bucket/runs/gpt --config.data.store=~/bucket/fineweb-edu
+~/ at the start of a value in ARGS is the home folder on the workers; /dev/shm is their memory:
+  launch/tpu_vm.sh watch --name=gpt --zone=us-west4-a --accelerator_type=v5litepod-16 --spot \
+      --runtime_version=v2-alpha-tpuv5-lite --bucket=mine --stage=~/bucket/fineweb-edu:/dev/shm/fineweb-edu -- \
+      --config=configs/gpt.py --workdir=~/bucket/runs/gpt --config.data.store=/dev/shm/fineweb-edu
 END
 }
 
@@ -63,80 +73,156 @@ run() {
   fi
 }
 
-### The commands
+### The state of the slice
 
-create() {
-  run gcloud compute tpus queued-resources create "$name" --node-id="$name" "${where[@]}" \
-    --accelerator-type="$accelerator_type" --runtime-version="$runtime_version" ${spot:+--spot}
-  [[ ! $no_wait ]] || return 0
-  wait_for_slice
-  [[ $dry_run || $state == ACTIVE ]] || fail "$name is $state; for the reason, run" \
+# Prints the answer of a gcloud command: one word, NOT_FOUND or UNKNOWN. Errors go to standard error.
+ask() {
+  local answer errors
+  errors=$(mktemp)
+  if answer=$("$@" 2>"$errors"); then
+    echo "$answer"
+  elif grep -q NOT_FOUND "$errors"; then
+    echo NOT_FOUND
+  else
+    cat "$errors" >&2
+    echo UNKNOWN
+  fi
+  rm -f "$errors"
+}
+
+# Sets $state to the state of the request. A request can stay ACTIVE after its node is gone, so an ACTIVE request whose
+# node is not READY has the state of the node, such as NODE_PREEMPTED.
+query() {
+  local before=$state node
+  state=$(ask "${describe[@]}")
+  if [[ $state == ACTIVE ]]; then
+    node=$(ask "${describe_node[@]}")
+    [[ $node == READY ]] || state=NODE_$node
+  fi
+  [[ $state == "$before" ]] || echo "$(date +%H:%M:%S) $name is $state"
+}
+
+is_gone() { [[ $state =~ ^(SUSPENDED|NODE_(PREEMPTED|TERMINATED|STOPPED|NOT_FOUND))$ ]]; }
+
+fail_with_reason() {
+  fail "$name is $state; for the reason, run" \
     "$(quoted gcloud compute tpus queued-resources describe "$name" "${where[@]}")"
 }
 
-# Polls the state of the slice into $state until the state is final.
+# Fails if more than --max_wait minutes have passed since the time $1, in $SECONDS.
+check_wait() {
+  ((SECONDS - $1 < 60 * max_wait)) ||
+    fail "$name is still $state after $max_wait minutes (--max_wait); delete it, or wait again with resume or watch"
+}
+
+# Polls the slice until its state is final.
 wait_for_slice() {
-  local before=''
+  local began=$SECONDS
   if [[ $dry_run ]]; then
     echo "$(quoted "${describe[@]}") # repeated until ACTIVE, FAILED or SUSPENDED"
+    echo "$(quoted "${describe_node[@]}") # repeated until READY"
     return
   fi
-  echo "+ $(quoted "${describe[@]}")" >&2
-  while true; do
-    if ! state=$("${describe[@]}"); then
-      [[ $before ]] || exit 1
-      state="unknown" # a single network error must not end hours of waiting
-    fi
-    [[ $state == "$before" ]] || echo "$(date +%H:%M:%S) $name is $state"
-    [[ ! $state =~ ^(ACTIVE|FAILED|SUSPENDED)$ ]] || break
-    before=$state
-    sleep "${POLL_SECONDS:-30}"
+  query
+  # A single network error must not end hours of waiting, but gcloud must work at first.
+  [[ $state != UNKNOWN ]] || exit 1
+  until [[ $state == ACTIVE || $state == FAILED || $state == NOT_FOUND ]] || is_gone; do
+    check_wait "$began"
+    pause
+    query
   done
+}
+
+pause() { sleep "${POLL_SECONDS:-30}"; }
+
+### The commands
+
+create() {
+  request_slice
+  [[ ! $no_wait ]] || return 0
+  wait_for_slice
+  [[ $dry_run || $state == ACTIVE ]] || fail_with_reason
+}
+
+request_slice() {
+  run gcloud compute tpus queued-resources create "$name" --node-id="$name" "${where[@]}" \
+    --accelerator-type="$accelerator_type" --runtime-version="$runtime_version" ${spot:+--spot} \
+    ${create_flags[@]+"${create_flags[@]}"} # bash 3.2 cannot expand empty arrays
 }
 
 on_workers() { # WORKER (a number or all) COMMAND
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
-# Workers call the functions below through their own copy of this script.
-there="bash smallgpt_jax/launch/tpu_vm.sh worker"
+copy_to_workers() { # FILE
+  run gcloud compute tpus tpu-vm scp "$1" "$name:" "${where[@]}" --worker=all
+}
+
+there="bash smallgpt_jax/launch/tpu_worker.sh"
 
 install() {
+  local archive=build/$name/smallgpt_jax.tar.gz
   local get="mkdir -p smallgpt_jax; tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
   if [[ $repo ]]; then
     get="if test -d smallgpt_jax; then git -C smallgpt_jax pull --quiet --ff-only"
     get+="; else git clone --quiet $(quoted "$repo") smallgpt_jax; fi"
   else
     [[ ! $(git status --porcelain) ]] || echo "warning: uncommitted changes are not copied" >&2
-    run mkdir -p build
-    run git archive --format=tar.gz --output=build/smallgpt_jax.tar.gz HEAD
-    run gcloud compute tpus tpu-vm scp build/smallgpt_jax.tar.gz "$name:" "${where[@]}" --worker=all
+    run mkdir -p "build/$name" &&
+      run git archive --format=tar.gz --output="$archive" HEAD &&
+      copy_to_workers "$archive" || return
   fi
-  get="if test -f smallgpt_jax/launch/tpu_vm.sh; then $there idle; fi; $get"
-  on_workers all "set -e; $get; $there install $(quoted "$bucket")"
+  get="if test -f smallgpt_jax/launch/tpu_worker.sh; then $there idle; fi; $get"
+  on_workers all "set -e; $get; $there install $(quoted "$bucket" "$extras")"
 }
 
 start() { # in two steps, so that no worker starts unless all are ready
-  on_workers all "$there ready $(quoted "$bucket")"
-  on_workers all "$there start $(quoted "$@")"
+  on_workers all "$there ready $(quoted "$bucket" "$stage")" &&
+    copy_environment &&
+    on_workers all "$there start $(quoted "${bucket:+~/bucket/logs/$name}" "$@")"
+}
+
+# Copies the values of --env in a file, because the arguments of processes are public. `start` removes it.
+copy_environment() {
+  local file=build/$name/smallgpt_jax.env status=0 variable
+  ((${#env[@]})) || return 0
+  if [[ ! $dry_run ]]; then
+    mkdir -p "build/$name"
+    trap 'rm -f "build/$name/smallgpt_jax.env"' EXIT
+    rm -f "$file"
+    (umask 077 && for variable in "${env[@]}"; do
+      printf 'export %s=%q\n' "${variable%%=*}" "${variable#*=}"
+    done >"$file")
+  fi
+  copy_to_workers "$file" || status=$?
+  [[ $dry_run ]] || rm "$file"
+  return "$status"
 }
 
 resume() {
-  state=''
-  if [[ $dry_run ]] || "${describe[@]}" &>/dev/null; then # else the slice is missing: an earlier resume was interrupted
+  if [[ $dry_run ]]; then
     wait_for_slice
-    [[ $state == ACTIVE ]] || yes=yes delete
+    yes=yes delete
+    no_wait='' create
+  else
+    query
+    [[ $state == NOT_FOUND ]] || wait_for_slice # NOT_FOUND: an earlier resume was interrupted
+    [[ $state == ACTIVE || $state == NOT_FOUND ]] || yes=yes delete
+    [[ $state == ACTIVE ]] || no_wait='' create
   fi
-  [[ $state == ACTIVE ]] || no_wait='' create
-  install
-  start "$@"
+  install && start "$@"
 }
 
 logs() { on_workers "$worker" "tail -n 100 -F smallgpt_jax.log"; }
 
 status() {
-  run "${describe[@]}"
-  [[ ! $dry_run && $("${describe[@]}") != ACTIVE ]] || on_workers all "$there status"
+  if [[ $dry_run ]]; then
+    quoted "${describe[@]}"
+    quoted "${describe_node[@]}"
+  else
+    query
+  fi
+  [[ ! $dry_run && $state != ACTIVE ]] || on_workers all "$there status"
 }
 
 stop() { on_workers all "$there stop ${GRACE_SECONDS:-30}"; }
@@ -149,123 +235,71 @@ delete() {
   run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
 }
 
-### On a worker
-
-worker_running() { # checks the command line, because the process id may have been reused
-  grep -qs smallgpt_jax.main "/proc/$(cat ~/smallgpt_jax.pid 2>/dev/null || echo none)/cmdline"
-}
-
-worker_idle() { ! worker_running || fail "$(hostname): a run is in progress; stop it first"; }
-
-worker_install() { # [BUCKET]
-  local uv=~/.local/bin/uv
-  local repository=https://packages.cloud.google.com/apt key=/usr/share/keyrings/gcsfuse.asc
-  # The VMs may have Python 3.10, which is too old; uv installs 3.11.
-  [[ -x $uv ]] || curl -LsSf https://astral.sh/uv/install.sh | sh
-  $uv venv --quiet --allow-existing --python=3.11 .venv
-  $uv pip install --quiet --python=.venv/bin/python -c constraints.txt -e '.[tpu]'
-  if [[ ${1:-} ]] && ! command -v gcsfuse >/dev/null; then
-    curl -fsS $repository/doc/apt-key.gpg | sudo tee $key >/dev/null
-    echo "deb [signed-by=$key] $repository gcsfuse-$(lsb_release -cs) main" |
-      sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-    sudo apt-get -qq update
-    sudo apt-get -qq -y -o DPkg::Lock::Timeout=300 install gcsfuse
-  fi
-  worker_ready "$@"
-  echo "installed on $(hostname)"
-}
-
-worker_ready() { # [BUCKET]
-  worker_idle
-  [[ -x .venv/bin/python ]] || fail "$(hostname): not installed; run install first"
-  [[ ${1:-} ]] || return 0
-  mkdir -p ~/bucket
-  # No metadata cache, because other workers write the same files. Completing a checkpoint renames a folder, which needs
-  # a large --rename-dir-limit.
-  mountpoint -q ~/bucket || gcsfuse --implicit-dirs --rename-dir-limit=1000000 \
-    --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 "$1" ~/bucket
-}
-
-worker_start() { # ARGS
-  local words=() word
-  for word; do # expand ~/ at the start of a value
-    # shellcheck disable=SC2088
-    [[ $word != -*=* || ${word#*=} != "~/"* ]] || word=${word%%=*}=$HOME/${word#*=\~/}
-    words+=("$word")
-  done
-  setsid .venv/bin/python -m smallgpt_jax.main "${words[@]}" >>~/smallgpt_jax.log 2>&1 </dev/null &
-  echo $! >~/smallgpt_jax.pid
-  echo "started on $(hostname)"
-}
-
-worker_status() {
-  local state="no run"
-  ! worker_running || state=running
-  echo "$(hostname): $state; $(tail -n 1 ~/smallgpt_jax.log 2>/dev/null || echo "no log")"
-}
-
-worker_stop() { # SECONDS between SIGTERM and SIGKILL
-  local pid i
-  if worker_running; then
-    pid=$(cat ~/smallgpt_jax.pid)
-    kill -TERM -- "-$pid" || true
-    for ((i = 0; i < $1; i++)); do
-      worker_running || break
-      sleep 1
-    done
-    ! worker_running || kill -KILL -- "-$pid"
-  fi
-  echo "no run on $(hostname)"
-}
-
 ### Arguments
 
 cd "$(dirname "$0")/.."
 command=${1:-}
 case $command in
-  create | install | start | resume | logs | status | stop | delete) shift ;;
-  worker)
-    "worker_$2" "${@:3}"
-    exit
-    ;;
+  watch | create | install | start | resume | logs | status | stop | delete) shift ;;
   --help | -h) usage && exit ;;
   "") wrong "missing command" ;;
   *) wrong "$command: unknown command" ;;
 esac
 
-name='' zone='' project='' accelerator_type='' runtime_version='' spot='' no_wait='' repo='' bucket=''
-worker=0 yes='' dry_run=''
-with_value='^--(name|zone|project|accelerator_type|runtime_version|repo|bucket|worker)=(.*)$'
+name='' zone='' project='' accelerator_type='' runtime_version='' spot='' no_wait='' max_wait=1440 repo='' extras=''
+bucket='' stage='' worker=0 yes='' dry_run='' state='' env=() create_flags=()
+with_value='^--(name|zone|project|accelerator_type|runtime_version|create_flag|max_wait|repo|extras|bucket|stage|env'
+with_value+='|worker)$'
 without='^--(spot|no_wait|yes|dry-run)$'
 while (($#)) && [[ $1 != -- ]]; do
-  if [[ $1 =~ $with_value ]]; then
-    printf -v "${BASH_REMATCH[1]}" %s "${BASH_REMATCH[2]}"
+  flag=${1%%=*}
+  if [[ $flag =~ $with_value ]]; then
+    if [[ $1 != *=* ]]; then # --name VALUE
+      (($# > 1)) || wrong "$flag: missing value"
+      set -- "$1=$2" "${@:3}"
+    fi
+    case $flag in
+      --env) env+=("${1#*=}") ;;
+      --create_flag) create_flags+=("${1#*=}") ;;
+      *) printf -v "${flag#--}" %s "${1#*=}" ;;
+    esac
   elif [[ $1 =~ $without ]]; then
     printf -v "${BASH_REMATCH[1]//-/_}" yes
   elif [[ $1 =~ ^(--help|-h)$ ]]; then
     usage && exit
-  else
-    wrong "$1: unknown flag; arguments of the run follow --"
+  else # without the value, which may be secret
+    wrong "$flag: unknown flag; arguments of the run follow --"
   fi
   shift
 done
 ((!$#)) || shift # the --
 
 needed="name zone"
-[[ ! $command =~ ^(create|resume)$ ]] || needed+=" accelerator_type runtime_version"
+[[ ! $command =~ ^(watch|create|resume)$ ]] || needed+=" accelerator_type runtime_version"
 for flag in $needed; do
   [[ ${!flag} ]] || wrong "$command needs --$flag="
 done
-if [[ $command =~ ^(start|resume)$ ]]; then
+if [[ $command =~ ^(watch|start|resume)$ ]]; then
   (($#)) || wrong "$command needs the arguments of the run, after --"
-  [[ $bucket || "$*" != *"=~/bucket"* ]] || wrong "paths in ~/bucket need --bucket=NAME"
+  # shellcheck disable=SC2088
+  [[ $bucket || "$* =$stage" != *"=~/bucket"* ]] || wrong "paths in ~/bucket need --bucket=NAME"
 elif (($#)); then
   wrong "$command: unexpected arguments after --"
 fi
+[[ $max_wait =~ ^(0|[1-9][0-9]*)$ ]] || wrong "--max_wait: expected a number of minutes"
+[[ $extras =~ ^[A-Za-z0-9_,-]*$ ]] || wrong "--extras: expected names separated by commas"
+[[ ! $stage || $stage =~ ^[^:]+:[^:]+$ ]] || wrong "--stage: expected FROM:TO"
+for ((i = 0; i < ${#env[@]}; i++)); do
+  key=${env[i]%%=*}
+  [[ $key =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || wrong "--env: expected KEY=VALUE or KEY"
+  [[ ${env[i]} == *=* ]] || env[i]=$key=$(printenv "$key") || wrong "--env: without a value, the variable must be set in this shell"
+done
 
 bucket=${bucket#gs://}
 where=(--zone="$zone")
 [[ ! $project ]] || where+=(--project="$project")
 describe=(gcloud compute tpus queued-resources describe "$name" "${where[@]}" '--format=value(state.state)')
+describe_node=(gcloud compute tpus tpu-vm describe "$name" "${where[@]}" '--format=value(state)')
+source launch/tpu_watch.sh
 
 "$command" "$@"

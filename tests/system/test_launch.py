@@ -196,14 +196,55 @@ def test_slurm_requires_the_repository_root(machine):
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
-def test_slurm_requeues_before_the_time_limit(machine):
-    machine.fake("srun", """
-while not (folder / "requeued").exists():
+@pytest.mark.parametrize("python, words", [
+    ("apptainer exec --nv image.sif python", ["apptainer", "exec", "--nv", "image.sif", "python"]),
+    ("FOLDER/my env/python", ["FOLDER/my env/python"]),
+])
+def test_slurm_python_can_be_a_container_command(machine, python, words):
+    (machine.folder / "my env").mkdir()
+    machine.fake("python", folder=machine.folder / "my env")
+    python, *words = (word.replace("FOLDER", str(machine.folder)) for word in (python, *words))
+    result = machine.run(SBATCH, "--dry-run", "--x", PYTHON=python)
+    assert commands(result.stdout) == [[*SRUN, *words, *MAIN, "--x"]]
+
+
+# A run that needs a second to save, in place of srun. The signal of scancel goes to the run, not to srun. As in a real
+# cluster, requeueing ends the run at once.
+SAVING = """
+def save(*_):
+    time.sleep(1)
+    (folder / "saved").touch()
+    sys.exit(int((folder / "status").read_text()))
+signal.signal(signal.SIGTERM, save)
+(folder / "pid").write_text(str(os.getpid()))
+while True:
     time.sleep(0.02)
-""")
-    machine.fake("scontrol", "(folder / 'requeued').touch()")
+"""
+SCANCEL = "os.kill(int((folder / 'pid').read_text()), signal.SIGTERM)"
+SCONTROL = """
+if not (folder / "saved").exists():
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+sys.exit((folder / "disabled").exists() and "Requested operation is presently disabled for job 5")
+"""
+
+
+@pytest.mark.parametrize("status, requeueing, requeues", [(143, True, 1), (143, False, 1), (0, True, 0)])
+def test_slurm_saves_and_requeues_before_the_time_limit(machine, status, requeueing, requeues):
+    """The job is requeued after the run has saved. It is not requeued if the run has finished."""
+    for name, program in dict(srun=SAVING, scancel=SCANCEL, scontrol=SCONTROL).items():
+        machine.fake(name, program)
+    (machine.folder / "status").write_text(str(status))
+    if not requeueing:
+        (machine.folder / "disabled").touch()
     process = machine.start(SBATCH, "--x", SLURM_JOB_ID="5")
-    wait_until(lambda: machine.calls("srun"))
+    wait_until(lambda: (machine.folder / "pid").exists())
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=10)
-    assert machine.args("scontrol") == [["requeue", "5"]]
+    wait_until(lambda: machine.calls("scancel"))
+    process.send_signal(signal.SIGTERM)  # Slurm also signals the batch script
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == status, err
+    assert (machine.folder / "saved").exists()
+    assert machine.args("scancel") == [["--signal=TERM", "5.0"]]
+    assert machine.args("scontrol") == [["requeue", "5"]] * requeues
+    assert err == "" if requeueing else err.endswith(
+        "error: the job could not be requeued; to resume the run, submit it again\n")

@@ -193,23 +193,36 @@ def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
     """Returns the seconds that an attention kernel's matrix products take at peak speed; None for an unknown kernel.
 
     `line` is the HLO instruction that calls the kernel. Products are counted as the matrix unit computes them: heads
-    are padded to a width of 128, and splash attention computes only the (512 × 512) blocks on and below the diagonal.
-    Memory traffic is ignored. In every kernel except "online-softmax", memory traffic takes less time than the
-    products. "online-softmax" reads the scores from memory.
+    are padded to a width of 128, and splash attention computes all scores of a block of (queries × keys) unless the
+    mask excludes the whole block. Memory traffic is ignored. In every kernel except "online-softmax", memory traffic
+    takes less time than the products. "online-softmax" reads the scores from memory.
     """
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     if not name:
         return None
     is_splash = name != "online-softmax"
-    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", line.split("operand_layout_constraints=")[1])
+    operands = line.split("operand_layout_constraints=")[1]
+    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
     # The last two axes of the operand are the head width and the number of positions. They may be in the other order,
     # so only their product is used.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
-    blocks = positions // math.gcd(positions, 512)
-    computed = (blocks + 1) / (2 * blocks) if is_splash else 1
+    computed = computed_blocks(operands) if is_splash else 1
     return (KERNEL_PRODUCTS[name] * 2 * math.prod(rows_and_heads) * computed * positions**2
             * max(head_width, 128) / chip.flops)
+
+
+def computed_blocks(operands: str) -> float:
+    """Returns the fraction of the blocks of scores that a splash kernel computes.
+
+    `operands` is the text of the types of the kernel's operands. The first operand lists, for each of the n blocks of
+    queries, the blocks of keys to compute (in the kernel "dkv": for each block of keys, the blocks of queries). Its
+    shape is (1, n, m), in "dkv" (1, m, n), where m is the length of the longest list. Without an attention window,
+    m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i from 0 to n − 1.
+    """
+    sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
+    longest, blocks = sorted(map(int, sizes))
+    return sum(min(i + 1, longest) for i in range(blocks)) / blocks**2
 
 
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
+import numpy as np
 import pytest
 from conftest import call, load_config
 
@@ -14,6 +15,7 @@ from smallgpt_jax.analysis import chips, estimate, hlo, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import Program, build_program
 
@@ -313,6 +315,19 @@ def test_roofline_of_a_kernel():
              "operand_layout_constraints={f32[2,4,1024,1024]{3,2,1,0}, f32[2,4,1024,16]{3,2,1,0}}")
     assert estimate.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
     assert estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
+
+
+@pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
+def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
+    """The mask of JAX's kernel is nonzero for the blocks that the kernel computes. A block has 512 × 512 scores."""
+    kernel = splash_kernel(2, 2048, 64, window, False, True)
+    for name, info in (("fwd", kernel.fwd_mask_info), ("dq", kernel.dq_mask_info), ("dkv", kernel.dkv_mask_info)):
+        shape = ",".join(map(str, info.data_next.shape))
+        line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "
+                f"s8[{shape}]{{2,1,0}}, bf16[3,2,64,2048]{{3,2,1,0}}}}")
+        products = {"fwd": 2, "dq": 3, "dkv": 4}[name] * 2 * 3 * 2 * 512**2 * 128
+        assert estimate.kernel_seconds(line, 2048, chips.CHIPS["TPU v5 lite"]) == pytest.approx(
+            np.count_nonzero(info.block_mask) * products / 197e12)
 
 
 @pytest.mark.parametrize("message, needed", [

@@ -157,6 +157,8 @@ def error_message(error: Exception) -> str:
         return f"{error_location(error)}no config field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
+        return f"--{error.flagname}: overrides a field of --config, which is not given"
     if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname and "config" in flags.FLAGS:
         return f"no flag --{error.flagname}; did you mean --config.{error.flagname}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -16,13 +16,14 @@ import shlex
 import sys
 from pathlib import Path
 
-import jax
 from absl import flags
 from ml_collections import config_flags
 
-from smallgpt_jax import cli, data, train, workdir
-from smallgpt_jax.comparison import budget, measure, results
-from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
+from smallgpt_jax import cli, workdir
+from smallgpt_jax.comparison import budget, measure, planning, results, training
+from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.planning import PlannedRun
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, local_path
 from smallgpt_jax.output import best_effort
 
@@ -53,12 +54,12 @@ def main() -> None:
         cli.fail("give either --config (a comparison to train) or --workdirs (existing runs)", status=2)
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
     output = local_path("--output", _OUTPUT.value)
-    named_folders = train_runs(output) if _WORKDIRS.value is None else find_runs(output)
+    named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
     with file_lock(output / workdir.LOCK_FILE, wait=True):
-        summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged)
+        summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged, grids)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
@@ -81,7 +82,7 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern)) or [pattern]]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
-    own = output / budget.RUNS_FOLDER
+    own = output / planning.RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
             folder.resolve().parent == own.resolve() for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
@@ -89,10 +90,11 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     return results.name_workdirs(folders)
 
 
-def train_runs(output: Path) -> list[tuple[str, Path]]:
+def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
     """Trains the unfinished runs of --config, and measures each finished run as configured in config.compare.
 
-    Returns (name, folder) for each run that has started.
+    Returns (name, folder) for each run that has started, and {name: learning-rate grid}. Of the runs of a grid, only
+    those with the best learning rate are returned and measured.
     """
     configs, compare = budget.resolve_runs(_CONFIG.value), _CONFIG.value.compare
     print_ignored_overrides()
@@ -101,24 +103,19 @@ def train_runs(output: Path) -> list[tuple[str, Path]]:
     for name, corpus in corpora.items():
         for config in configs.values():
             measure.TextSample(corpus, config, compare.contexts, name)
-    planned = budget.plan_runs(_CONFIG.value, output)
-    for run in planned:
-        check_existing(run, output, corpora[results.OWN_TEXT])
-    for number, run in enumerate(planned, start=1):
-        if results.has_diverged(run.folder):
-            print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
-                  flush=True)
-            continue
-        if not workdir.is_finished(run.folder, run.config, corpora[results.OWN_TEXT]):
-            print(f"\n[{number}/{len(planned)}] {run.name}, seed {run.config.train.seed}", flush=True)
-            if reason := train_run(run):
-                print(reason, flush=True)
-                continue
+    plan = budget.plan(_CONFIG.value, output)
+    for run in plan.runs({}):
+        training.check_existing(run, output, corpora[results.OWN_TEXT])
+
+    def measure_run(run: PlannedRun) -> None:
         with file_lock(run.folder / workdir.LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
                 measure.measure_decoding(run.folder)
-    return [(run.name, run.folder) for run in planned if (run.folder / workdir.STORE_FILE).exists()]
+
+    losses = training.train_plan(plan, corpora[results.OWN_TEXT], measure_run)
+    return [(run.name, run.folder) for run in plan.runs(losses)
+            if not run.in_grid and (run.folder / workdir.STORE_FILE).exists()], plan.grids(losses)
 
 
 def print_ignored_overrides() -> None:
@@ -130,31 +127,6 @@ def print_ignored_overrides() -> None:
             if field in own:
                 print(f"--config.{path}={value}: does not apply to {name}, which sets the field to {own[field]!r}; use "
                       + shlex.quote(f"--config.runs.{name}.{path}"))
-
-
-def check_existing(run: budget.PlannedRun, output: Path, text: data.Corpus) -> None:
-    """Raises UserError if the run's folder contains a run that has another config or was trained on another text."""
-    try:
-        workdir.check_workdir(run.folder, run.config)
-        workdir.check_same_text(run.folder, text)
-    except UserError as error:
-        message = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
-        raise UserError(f"--output={output}: {message}") from None
-
-
-def train_run(run: budget.PlannedRun) -> str:
-    """Trains a run to its last step. Returns "", or the reason why the run is not finished."""
-    try:
-        train.train(run.config, str(run.folder))
-    except WorkdirBusyError as busy:
-        return f"skipped: {busy.by} is training it"
-    except DivergenceError as diverged:
-        return f"{diverged}\nThe run is kept; the comparison continues without it"
-    except UserError as error:
-        raise UserError(f"{run.name}: {error}") from None
-    finally:
-        jax.clear_caches()  # frees the run's compiled programs
-    return ""
 
 
 def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Plans the runs of a comparison, so that all have the same number of tokens, FLOPs, parameters or seconds."""
+"""Resolves the runs of a comparison, so that all have the same number of tokens, FLOPs, parameters or seconds."""
 
 import copy
 import difflib
@@ -7,7 +7,6 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,22 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
+from smallgpt_jax.comparison.planning import Plan, run_folder
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import file_lock, safe_name, write_atomically
+from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
-RUNS_FOLDER, SPEEDS_FILE = "runs", "speeds.json"  # in a comparison's folder
+SPEEDS_FILE = "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
 
 
-class PlannedRun(NamedTuple):
-    """One run of a comparison; `config` is a complete training config."""
-
-    name: str
-    config: ConfigDict
-    folder: Path
-
-
-def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
-    """Returns the runs of a comparison in training order: all models are trained with one seed before the next seed.
+def plan(config: ConfigDict, output: Path) -> Plan:
+    """Returns the plan of a comparison, with the number of steps of each model.
 
     Raises UserError for an invalid comparison and for a budget that a run cannot meet.
     """
@@ -47,13 +40,8 @@ def plan_runs(config: ConfigDict, output: Path) -> list[PlannedRun]:
     speeds = measure_speeds(runs, output) if compare.budget == "seconds" else {}
     for name, run in runs.items():
         set_steps(name, run, compare, reference, speeds.get(name))
-    planned = []
-    for seed in range(config.train.seed, config.train.seed + compare.seeds):
-        for name, run in runs.items():
-            seeded = run.copy_and_resolve_references()
-            seeded.train.seed = seed
-            planned.append(PlannedRun(name, seeded, run_folder(output, name, seed)))
-    return planned
+    return Plan(output, runs, range(config.train.seed, config.train.seed + compare.seeds), compare.learning_rates,
+                compare.max_added_learning_rates)
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -65,11 +53,6 @@ def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
     runs = {name: resolve_run(config, name) for name in run_names(config)}
     require_same_text(runs)
     return runs
-
-
-def run_folder(output: Path, name: str, seed: int) -> Path:
-    """Returns the workdir of a run, named after the run and its seed."""
-    return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}"
 
 
 def validate_comparison(config: ConfigDict) -> None:
@@ -96,6 +79,7 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError(f"config.compare.seconds={compare.seconds:g}: needs config.compare.budget='seconds'")
     if not compare.contexts or not all(isinstance(times, int) and times >= 1 for times in compare.contexts):
         raise UserError(f"config.compare.contexts={compare.contexts}: must be integers, at least 1")
+    learning_rates.validate(compare)
     folders: dict[Path, str] = {}
     for name in config.runs:
         if "steps" in config.runs[name].get("train", {}):

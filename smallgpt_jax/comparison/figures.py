@@ -3,15 +3,17 @@
 import csv
 import io
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, StrMethodFormatter
 
 from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
 
@@ -58,6 +60,34 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
             plot.plot([run.parameters for run in finished], [run.last.loss for run in finished], style["marker"],
                       color=style["color"], markerfacecolor="none", label=name)
     plot.margins(x=0.15)
+    return finish_plot(figure, plot)
+
+
+def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> Figure:
+    """Returns a plot of the last validation loss against the learning rate, with a line for each grid.
+
+    A filled marker is the best rate, and a cross near the top is a rate at which the run has diverged. `runs` are the
+    runs at the best rates; a vertical line reaches from their lowest to their highest loss over the seeds.
+    """
+    figure, plot = new_plot("learning rate", "validation loss, nats per token")
+    groups = results.group_by_name(runs)
+    for number, (style, (name, grid)) in enumerate(zip(line_styles(), grids.items())):
+        color = style["color"]
+        finite = {multiple * grid.learning_rate: loss for multiple, loss in grid.losses.items()
+                  if loss is not None and loss < math.inf}
+        plot.plot(finite.keys(), finite.values(), label=name, markerfacecolor="none", **style)
+        diverged = [multiple * grid.learning_rate for multiple, loss in grid.losses.items() if loss == math.inf]
+        height = 0.97 - 0.05 * (number % 10)  # crosses of different models must not cover each other
+        plot.plot(diverged, [height] * len(diverged), "x", color=color, transform=plot.get_xaxis_transform())
+        if not grid.has_diverged and grid.best is not None:
+            best = grid.best * grid.learning_rate
+            plot.plot(best, finite[best], style["marker"], color=color)
+            if spread := results.final_spread(groups.get(name, []), "loss"):
+                plot.vlines(best, spread.low, spread.high, color=color, linewidth=3, alpha=0.4)
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plot.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    plot.xaxis.set_minor_locator(NullLocator())
     return finish_plot(figure, plot)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from smallgpt_jax.comparison import figures, results
 from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table, aligned_table, to_html, to_markdown
+from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
 from smallgpt_jax.comparison.results import OWN_TEXT, Run, Spread
 from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration
@@ -23,29 +25,31 @@ ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_document
     "train.eval_steps", "train.batch_size")
 
 
-def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any],
-                 logged: dict[str, list] | None = None) -> str:
+def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None,
+                 grids: dict[str, Grid] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
     `about` has the keys "title", "budget" (a sentence about the budget of the runs) and "command" (the command that
-    repeats the comparison). `logged` contains additional curves for the plot of the loss against tokens. Returns the
-    start of the report, up to and including the first table, as plain text.
+    repeats the comparison). `logged` contains additional curves for the plot of the loss against tokens. `grids`
+    maps the names of the runs to their learning-rate grids; `runs` are then the runs at the best learning rates.
+    Returns the start of the report, up to and including the first table, as plain text.
     """
-    blocks = report_blocks(runs, about, logged)
+    blocks = report_blocks(runs, about, logged, grids or {})
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", figures.png(block.figure))
     write_atomically(output / results.RESULTS_FILE, json.dumps(
-        {**about, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
+        {**about, **({"learning_rates": {name: grid_facts(grid) for name, grid in grids.items()}} if grids else {}),
+         "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
     write_atomically(output / "report.md", to_markdown(about["title"], blocks))
     write_atomically(output / "report.html", to_html(about["title"], blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
     return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned_table(blocks[first_table])])
 
 
-def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None) -> list:
+def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None, grids: dict[str, Grid]) -> list:
     groups = results.group_by_name(runs)
-    blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs)),
+    blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids)),
               *([Paragraph(conclusion(groups))] if len(groups) > 1 else []), summary_table(groups)]
     has_seeds = len(groups) < len(runs)
     blocks += [Paragraph(
@@ -62,6 +66,14 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
     if len(groups) > 1:
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
                            "Last validation loss against parameters, one marker per finished run."))
+    if grids:
+        blocks += [Heading("Learning rates"), Paragraph(
+            f"With seed {min(run.seed for run in runs)}, each run was trained at several multiples of its own learning "
+            "rate; with the other seeds, only at the best one. The table shows the validation loss after the last step "
+            "with this seed. All other sections use only the runs at the best learning rate."),
+            Plot("loss-learning-rate", figures.loss_against_learning_rate(grids, runs),
+                 "Validation loss against the learning rate, with one seed. Filled: best rate. Crosses: diverged. "
+                 "Vertical lines: lowest to highest seed at the best rate."), grid_table(grids)]
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)
@@ -111,6 +123,40 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     same = results.shared_fields(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
                     "validation text." for field in fields if field not in same]
+
+
+def grid_warnings(grids: dict[str, Grid]) -> list[str]:
+    """Returns warnings about models whose best learning rate may lie outside their grid."""
+    return [f"{name} has diverged at every learning rate of its grid." if grid.has_diverged else
+            f"{name}: the best learning rate is the {grid.edge} of its grid; a rate beyond it may be better. To extend "
+            "the grid, increase config.compare.max_added_learning_rates."
+            for name, grid in grids.items() if grid.edge]
+
+
+def grid_table(grids: dict[str, Grid]) -> Table:
+    """Returns a table of the last validation loss at each multiple of the models' own learning rates."""
+    def cell(loss: float | None) -> str:
+        return MISSING if loss is None else "diverged" if loss == math.inf else f"{loss:.4f}"
+
+    multiples = sorted({multiple for grid in grids.values() for multiple in grid.losses})
+    rows = []
+    for name, grid in grids.items():
+        best = MISSING
+        if grid.best is not None and not grid.has_diverged:
+            best = f"{grid.best * grid.learning_rate:.4g} (× {format_multiple(grid.best)}" + (
+                f", {grid.edge} of the grid)" if grid.edge else ")")
+        rows.append((name, f"{grid.learning_rate:.4g}", *(cell(grid.losses.get(multiple)) for multiple in multiples),
+                     best))
+    return Table(("run", "own learning rate", *(f"× {format_multiple(multiple)}" for multiple in multiples),
+                  "best learning rate"), tuple(rows))
+
+
+def grid_facts(grid: Grid) -> dict[str, Any]:
+    """Returns the content of a grid for results.json. The loss of a diverged run is None, which JSON writes as null."""
+    return {"best": None if grid.has_diverged else grid.best, "edge": grid.edge, "rates": [
+        {"multiple": multiple, "learning_rate": multiple * grid.learning_rate,
+         "loss": None if loss == math.inf else loss, "diverged": loss == math.inf}
+        for multiple, loss in grid.losses.items()]}
 
 
 def conclusion(groups: dict[str, list[Run]]) -> str:

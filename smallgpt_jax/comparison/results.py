@@ -198,7 +198,7 @@ def read_json(path: Path):
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs. A run's name is its folder's name without the ending -seedN.
+    """Returns (name, workdir) pairs. A run's name is its folder's name without -seedN, which may precede -lrMx.
 
     If two runs would get the same name but their configs differ in more than the seed, a number is appended to the name
     of the second.
@@ -206,7 +206,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
-        short = re.sub(r"[-_]seed\d+$", "", folder.resolve().name)
+        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", folder.resolve().name)
         config = workdir.flatten(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2

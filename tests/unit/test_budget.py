@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -14,7 +15,7 @@ from ml_collections.config_flags import config_path
 from configs.compare import base
 from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import budget, measure, parameters
+from smallgpt_jax.comparison import budget, measure, parameters, planning
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import Program, validate_train
 
@@ -33,7 +34,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
     config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice as many tokens per step as in the other runs
-    planned = budget.plan_runs(config, tmp_path)
+    planned = budget.plan(config, tmp_path).runs({})
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
     assert len({run.folder for run in planned}) == 12
@@ -52,7 +53,7 @@ def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
     for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
         config = base.comparison(
             common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1)
-        planned = budget.plan_runs(config, tmp_path)
+        planned = budget.plan(config, tmp_path).runs({})
         assert {run.name: run.config.train.steps for run in planned} == {"joined": 200, "whole": steps}
 
 
@@ -63,7 +64,7 @@ def flops(config) -> float:
 
 
 def test_flops_are_equal_within_one_percent(tmp_path):
-    planned = budget.plan_runs(comparison(compare__budget="flops", train__steps=2000), tmp_path)[:4]
+    planned = budget.plan(comparison(compare__budget="flops", train__steps=2000), tmp_path).runs({})[:4]
     target = flops(load_config("gpt", train__steps=2000))
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
@@ -84,7 +85,7 @@ def test_flops_are_equal_within_one_percent(tmp_path):
 def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
     config.runs.cgpt.model.conv_kernel = 1  # as in configs/compare/paper.py
-    planned = budget.plan_runs(config, tmp_path)
+    planned = budget.plan(config, tmp_path).runs({})
     assert [run.name for run in planned] == names.split(",")
     tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
               for run in planned}
@@ -136,20 +137,20 @@ def test_digests_of_older_versions():
 def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
-    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [90, 60] * 2
     monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
-    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [90, 60] * 2
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [90, 60] * 2
     config.compare.seconds = 60.0
-    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [180, 120] * 2
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [180, 120] * 2
     config.model.d_model = 128  # the configs are new, so their speeds are measured again
-    assert [run.config.train.steps for run in budget.plan_runs(config, tmp_path)] == [300, 300] * 2
+    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
-        budget.plan_runs(config, tmp_path)
+        budget.plan(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
-    budget.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
+    planning.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
     with pytest.raises(UserError, match="contains a run pgpt with another budget or config"):
-        budget.plan_runs(config, tmp_path)
+        budget.plan(config, tmp_path)
 
 
 def test_speed_excludes_the_first_two_steps(monkeypatch):
@@ -169,7 +170,7 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
 def test_names_with_dots_and_spaces(tmp_path):
     """Covers run names such as "lr 0.001", as in the learning rate example of configs/compare/base.py."""
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
-    planned = budget.plan_runs(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path)
+    planned = budget.plan(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path).runs({})
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
         ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
 
@@ -198,10 +199,18 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
     (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
     (dict(compare__contexts=(0,)), "must be integers, at least 1"),
+    (dict(compare__learning_rates=(1, 0)), r"config.compare.learning_rates=\(1, 0\): 0 is not a positive, finite num"),
+    (dict(compare__learning_rates=(1, math.inf)), "inf is not a positive, finite number"),
+    (dict(compare__learning_rates=(1, math.nan)), "nan is not a positive, finite number"),
+    (dict(compare__learning_rates=("a", 1)), "'a' is not a positive, finite number"),
+    (dict(compare__learning_rates=(True, 2)), "True is not a positive, finite number"),
+    (dict(compare__learning_rates=(1, 2, 1.0)), "1.0 is listed twice"),
+    (dict(compare__learning_rates=(2,)), r"learning_rates=\(2,\): a grid has at least two multiples"),
+    (dict(compare__max_added_learning_rates=-1), "config.compare.max_added_learning_rates=-1: must be at least 0"),
     (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
 def test_refuses_invalid_comparisons(fields, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        budget.plan_runs(comparison(**fields), tmp_path)
+        budget.plan(comparison(**fields), tmp_path)
 
 
 @pytest.mark.parametrize("runs, message", [
@@ -220,7 +229,7 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
     ({}, "the comparison has no runs")])
 def test_refuses_invalid_runs(runs, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)):
-        budget.plan_runs(base.comparison(load_config("gpt"), runs), tmp_path)
+        budget.plan(base.comparison(load_config("gpt"), runs), tmp_path)
 
 
 def test_refuses_parameters_that_no_width_has(tmp_path):
@@ -230,7 +239,7 @@ def test_refuses_parameters_that_no_width_has(tmp_path):
     with pytest.raises(UserError, match=r"deep has no width that gives 266,816 parameters within 2%; the nearest "
                                         r"width gives [\d,]+ \([+-][\d.]+%\), with "
                                         r"model.d_model=\d+, model.num_heads=\d+"):
-        budget.plan_runs(config, tmp_path)
+        budget.plan(config, tmp_path).runs({})
 
 
 def test_refuses_misspelt_comparison_fields():
@@ -248,7 +257,7 @@ def validate(config: ConfigDict) -> None:
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "build_program", validate)
     config = importlib.import_module(f"configs.compare.{name}").get_config(size)
-    planned = budget.plan_runs(config, tmp_path)
+    planned = budget.plan(config, tmp_path).runs({})
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
     if name == "stages":  # the first run has the model of lgpt's recipe

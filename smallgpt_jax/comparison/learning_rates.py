@@ -1,0 +1,89 @@
+"""Learning-rate grids: a model is trained at several multiples of its own learning rate, and the best one is chosen."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from smallgpt_jax.errors import UserError
+
+SCALED_FIELDS = ("learning_rate", "final_learning_rate")  # of the group `optimizer`
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A model's losses at multiples of its own learning rate, all trained with the first seed."""
+
+    learning_rate: float  # the model's own learning rate, which is multiplied
+    # {multiple: validation loss after the last step}, in ascending order of the multiples. A loss is infinite if the
+    # run has diverged, and None if the run is not finished.
+    losses: dict[float, float | None]
+
+    @property
+    def is_finished(self) -> bool:
+        return None not in self.losses.values()
+
+    @property
+    def best(self) -> float | None:
+        """The multiple with the lowest loss, and of several such multiples the lowest; None before all are finished."""
+        return min(self.losses, key=lambda multiple: (self.losses[multiple], multiple)) if self.is_finished else None
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the model has diverged at every multiple."""
+        return all(loss == math.inf for loss in self.losses.values())
+
+    @property
+    def edge(self) -> str:
+        """Returns "lowest" or "highest" if the best multiple is the lowest or highest of several multiples, else ""."""
+        lowest, highest = min(self.losses), max(self.losses)
+        return {lowest: "lowest", highest: "highest"}.get(self.best, "") if lowest < highest else ""
+
+
+def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
+           loss_of: Callable[[float], float | None]) -> Grid:
+    """Returns the grid of the multiples that must be trained, as far as the known losses determine them.
+
+    While the best multiple is the lowest or highest, the next one beyond it is added, at most `max_added` in total. The
+    ratio of neighbors stays the same at each end. `loss_of` maps a multiple to its loss, as in `Grid.losses`. The
+    result depends only on the arguments, so processes that know the same losses find the same grid.
+    """
+    grid = Grid(learning_rate, {float(multiple): loss_of(float(multiple)) for multiple in sorted(multiples)})
+    for _ in range(max_added):
+        if not grid.is_finished or not grid.edge:
+            break
+        lowest, second, *_ = grid.losses
+        *_, last_but_one, highest = grid.losses
+        added = lowest * lowest / second if grid.edge == "lowest" else highest * highest / last_but_one
+        added = float(f"{added:.6g}")  # the name of a folder contains the multiple
+        grid = Grid(learning_rate, dict(sorted({**grid.losses, added: loss_of(added)}.items())))
+    return grid
+
+
+def scale(config: ConfigDict, multiple: float) -> None:
+    """Multiplies the learning rates of a run's config."""
+    for field in SCALED_FIELDS:
+        config.optimizer[field] *= multiple
+
+
+def format_multiple(multiple: float) -> str:
+    """Returns a multiple as text that identifies it: 2.0 is "2", 0.25 is "0.25"."""
+    return str(multiple).removesuffix(".0")
+
+
+def validate(compare: ConfigDict) -> None:
+    """Raises UserError for invalid values of config.compare.learning_rates and max_added_learning_rates."""
+    rates, field = compare.learning_rates, f"config.compare.learning_rates={compare.learning_rates}"
+    for rate in rates:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            raise UserError(f"{field}: {rate!r} is not a positive, finite number; give multiples of the runs' own "
+                            "learning rates, for example 0.5,1,2")
+    if duplicates := [rate for number, rate in enumerate(rates) if rate in rates[:number]]:
+        raise UserError(f"{field}: {duplicates[0]!r} is listed twice; list each multiple once")
+    if len(rates) == 1:
+        raise UserError(f"{field}: a grid has at least two multiples; to train at a single learning rate, set "
+                        "config.optimizer.learning_rate")
+    if compare.max_added_learning_rates < 0:
+        raise UserError(f"config.compare.max_added_learning_rates={compare.max_added_learning_rates}: must be at least "
+                        "0")

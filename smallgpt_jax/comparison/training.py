@@ -1,0 +1,91 @@
+"""Trains the runs of a comparison. Several processes divide the runs among themselves."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax import data, train, workdir
+from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison.learning_rates import format_multiple
+from smallgpt_jax.comparison.planning import Plan, PlannedRun
+from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
+from smallgpt_jax.files import file_lock
+
+
+def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+    """Trains the runs of a plan, as far as no other process trains them. Returns {folder: loss} of the finished runs.
+
+    The losses determine which runs follow. If another process is training a run, continues with the next run. When no
+    other runs are left, waits for the grids that are not finished, because further runs depend on them.
+    """
+    losses: dict[Path, float] = {}
+    measured, busy = set(), set()
+    while True:
+        planned = plan.runs(losses)
+        ready = (run for run in planned
+                 if run.folder not in busy and run.folder not in (losses if run.in_grid else measured))
+        if run := next(ready, None):
+            if run.folder not in losses:
+                folders = list(dict.fromkeys(other.folder for other in planned))
+                loss = train_run(run, plan, text, f"[{folders.index(run.folder) + 1}/{plan.num_runs(losses)}]")
+                if loss is None:
+                    busy.add(run.folder)
+                    continue
+                losses[run.folder] = loss
+            if not run.in_grid:
+                measured.add(run.folder)
+                if losses[run.folder] < math.inf:
+                    measure_run(run)
+        elif awaited := next((run for run in planned if run.in_grid and run.folder in busy), None):
+            print(f"waiting for {awaited.folder}, which another process is training", flush=True)
+            with file_lock(awaited.folder / workdir.LOCK_FILE, wait=True):
+                busy.remove(awaited.folder)
+        else:
+            return losses
+
+
+def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> float | None:
+    """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
+
+    The loss is infinite if the run has diverged. Returns None if another process is training the run.
+    """
+    check_existing(run, plan.output, text)
+    if results.has_diverged(run.folder):
+        print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
+              flush=True)
+        return math.inf
+    if workdir.is_finished(run.folder, run.config, text):
+        return last_loss(run)
+    rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
+    print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
+    try:
+        train.train(run.config, str(run.folder))
+    except WorkdirBusyError as busy:
+        print(f"skipped: {busy.by} is training it", flush=True)
+        return None
+    except DivergenceError as diverged:
+        print(f"{diverged}\nThe run is kept; the comparison continues without it", flush=True)
+        return math.inf
+    except UserError as error:
+        raise UserError(f"{run.name}: {error}") from None
+    finally:
+        jax.clear_caches()  # frees the run's compiled programs
+    return last_loss(run)
+
+
+def last_loss(run: PlannedRun) -> float:
+    """Returns the loss of a finished run's last evaluation, infinity if it is not finite."""
+    loss = results.read_run(run.name, run.folder).last.loss
+    return math.inf if loss is None else loss
+
+
+def check_existing(run: PlannedRun, output: Path, text: data.Corpus) -> None:
+    """Raises UserError if the run's folder contains a run that has another config or was trained on another text."""
+    try:
+        workdir.check_workdir(run.folder, run.config)
+        workdir.check_same_text(run.folder, text)
+    except UserError as error:
+        message = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
+        raise UserError(f"--output={output}: {message}") from None

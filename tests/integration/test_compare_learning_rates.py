@@ -1,0 +1,197 @@
+"""Learning-rate grids in the compare command: which runs are trained, resumption, several processes, the report."""
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import call, load_config
+
+from smallgpt_jax import data, train, workdir
+from smallgpt_jax.comparison import measure, results, training
+from smallgpt_jax.comparison.planning import Plan
+from smallgpt_jax.errors import DivergenceError
+from smallgpt_jax.metrics import read_lines
+
+STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",
+         "--config.train.checkpoint_every=4", "--config.optimizer.decay_steps=8")
+TINY = ("compare", "--config=configs/compare/paper.py:tiny", *STEPS)
+GRID = "--config.compare.learning_rates=0.5,1,2"
+OWN_RATE = 3e-3  # the learning rate of the tiny recipes
+BEST = {"gpt": 2 * OWN_RATE, "pgpt": OWN_RATE}  # the learning rates at which the made-up losses are lowest
+
+
+class FakeTrain:
+    """Takes the place of `train.train`: locks the workdir like it, but writes made-up losses instead of training.
+
+    The loss is |log2(learning rate / best learning rate)| + seed / 1e5. Runs at more than three times the model's own
+    learning rate diverge. `trained` lists the folders of the runs in the order in which their training starts.
+    """
+
+    def __init__(self, before_end=lambda folder: None):
+        self.trained, self.before_end = [], before_end
+
+    def __call__(self, config, folder: str) -> None:
+        folder, rate, steps = Path(folder), config.optimizer.learning_rate, config.train.steps
+        corpus = data.load_or_prepare(config.data)
+        with workdir.lock(folder):
+            if workdir.is_finished(folder, config, corpus):
+                return
+            self.trained.append(folder.name)
+            workdir.initialize(folder, config, corpus)
+            self.before_end(folder.name)
+            if rate > 3 * OWN_RATE:
+                workdir.append_session(folder, {"diverged": "loss"})
+                raise DivergenceError("training has diverged")
+            loss = abs(math.log2(rate / BEST[config.model.architecture])) + config.train.seed / 1e5
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(
+                {"step": step, "split": "eval", "loss": value, "bits_per_byte": value}) + "\n"
+                for step, value in ((steps // 2, 9.0), (steps, loss))))
+            (folder / "checkpoints" / str(steps)).mkdir(parents=True)
+
+
+@pytest.fixture
+def fake_train(monkeypatch):
+    """Returns a function (before_end) → a FakeTrain that is in place of `train.train`."""
+    def install(*arguments) -> FakeTrain:
+        monkeypatch.setattr(train, "train", FakeTrain(*arguments))
+        return train.train
+
+    return install
+
+
+def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatch):
+    """The best rate of gpt, × 2, is at the edge, so its grid is extended by × 4, which diverges."""
+    output, measured = tmp_path / "out", []
+    monkeypatch.setattr(measure, "measure_decoding", lambda folder: measured.append(folder.name))
+    arguments = (*TINY, GRID, f"--config.data.source={text_file}", f"--output={output}",
+                 "--config.compare.names=gpt,pgpt")
+    fake, done = fake_train(), call(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    grids = ["gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr2x", "gpt-seed1337-lr4x", "pgpt-seed1337-lr0.5x",
+             "pgpt-seed1337", "pgpt-seed1337-lr2x"]
+    assert fake.trained == [*grids, "gpt-seed1338-lr2x", "pgpt-seed1338"]
+    assert measured == ["gpt-seed1337-lr2x", "pgpt-seed1337", "gpt-seed1338-lr2x", "pgpt-seed1338"]
+    assert "[1/8] gpt, seed 1337, learning rate × 0.5\n" in done.stdout
+    assert "[4/9] gpt, seed 1337, learning rate × 4\n" in done.stdout and "[9/9] pgpt, seed 1338\n" in done.stdout
+
+    found, markdown = json.loads((output / "results.json").read_text()), (output / "report.md").read_text()
+    assert [Path(run["workdir"]).name for run in found["runs"]] == measured
+    assert {name: (grid["best"], grid["edge"]) for name, grid in found["learning_rates"].items()} == {
+        "gpt": (2.0, ""), "pgpt": (1.0, "")}
+    assert found["learning_rates"]["gpt"]["rates"] == [
+        {"multiple": multiple, "learning_rate": multiple * OWN_RATE, "diverged": multiple == 4.0,
+         "loss": {0.5: 2 + 0.01337, 1.0: 1 + 0.01337, 2.0: 0.01337, 4.0: None}[multiple]}
+        for multiple in (0.5, 1.0, 2.0, 4.0)]
+    assert "| gpt | 0.003 | 2.0134 | 1.0134 | 0.0134 | diverged | 0.006 (× 2) |" in markdown
+    assert "| pgpt | 0.003 | 1.0134 | 0.0134 | 1.0134 | – | 0.003 (× 1) |" in markdown
+    assert markdown.count("0.0134 (0.0134 to 0.0134)") == 4  # loss and bits per byte of both models, over two seeds
+    assert (output / "loss-learning-rate.png").exists() and "of its grid" not in markdown
+
+    before = (output / "results.json").read_bytes()
+    again, done = fake_train(), call(*arguments)
+    assert (done.returncode, again.trained) == (0, []) and (output / "results.json").read_bytes() == before
+    named = results.name_workdirs([output / "runs" / f"gpt-seed{seed}-lr2x" for seed in (1337, 1338)])
+    assert [name for name, _ in named] == ["gpt-lr2x"] * 2
+
+
+def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_train):
+    """Runs at multiple 1 are not trained again. The limit of the extension is reached and reported."""
+    arguments = (*TINY, f"--config.data.source={text_file}", f"--output={tmp_path}", "--config.compare.names=gpt",
+                 "--config.compare.decoding=false")
+    fake, done = fake_train(), call(*arguments)
+    assert done.returncode == 0 and fake.trained == ["gpt-seed1337", "gpt-seed1338"]
+    before = json.loads((tmp_path / "results.json").read_text())
+    assert "learning_rates" not in before and not (tmp_path / "loss-learning-rate.png").exists()
+    fake, done = fake_train(), call(*arguments, GRID, "--config.compare.max_added_learning_rates=0")
+    assert done.returncode == 0 and fake.trained == [
+        "gpt-seed1337-lr0.5x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
+    assert "gpt: the best learning rate is the highest of its grid" in (tmp_path / "report.md").read_text()
+    fake, done = fake_train(), call(*arguments)  # without the grid, the report is the same as before
+    assert fake.trained == [] and json.loads((tmp_path / "results.json").read_text())["runs"] == before["runs"]
+
+
+def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
+    def interrupt(folder: str) -> None:
+        if folder == "gpt-seed1337-lr2x":
+            raise KeyboardInterrupt
+
+    arguments = (*TINY, GRID, f"--config.data.source={text_file}", f"--output={tmp_path}",
+                 "--config.compare.names=gpt", "--config.compare.decoding=false")
+    fake, done = fake_train(interrupt), call(*arguments)
+    assert done.returncode == 130 and fake.trained == ["gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr2x"]
+    fake, done = fake_train(), call(*arguments)
+    assert done.returncode == 0
+    assert fake.trained == ["gpt-seed1337-lr2x", "gpt-seed1337-lr4x", "gpt-seed1338-lr2x"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_train, monkeypatch):
+    """The second process waits for a run of the grid that the first one is training, because seeds depend on it.
+
+    If the first process is killed, the second one resumes the run. Threads take the place of the processes; file locks
+    exclude threads, too.
+    """
+    started, waits = threading.Event(), threading.Event()
+
+    def before_end(folder: str) -> None:
+        if folder == "gpt-seed1-lr0.5x" and not started.is_set():
+            started.set()
+            assert waits.wait(60)
+            if is_killed:
+                raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def waiting_lock(*arguments, **options):
+        waits.set()
+        with file_lock(*arguments, **options):
+            yield
+
+    file_lock, fake = training.file_lock, fake_train(before_end)
+    monkeypatch.setattr(training, "file_lock", waiting_lock)
+    config = load_config("gpt", data__source=str(text_file), train__steps=8)
+    plan, text, measured = Plan(tmp_path, {"gpt": config}, range(1, 4), (0.5, 1, 2), 4), data.load_or_prepare(
+        config.data), []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(training.train_plan, plan, text, measured.append)
+        assert started.wait(60)
+        second = pool.submit(training.train_plan, plan, text, measured.append)
+        losses = second.result(timeout=120)
+        assert isinstance(first.exception(timeout=120), KeyboardInterrupt if is_killed else type(None))
+    grid, seeds = ["gpt-seed1-lr0.5x", "gpt-seed1", "gpt-seed1-lr2x", "gpt-seed1-lr4x"], [
+        "gpt-seed2-lr2x", "gpt-seed3-lr2x"]
+    assert sorted(fake.trained) == sorted([*grid, *seeds, *["gpt-seed1-lr0.5x"] * is_killed])
+    assert plan.grids(losses)["gpt"].best == 2.0
+    if not is_killed:
+        assert plan.grids(first.result()) == plan.grids(losses)
+    assert {run.folder.name for run in measured} == {"gpt-seed1-lr2x", *seeds}
+
+
+def test_refuses_a_grid_for_existing_runs(tmp_path):
+    done = call("compare", "--workdirs=a,b", GRID, f"--output={tmp_path / 'out'}")
+    assert (done.returncode, done.stderr) == (
+        2, "error: --config.compare.learning_rates: overrides a field of --config, which is not given\n")
+
+
+@pytest.mark.slow
+def test_real_runs_at_several_learning_rates(text_file, tmp_path):
+    """The highest rate diverges. The logged learning rates are multiples of each other at every step."""
+    done = call(*TINY, "--config.compare.learning_rates=0.5,1,1e33", f"--config.data.source={text_file}",
+                f"--output={tmp_path}", "--config.compare.names=gpt", "--config.compare.seeds=1",
+                "--config.compare.max_added_learning_rates=0", "--config.model.num_layers=1",
+                "--config.optimizer.clip_norm=0.0")
+    assert done.returncode == 0, done.stderr
+    grid = json.loads((tmp_path / "results.json").read_text())["learning_rates"]["gpt"]
+    assert [rate["diverged"] for rate in grid["rates"]] == [False, False, True]
+    logged = {}
+    for rate, folder in zip(grid["rates"], ("gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr1e+33x")):
+        lines = read_lines(tmp_path / "runs" / folder / "metrics.jsonl")
+        logged[folder] = [line["learning_rate"] for line in lines if line["split"] == "train"]
+        if not rate["diverged"]:
+            assert [line["loss"] for line in lines if line["split"] == "eval"][-1] == rate["loss"]
+    half, own, _ = logged.values()
+    assert len(own) == 4 and half == pytest.approx([rate / 2 for rate in own], rel=1e-6)
+    assert grid["best"] == (1.0 if grid["rates"][1]["loss"] < grid["rates"][0]["loss"] else 0.5)

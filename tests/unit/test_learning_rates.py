@@ -1,0 +1,113 @@
+"""Tests of learning-rate grids with made-up losses: their extension, the best rate, and the order of the runs."""
+
+import math
+from pathlib import Path
+
+import pytest
+from conftest import load_config
+
+from smallgpt_jax.comparison import figures, learning_rates, report
+from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.planning import Plan, run_folder
+
+INF = math.inf
+
+
+def search(multiples, losses: dict, max_added: int = 4) -> Grid:
+    return learning_rates.search(0.01, multiples, max_added, losses.get)
+
+
+def parabola(optimum: float) -> dict[float, float]:
+    """Returns losses with a minimum at `optimum` (a power of two), {multiple: loss}."""
+    return {2.0**n: (n - math.log2(optimum)) ** 2 for n in range(-10, 11)}
+
+
+@pytest.mark.parametrize("multiples, losses, max_added, tried, edge", [
+    ((0.5, 1, 2), parabola(1), 4, [0.5, 1, 2], ""),
+    ((2, 0.5, 1), parabola(1), 4, [0.5, 1, 2], ""),  # the order of the multiples has no effect
+    ((0.5, 1, 2), parabola(4), 4, [0.5, 1, 2, 4, 8], ""),
+    ((0.5, 1, 2), parabola(1 / 4), 4, [0.125, 0.25, 0.5, 1, 2], ""),
+    ((0.5, 1, 2), parabola(4), 1, [0.5, 1, 2, 4], "highest"),  # limits
+    ((0.5, 1, 2), parabola(256), 3, [0.5, 1, 2, 4, 8, 16], "highest"),
+    ((0.5, 1, 2), parabola(1 / 256), 0, [0.5, 1, 2], "lowest"),
+    ((1, 2, 8), {1: 3.0, 2: 2.0, 8: 1.0, 32: 2.0}, 4, [1, 2, 8, 32], ""),  # each end has its own ratio
+    ((1, 2, 8), {0.5: 2.0, 1: 1.0, 2: 2.0, 8: 3.0}, 4, [0.5, 1, 2, 8], ""),
+    ((1, 3), {0.333333: 3.0, 1: 2.0, 3: 2.5}, 4, [0.333333, 1, 3], ""),
+    ((0.5, 1, 2), {0.25: 3.0, 0.5: 2.0, 1: INF, 2: INF}, 4, [0.25, 0.5, 1, 2], ""),  # divergence is the worst loss
+    ((1, 2), {2.0**n: INF for n in range(-9, 9)}, 3, [0.125, 0.25, 0.5, 1, 2], "lowest"),
+    ((0.5, 1, 2), {0.5: 3.0, 2: 1.0}, 4, [0.5, 1, 2], ""),  # not extended before all losses are known
+    ((0.5, 1, 2), {0.5: 3.0, 1: 2.0, 2: 1.0}, 4, [0.5, 1, 2, 4], "")])
+def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, edge):
+    grid = search(multiples, losses, max_added)
+    assert (list(grid.losses), grid.edge) == (tried, edge)
+    known = [losses.get(multiple) for multiple in tried]
+    assert list(grid.losses.values()) == known
+    assert grid.best == (None if None in known else tried[known.index(min(known))])
+    assert grid.has_diverged == all(loss == INF for loss in known)
+
+
+def plan(folder: Path, *, seeds: int = 2, multiples=(0.5, 1, 2), max_added: int = 4) -> Plan:
+    config = load_config("gpt", optimizer__learning_rate=0.01, optimizer__final_learning_rate=0.001)
+    return Plan(folder, {"a": config, "b": config.copy_and_resolve_references()}, range(7, 7 + seeds), multiples,
+                max_added)
+
+
+def run_plan(plan: Plan, losses: dict[str, dict]) -> list[str]:
+    """Returns the folders of a plan's runs in training order. `losses` contains {name: {multiple: loss}}."""
+    known, order = {}, []
+    while run := next((run for run in plan.runs(known) if run.folder not in known), None):
+        assert run.folder == run_folder(plan.output, run.name, run.config.train.seed, run.multiple)
+        known[run.folder] = losses[run.name][run.multiple]
+        order.append(run.folder.name)
+        assert len(order) <= plan.num_runs(known)
+    assert len(order) == plan.num_runs(known)
+    assert all(run.folder in known for run in plan.runs(known))
+    return order
+
+
+def test_grids_are_trained_before_further_seeds(tmp_path):
+    """Model a has its best rate at the edge of the grid, so its grid is extended. Model b has it in the middle."""
+    losses = {"a": parabola(2), "b": parabola(1)}
+    assert run_plan(plan(tmp_path, seeds=3), losses) == [
+        "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr4x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
+        "a-seed8-lr2x", "b-seed8", "a-seed9-lr2x", "b-seed9"]
+    assert run_plan(plan(tmp_path, seeds=3, multiples=()), losses) == [
+        "a-seed7", "b-seed7", "a-seed8", "b-seed8", "a-seed9", "b-seed9"]
+
+
+def test_a_model_that_always_diverges_is_not_trained_with_further_seeds(tmp_path):
+    losses = {"a": {2.0**n: INF for n in range(-9, 9)}, "b": parabola(1)}
+    assert run_plan(plan(tmp_path, max_added=1), losses) == [
+        "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr0.25x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
+        "b-seed8"]
+
+
+def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
+    """Grids that are finished do not wait for others. The learning rates of the runs are scaled."""
+    folder = plan(tmp_path).output
+    known = {run_folder(folder, "b", 7, multiple): loss for multiple, loss in parabola(1).items()}
+    runs = plan(tmp_path).runs(known)
+    assert [(run.name, run.multiple, run.config.train.seed) for run in runs if not run.in_grid] == [
+        ("b", 1.0, 7), ("b", 1.0, 8)]
+    scaled = {run.multiple: (run.config.optimizer.learning_rate, run.config.optimizer.final_learning_rate)
+              for run in runs if run.name == "a"}
+    assert scaled == {0.5: (0.005, 0.0005), 1.0: (0.01, 0.001), 2.0: (0.02, 0.002)}
+
+
+def test_report_of_grids():
+    grids = {"inside": search((0.5, 1, 2), {0.5: 3.25, 1: 3.0, 2: INF}),
+             "edge": search((0.5, 1), {0.5: 3.0, 1: 2.5}, 0),
+             "diverged": search((0.5, 1), {0.5: INF, 1: INF}, 0)}
+    table = report.grid_table(grids)
+    assert table.head == ("run", "own learning rate", "× 0.5", "× 1", "× 2", "best learning rate")
+    assert table.rows == (("inside", "0.01", "3.2500", "3.0000", "diverged", "0.01 (× 1)"),
+                          ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)"),
+                          ("diverged", "0.01", "diverged", "diverged", "–", "–"))
+    first, second = report.grid_warnings(grids)
+    assert "edge: the best learning rate is the highest" in first and "diverged has diverged at every" in second
+    plot, = figures.loss_against_learning_rate(grids, []).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plot.lines}
+    assert lines["inside"] == [[0.005, 3.25], [0.01, 3.0]] and lines["edge"] == [[0.005, 3.0], [0.01, 2.5]]
+    assert [line.get_xdata().tolist() for line in plot.lines if line.get_marker() == "x"] == [[0.02], [], [0.005, 0.01]]
+    assert report.grid_facts(grids["inside"])["rates"][2] == {
+        "multiple": 2.0, "learning_rate": 0.02, "loss": None, "diverged": True}

@@ -89,14 +89,15 @@ def paper() -> ConfigDict:
     mesh.path = 1  # path parallelism: number of shards of pgpt's paths
 
     config.optimizer = optimizer = ConfigDict()
-    optimizer.name = "adamw"  # adamw | lion
+    optimizer.name = "adamw"  # adamw | lion | muon, which updates weight matrices by Muon, and embeddings, head and
+    # vectors by AdamW. The learning rates and the weight decay of adamw suit muon too (docs/optimizers.md)
     optimizer.learning_rate = 6e-4  # peak learning rate, at the end of the warmup
     optimizer.warmup_steps = 715  # steps of linear warmup from 0
     optimizer.decay_steps = 19_073  # step at which the cosine decay ends
     optimizer.final_learning_rate = 6e-5  # learning rate from decay_steps on
     optimizer.weight_decay = 0.1  # applies to matrices, but not to biases, norms or path weights
-    optimizer.beta1 = 0.9
-    optimizer.beta2 = 0.95
+    optimizer.beta1 = 0.9  # AdamW: decay rate of the first moment. Lion: weight of the momentum in the update
+    optimizer.beta2 = 0.95  # AdamW: decay rate of the second moment. Lion: decay rate of the momentum
     optimizer.clip_norm = 1.0  # maximum norm of the gradient; 0: no clipping
 
     config.train = train = ConfigDict()

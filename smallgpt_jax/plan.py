@@ -72,7 +72,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         *summary.fallback_messages(program), "",
         *format_parameters(program, result), "",
         *format_memory(result), "",
-        f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step",
+        format_flops(result),
         f"compiled in {result.compile_seconds:.0f} s"]
     if result.collectives is not None:
         lines += ["", "Collectives per step and device:" if result.collectives else "No collectives."]
@@ -92,6 +92,14 @@ def format_plan(program: Program, result: Estimate) -> str:
             f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
             f"{result.estimated_mfu:.0%} MFU"]
     return "\n".join(lines)
+
+
+def format_flops(result: Estimate) -> str:
+    line = f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step"
+    optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
+    if not optimizer_flops:
+        return line
+    return f"{line}, of which {optimizer_flops:.3e} ({optimizer_flops / result.flops_per_step:.1%}) by the optimizer"
 
 
 def format_parameters(program: Program, result: Estimate) -> list[str]:

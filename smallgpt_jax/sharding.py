@@ -103,10 +103,14 @@ def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
                         shardings):
-    """Returns the shardings of the optimizer state: moments are sharded like parameters, counts are replicated."""
+    """Returns the shardings of the optimizer state: moments are sharded like parameters, counts are replicated.
+
+    In place of a parameter's moment, the state may contain optax.MaskedNode or several arrays with the same axes.
+    """
     return optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, abstract_params),
-        shardings, transform_non_params=lambda _: replicated(mesh))
+        optimizer, lambda moments, sharding: jax.tree.map(lambda _: sharding, moments),
+        jax.eval_shape(optimizer.init, abstract_params), shardings,
+        transform_non_params=lambda _: replicated(mesh), is_leaf=lambda x: not isinstance(x, dict))
 
 
 def current_mesh():

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Estimate:
     """The memory and speed of a training step and the memory of an evaluation step.
 
+    `flops_per_token` counts the matrix products of the model. `flops_per_step` also counts those of the optimizer.
+
     Bytes, cycles and collectives are per device:
 
     - `needed_bytes`: total memory of a training step.
@@ -31,6 +33,8 @@ class Estimate:
     - `estimated_cycles`: the compiler's estimate for a training step. It does not include the cycles of custom
       kernels (such as Pallas kernels) or the time spent waiting for collectives.
     - `kernel_cycles`: roofline estimate for the custom kernels, see `kernel_seconds`.
+    - `estimated_mfu`: model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B). It counts the FLOPs of
+      the model, but not those of the optimizer.
     - `collectives`: {kind: count and bytes} of a training step. None if the step does not fit or its HLO cannot be
       read.
 
@@ -74,10 +78,12 @@ def estimate(program: "Program") -> Estimate:
     chip = chips.find_chip(kind)
     per_token = flops.train_flops_per_token(model)
     tokens = config.train.batch_size * config.model.context_length
+    model_flops = per_token * tokens
     sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
     known = dict(
-        parameters=models.num_parameters(model), flops_per_token=per_token, flops_per_step=per_token * tokens,
-        tokens_per_step=tokens, devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
+        parameters=models.num_parameters(model), flops_per_token=per_token,
+        flops_per_step=model_flops + flops.update_flops(model, program.optimizer), tokens_per_step=tokens,
+        devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
         account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
                                         config.data.separate_documents))
     started = time.monotonic()
@@ -96,7 +102,7 @@ def estimate(program: "Program") -> Estimate:
         **known, argument_bytes=memory_stats.argument_size_in_bytes, temp_bytes=memory_stats.temp_size_in_bytes,
         needed_bytes=total_bytes(memory_stats), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
-        **(estimate_speed(text, config.model.context_length, chip, per_token * tokens / mesh.size)
+        **(estimate_speed(text, config.model.context_length, chip, model_flops / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
 

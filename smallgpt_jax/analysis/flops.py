@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 import jax
+import optax
+from flax import linen as nn
 from jax.extend import core
 
 from smallgpt_jax.models import LanguageModel, abstract_params
@@ -23,6 +25,12 @@ def train_flops_per_token(model: LanguageModel) -> float:
     time = model.config.context_length
     tokens = jax.ShapeDtypeStruct((1, time), "int32")
     return 3 * matmul_flops(model.apply, {"params": abstract_params(model)}, tokens) / time
+
+
+def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
+    """Returns the FLOPs of the matrix products in an update of the model's parameters, which only Muon has."""
+    params = nn.unbox(abstract_params(model))
+    return matmul_flops(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
 
 
 def matmul_flops(function, *arguments) -> int:

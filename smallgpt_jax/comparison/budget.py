@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax import data, models, workdir
-from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.planning import Plan, run_folder
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, write_atomically
+from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.program import build_program
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
@@ -175,11 +176,13 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 def cost_per_step(config: ConfigDict, budget: str) -> float:
     """Returns the FLOPs of a training step for the budget "flops", and its tokens for the other budgets.
 
-    The FLOPs include those of padding. The tokens do not include padding.
+    The FLOPs include those of padding and those of the optimizer. The tokens do not include padding.
     """
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
-        return inputs * train_flops_per_token(models.build(**config.model))
+        model = models.build(**config.model)
+        optimizer = make_optimizer(models.abstract_params(model), **config.optimizer)
+        return inputs * train_flops_per_token(model) + update_flops(model, optimizer)
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = data.load_or_prepare(config.data)

@@ -12,10 +12,11 @@ import numpy as np
 
 from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
@@ -26,8 +27,8 @@ RESULTS_FILE = "results.json"  # in a comparison's folder
 class Point:
     """An evaluation of a run.
 
-    `tokens`, `flops` and `seconds` are totals over all training steps before the evaluation. `flops` includes padding;
-    `tokens` excludes it.
+    `tokens`, `flops` and `seconds` are totals over all training steps before the evaluation. `flops` includes padding
+    and the optimizer; `tokens` excludes padding.
     """
 
     step: int
@@ -53,7 +54,7 @@ class Run:
     steps_done: int  # the last logged step
     parameters: int
     components: dict[str, int]
-    flops_per_token: float
+    flops_per_token: float  # of the model, without the optimizer
     tokens_per_step: float  # padding excluded
     curve: tuple[Point, ...]
     tokens_per_second: float | None  # mean training speed of the whole run
@@ -81,15 +82,16 @@ def read_run(name: str, folder: Path) -> Run:
     # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    components, flops_per_token = _parameters_and_flops(model)
+    components, flops_per_token, optimizer_flops = _parameters_and_flops(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
         step = line["step"]
-        return Point(step, round(step * tokens_per_step), step * inputs_per_step * flops_per_token,
-                     seconds_at(step, steps, seconds), line["loss"], line["bits_per_byte"], line.get("targets"))
+        flops = step * inputs_per_step * flops_per_token + step * optimizer_flops
+        return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
+                     line["bits_per_byte"], line.get("targets"))
 
     evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json(evaluations / TEXTS_FILE) or ()
@@ -108,12 +110,13 @@ def read_run(name: str, folder: Path) -> Run:
 
 
 @functools.cache
-def _parameters_and_flops(model: models.LanguageModel) -> tuple[dict[str, int], float]:
-    """Returns the number of parameters of each component, and the training FLOPs per token.
+def _parameters_and_flops(model: models.LanguageModel, optimizer_name: str) -> tuple[dict[str, int], float, int]:
+    """Returns the number of parameters of each component, the FLOPs per token of training, and those of an update.
 
-    The result is cached, because computing it traces the model.
+    The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
     """
-    return memory.components(model), train_flops_per_token(model)
+    optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), beta1=0.9, beta2=0.95)
+    return memory.components(model), train_flops_per_token(model), update_flops(model, optimizer)
 
 
 def steps_done(folder: Path) -> int:

@@ -6,16 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from conftest import build, init
 
+from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.step import TrainState, train_step
 
 BROKEN = 63  # the token whose embedding the tests overwrite
 
 
+def build_tiny():
+    return build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=64, context_length=16)
+
+
 def make_step(optimizer, schedule):
-    model = build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=64, context_length=16)
+    model = build_tiny()
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
     step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, schedule=schedule, microbatches=1,
@@ -32,11 +39,15 @@ def assert_equal(one, other):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), one, other)
 
 
-def test_a_nonfinite_update_is_skipped():
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_nonfinite_update_is_skipped(name):
     """A batch that contains a token with a NaN embedding does not change weights, optimizer state or learning rate."""
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
-    state, step = make_step(optax.adamw(1e-2), schedule=lambda count: 10.0 * count)
+    optimizer = make_optimizer(
+        models.abstract_params(build_tiny()), name=name, learning_rate=0.01, warmup_steps=0, decay_steps=9,
+        final_learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+    state, step = make_step(optimizer, schedule=lambda count: 10.0 * count)
     first, metrics = step(with_broken_embedding(state, np.nan), good)
     assert metrics["skipped"] == 0
     second, metrics = step(first, bad)

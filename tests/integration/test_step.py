@@ -79,6 +79,19 @@ def test_eight_devices_match_one_device(architecture, fields):
         first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
 
 
+@pytest.mark.parametrize("architecture, axes", [
+    ("gpt", dict(data=2, fsdp=2, tensor=2)), ("pgpt", dict(data=2, tensor=2, path=2)), ("pgpt", dict(fsdp=8))])
+def test_muon_on_eight_devices_matches_one_device(architecture, axes):
+    """Losses and gradient norms match at the first step and after two updates.
+
+    Each device has a part of a matrix, or some of the paths' matrices. With 4 heads and 2 key–value heads, queries and
+    keys differ in shape.
+    """
+    fields = {"optimizer__name": "muon", "model__num_heads": 4, "model__num_kv_heads": 2}
+    found = first_metrics(architecture, devices=8, **fields, **mesh(**axes))
+    np.testing.assert_allclose(found, first_metrics(architecture, **fields), rtol=1e-5)
+
+
 def test_z_loss_is_added_to_the_training_loss():
     """The added term is train.z_loss times the mean of log(Σ exp(logits))², also with microbatches."""
     program, _ = compiled_program("gpt", 1)

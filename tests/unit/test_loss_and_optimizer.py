@@ -135,7 +135,7 @@ def test_update_matches_the_paper(name):
 
 
 @pytest.mark.parametrize("change, substrings", [
-    ({"name": "adamv"}, ["'adamv'", "did you mean 'adamw'"]),
+    ({"name": "adamv"}, ["'adamv'", "adamw, lion, muon", "did you mean 'adamw'"]),
     ({"beta2": 1.0}, ["beta2=1.0"]),
     ({"weight_decay": -1.0}, ["weight_decay=-1.0"]),
     ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),

@@ -1,0 +1,57 @@
+"""Runs with Muon: resumption, continued training of another run's model, and FLOPs in reports."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import call, load_config
+from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
+
+from smallgpt_jax import plan
+from smallgpt_jax.analysis.estimate import estimate
+from smallgpt_jax.comparison import results
+from smallgpt_jax.program import build_program
+from smallgpt_jax.train import train
+
+pytestmark = pytest.mark.slow
+MUON = dict(**SMALL, optimizer__name="muon", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
+# Two layers of width 16: four (16, 16) matrices in attention and two (16, 64) matrices in the MLP. Five Newton–Schulz
+# steps on an (m, n) matrix have 2·m²·n, 2·m³ and 2·m²·n FLOPs each.
+UPDATE_FLOPS = 2 * 5 * (4 * 6 * 16**3 + 2 * (4 * 16**2 * 64 + 2 * 16**3))
+
+
+def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of):
+    workdir = copy_of("gpt", **MUON)
+    before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
+    moments = [x for x in jax.tree.leaves(before[1]) if x.ndim > 1]
+    assert moments and all(np.any(x != 0) for x in moments)
+    shutil.rmtree(workdir / "checkpoints" / "40")
+    train(config_for(text_file, **MUON), str(workdir))
+    assert_equal(state_of(workdir, 40), before)
+    assert read_untimed_metrics(workdir) == lines
+
+
+def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(text_file, trained_run, tmp_path):
+    """The first loss of the copy is that of the run's last weights, and the loss falls."""
+    source = trained_run("gpt", **SMALL)
+    result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / 'copy'}")
+    assert result.returncode == 0, result.stderr
+    fields = {**MUON, "train__steps": 20, "train__log_every": 1, "optimizer__decay_steps": 20}
+    train(config_for(text_file, **fields), str(tmp_path / "copy"))
+    losses = losses_in(tmp_path / "copy")
+    assert losses[20] < losses[1] < losses_in(source)[10]
+
+
+def test_the_updates_count_as_flops(trained_run):
+    """Reports and plans count the FLOPs of updates, but model FLOPs per token and MFU do not."""
+    muon, adamw = (results.read_run("run", trained_run("gpt", **fields)) for fields in (MUON, SMALL))
+    assert muon.flops_per_token == adamw.flops_per_token
+    assert [point.flops for point in muon.curve] == [
+        point.flops + point.step * UPDATE_FLOPS for point in adamw.curve]
+    program = build_program(load_config("gpt", **MUON))
+    result = estimate(program)
+    tokens = program.config.train.batch_size * 32
+    assert result.flops_per_step == tokens * muon.flops_per_token + UPDATE_FLOPS
+    share = UPDATE_FLOPS / result.flops_per_step
+    assert f"of which {UPDATE_FLOPS:.3e} ({share:.1%}) by the optimizer" in plan.format_plan(program, result)

@@ -1,11 +1,32 @@
+import runpy
+import shutil
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+SCRIPTS = ("train", "prepare", "generate", "plan", "evaluate", "convert", "compare")
+
+
+class BuildWithRecipes(build_py):
+    """Copies configs/ into the package smallgpt_jax.recipes. An editable install uses configs/ itself."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "smallgpt_jax" / "recipes" / "configs",
+                            ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+
 
 setup(
     name="smallgpt_jax",
-    version="0.1.0",
+    version=runpy.run_path(str(ROOT / "smallgpt_jax" / "__init__.py"))["__version__"],
     description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
     package_dir={"": "."},  # an editable install then works in the folder above a clone of this name too
+    cmdclass={"build_py": BuildWithRecipes},
+    entry_points={"console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]},
     python_requires=">=3.11",
     # Lower bounds are the first versions with what is named beside them; tested: see "Versions" in README.md.
     install_requires=[

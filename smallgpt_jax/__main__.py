@@ -1,13 +1,31 @@
 """Lists the commands of this project.
 
     python -m smallgpt_jax
+
+Also defines the scripts that pip installs: smallgpt-train runs `python -m smallgpt_jax.main`, and for the other
+commands, smallgpt-NAME runs `python -m smallgpt_jax.NAME`.
 """
 
 import ast
+import functools
+import os
+import runpy
 import sys
 from pathlib import Path
 
 COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare")
+
+
+def run_script(command: str) -> None:
+    """Runs `python -m smallgpt_jax.COMMAND` with the arguments of this process."""
+    if not sys.flags.safe_path:  # like `python -m`, a script can then import modules from the working directory
+        sys.path.insert(0, os.getcwd())
+    runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
+
+
+# The functions that setup.py names in console_scripts.
+train, prepare, generate, plan, evaluate, convert, compare = (
+    functools.partial(run_script, command) for command in COMMANDS)
 
 
 def main() -> None:
@@ -17,7 +35,8 @@ def main() -> None:
         sys.exit(2)
     for command in COMMANDS:
         print(f"python -m smallgpt_jax.{command:8}  {summary(command)}")
-    print("\nEach command lists its flags with --help.")
+    print("\nEach command lists its flags with --help. pip also installs the commands as smallgpt-train (main), "
+          "smallgpt-prepare, …")
 
 
 def summary(command: str) -> str:

@@ -10,7 +10,6 @@ Exit status:
 """
 
 import ast
-import difflib
 import io
 import keyword
 import re
@@ -18,16 +17,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from smallgpt_jax import distributed
+from smallgpt_jax import distributed, recipes
 from smallgpt_jax.data import cache_folder
 from smallgpt_jax.errors import StoppedError, UserError
-from smallgpt_jax.files import local_path
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
 # For flag values of the wrong type: a part of absl's error message → the type of value that the flag expects.
@@ -39,9 +36,9 @@ flags.disclaim_key_flags()  # --help then lists --config as a flag of the comman
 def define_config():
     """Defines the flag --config, whose value is a ConfigDict with all overrides applied."""
     return config_flags.DEFINE_config_file(
-        "config", None, "A recipe: configs/NAME.py or configs/NAME.py:SIZE. Override any field with "
-        "--config.group.field=value; configs/base.py documents the fields. configs/run.py:WORKDIR is the config of "
-        "an existing run.")
+        "config", None, "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any field "
+        "with --config.group.field=value; configs/base.py documents the fields. run:WORKDIR is the config of an "
+        "existing run.")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -94,10 +91,9 @@ def parse(argv: list[str]) -> list[str]:
         sys.exit(0)
     arguments = sys.argv
     try:
-        for arg, following in zip(argv[1:], [*argv[2:], ""]):
-            if given := re.fullmatch(r"--?config(=(.*))?", arg):
-                check_config_file(given[2] if given[1] else following)
-        sys.argv = quote_run_names(argv)  # ml_collections reads the overrides from sys.argv
+        if "config" in flags.FLAGS:
+            recipes.make_importable()
+        sys.argv = quote_run_names(find_config_file(argv))  # ml_collections reads the overrides from sys.argv
         return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
@@ -133,19 +129,15 @@ def unquote_run_names(text: str) -> str:
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
 
-def check_config_file(value: str) -> None:
-    """Raises UserError if the file of --config=FILE[:ARGUMENT] does not exist.
-
-    The message suggests the recipe with the most similar name.
-    """
-    local_path("--config", value)
-    name, colon, argument = value.partition(":")
-    if Path(name).is_file():
-        return
-    recipes = {path.stem: path for path in Path("configs").rglob("*.py") if path.stem != "base"}
-    near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
-    raise UserError(f"--config: no file {name!r}"
-                    + (f"; did you mean {recipes[near[0]]}{colon}{argument}?" if near else ""))
+def find_config_file(argv: list[str]) -> list[str]:
+    """Returns a copy of `argv` in which the value of --config is the path of an existing file; see `find_recipe`."""
+    found = list(argv)
+    for i, arg in enumerate(argv):
+        if arg in ("--config", "-config") and i + 1 < len(argv):
+            found[i + 1] = recipes.find_recipe(argv[i + 1])
+        elif given := re.fullmatch(r"(--?config=)(.*)", arg, re.DOTALL):
+            found[i] = given[1] + recipes.find_recipe(given[2])
+    return found
 
 
 def error_message(error: Exception) -> str:

@@ -13,7 +13,7 @@ Formats:
     run             another workdir, to train its model further on other text
 
 With --from, this command writes a workdir. The workdir can be given to smallgpt_jax.generate, smallgpt_jax.evaluate
-and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=configs/run.py:WORKDIR.
+and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=run:WORKDIR.
 """
 
 import datetime
@@ -126,7 +126,7 @@ def import_model(source: str, folder: Path) -> None:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"
-          f"  python -m smallgpt_jax.main {shlex.quote(f'--config=configs/run.py:{folder}')} "
+          f"  python -m smallgpt_jax.main {shlex.quote(f'--config=run:{folder}')} "
           f"{shlex.quote(f'--workdir={folder}')} --config.data.source=...")
 
 

@@ -195,3 +195,8 @@ def mean_loss(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) 
         sums.append(eval_step(batch))
     loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
     return float(loss / targets) if targets else math.nan, int(targets)
+
+
+if __name__ == "__main__":
+    from smallgpt_jax import cli
+    cli.fail("smallgpt_jax.train is not a command; use python -m smallgpt_jax.main", status=2)

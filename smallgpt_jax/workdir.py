@@ -3,7 +3,7 @@
 - `config.json`: the resolved config
 - `tokenizer/`
 - `store.json`: the description of the training text
-- `sessions.jsonl`: the devices and library versions of each start or resumption
+- `sessions.jsonl`: the devices, versions and commit of each start or resumption
 
 Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`.
 
@@ -16,9 +16,7 @@ import dataclasses
 import datetime
 import json
 import os
-import platform
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -32,6 +30,7 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, WorkdirBusyError
 from smallgpt_jax.files import LockHeldError, file_lock, write_atomically
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.provenance import software
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # the source of an imported model
@@ -233,9 +232,8 @@ def append_session(workdir: Path, facts: dict) -> None:
     """Appends `facts` about a start, resumption or divergence to sessions.jsonl. Ignores write errors."""
     if not distributed.is_primary():
         return
-    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "grain", "orbax-checkpoint")}
     line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "processes": jax.process_count(), "versions": {"python": platform.python_version(), **versions}}
+            "processes": jax.process_count(), **software()}
     with contextlib.suppress(OSError), (workdir / SESSIONS_FILE).open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -91,10 +91,10 @@ def test_wrong_usage(tmp_path, flags, status, substrings):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--config=gpt"], "no file 'gpt'; did you mean configs/gpt.py?"),
-    (["--config", "gpt:tiny"], "no file 'gpt'; did you mean configs/gpt.py:tiny?"),
+    (["--config=gtp"], "no recipe or file 'gtp'; did you mean gpt?"),
+    (["--config", "gtp:tiny"], "no recipe or file 'gtp'; did you mean gpt:tiny?"),
     (["--config=configs/gtp.py"], "no file 'configs/gtp.py'; did you mean configs/gpt.py?"),
-    (["--config=paper"], "no file 'paper'; did you mean configs/compare/paper.py?"),
+    (["--config=paper"], "no recipe or file 'paper'; did you mean compare/paper?"),
     (["--config=nothing.py"], "no file 'nothing.py'"),
     (["--config=gs://bucket/gpt.py"], "'gs://bucket/gpt.py' is a URL, and object storage is not supported; mount "
      "the bucket or copy the files, and use a local path"),
@@ -134,6 +134,12 @@ def test_the_package_lists_its_commands(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         package.main()
     assert capsys.readouterr().err.endswith("use python -m smallgpt_jax.main\n")
+
+
+def test_train_is_not_a_command():
+    result = call("train", "--config=configs/gpt.py:tiny")
+    assert (result.returncode, result.stderr) == (
+        2, "error: smallgpt_jax.train is not a command; use python -m smallgpt_jax.main\n")
 
 
 @pytest.mark.parametrize("command", ["main", "prepare", "generate"])

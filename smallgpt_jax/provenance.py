@@ -1,0 +1,35 @@
+"""The software that a run uses: package versions, and the commit of the clone that contains the package."""
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from smallgpt_jax import __version__
+
+LIBRARIES = ("jax", "flax", "optax", "grain", "orbax-checkpoint")
+CLONE = Path(__file__).parents[1]
+
+
+def software() -> dict:
+    """Returns the fields of sessions.jsonl that describe the software.
+
+    `versions` maps each package to its version. If the package is in a clone, `commit` is the hash of the clone's
+    commit, and `dirty` says whether tracked files differ from that commit. Otherwise, or if git fails, both are absent.
+    """
+    versions = {"python": platform.python_version(), "smallgpt_jax": __version__,
+                **{name: metadata.version(name) for name in LIBRARIES}}
+    return {"versions": versions, **commit_of(CLONE)}
+
+
+def commit_of(folder: Path) -> dict:
+    """Returns {"commit": hash, "dirty": bool} of a git clone, or {} if `folder` is not the root of a readable clone."""
+    if not (folder / ".git").exists():  # without this test, git would find a clone that contains the installation
+        return {}
+    try:
+        described = subprocess.run(  # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": described.removesuffix("-dirty"), "dirty": described.endswith("-dirty")}

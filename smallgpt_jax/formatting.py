@@ -1,7 +1,11 @@
-"""Formatting of durations, counts and errors for messages."""
+"""Formatting of durations, counts, curves and errors for messages."""
 
 import os
 import re
+import statistics
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
@@ -16,6 +20,14 @@ def duration(seconds: float) -> str:
 def millions(count: int) -> str:
     """Formats a count in millions: 3704321 → '3.70 M'. Counts below 100,000 are written in full: 3704 → '3,704'."""
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:,.2f} M"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Returns at most `width` bars, each as high as the mean of its share of the values: [9, 5, 2, 1] → '█▅▂▁'."""
+    count = min(width, len(values))
+    means = [statistics.fmean(values[i * len(values) // count:(i + 1) * len(values) // count]) for i in range(count)]
+    low, spread = min(means), (max(means) - min(means)) or 1
+    return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
 def short_reason(error: Exception) -> str:

@@ -60,6 +60,16 @@ class Program:
         """Returns the initial optimizer state for these parameters."""
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
 
+    def restore_or_initialize(self, checkpoints) -> TrainState:
+        """Returns the state of the newest undamaged checkpoint in `checkpoints`, or the initial state if there is none.
+
+        The checkpoint of an imported model has no optimizer state; the initial optimizer state is used instead.
+        """
+        state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
+        if state.opt_state is None:
+            state = state._replace(opt_state=self.initial_opt_state(state.params))
+        return state
+
     def start_compilation(self) -> tuple[Future, Future]:
         """Starts to compile the training step and the evaluation step, each in a thread of its own."""
         self.abstract_state  # noqa: B018 — traced here once, instead of in both threads

@@ -5,6 +5,7 @@ Training uses analysis/ only through this module.
 
 import math
 import shlex
+import sys
 from pathlib import Path
 
 import jax
@@ -12,11 +13,15 @@ import jax
 from smallgpt_jax import distributed, inference, sharding
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import BARS, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.program import Program
+
+MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
 def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -> str:
@@ -89,17 +94,38 @@ def print_final_message(workdir: str) -> None:
         except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
-    print(f"\n{last_evaluation_message(folder)}To generate more:\n"
+    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
           f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."')
+
+
+def loss_message(folder: Path) -> str:
+    """Returns a line with the training loss as a row of bars, and the path of the plots.
+
+    Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode bars.
+    """
+    losses = [line["loss_mean"] for line in logged_lines(folder, "train") if line.get("loss_mean") is not None]
+    try:
+        BARS.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return ""
+    if len(losses) < MIN_BARS:
+        return ""
+    plots = f" ({folder / CURVES_FILE})" if (folder / CURVES_FILE).exists() else ""
+    return f"Training loss {losses[0]:.2f} {sparkline(losses)} {losses[-1]:.2f}{plots}\n"
 
 
 def last_evaluation_message(folder: Path) -> str:
     """Returns a sentence on the last evaluation of a run, or "" if metrics.jsonl has none or cannot be read."""
-    try:
-        lines = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
-    except OSError:
-        lines = []
+    lines = logged_lines(folder, "eval")
     if not lines:
         return ""
     loss, bits = (math.nan if lines[-1][name] is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
     return f"Step {lines[-1]['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. "
+
+
+def logged_lines(folder: Path, split: str) -> list[dict]:
+    """Returns the lines of metrics.jsonl with this `split`, or [] if the file cannot be read."""
+    try:
+        return [line for line in read_lines(folder / METRICS_FILE) if line["split"] == split]
+    except OSError:
+        return []

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax import distributed, preemption, summary
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.curves import save_curves
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import DivergenceError, UserError
@@ -57,6 +58,8 @@ def train(config: ConfigDict, workdir: str) -> None:
                 if not is_out_of_memory(error):
                     raise
                 raise UserError(out_of_memory_message(config, error)) from None
+            finally:
+                save_curves(folder)
 
 
 def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[int],
@@ -67,7 +70,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
     checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message)
     started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
     compiling = program.start_compilation() if newest_step < config.train.steps else ()
-    state = restore_or_initialize(checkpoints, program)
+    state = program.restore_or_initialize(checkpoints)
     first_step = int(state.step)
     is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
     print(summary.startup_message(program, pipeline, first_step), flush=True)
@@ -110,17 +113,6 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
                         "same command to resume from the newest checkpoint")
     if stopped:
         stop.raise_stopped(step)
-
-
-def restore_or_initialize(checkpoints: Checkpoints, program: Program) -> TrainState:
-    """Returns the state of the newest undamaged checkpoint, or the initial state if there is no checkpoint.
-
-    The checkpoint of an imported model has no optimizer state; the initial optimizer state is used instead.
-    """
-    state = checkpoints.restore_latest(program.abstract_state) or program.initial_state()
-    if state.opt_state is None:
-        state = state._replace(opt_state=program.initial_opt_state(state.params))
-    return state
 
 
 class Schedule(NamedTuple):

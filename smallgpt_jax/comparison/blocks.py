@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from smallgpt_jax.comparison import figures
+from smallgpt_jax import plotting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def to_html(title: str, blocks: Sequence) -> str:
             case Code(text):
                 return f"<pre>{html.escape(text)}</pre>"
             case Plot(_, figure, caption):
-                image = base64.b64encode(figures.svg(figure)).decode()
+                image = base64.b64encode(plotting.svg(figure)).decode()
                 return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
                         f"<figcaption>{html.escape(caption)}</figcaption></figure>")
             case Table(head, rows):

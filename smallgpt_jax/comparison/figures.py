@@ -1,26 +1,21 @@
 """The plots of a comparison's report."""
 
 import csv
-import io
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.plotting import COLORS, style_axes
 
-# The palette of Okabe and Ito: people with most kinds of color blindness can tell its colors apart. Every second line
-# is dashed, so that overlapping lines stay visible.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", (0, (4, 3)))
+STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible
 MARKERS = "os^Dv"
 SIZE = (5.2, 3.7)  # inches
 AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
@@ -142,10 +137,7 @@ def new_plot(x: str, y: str):
     """Returns a figure and its axes, labelled `x` and `y`."""
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.subplots()
-    plot.set(xlabel=x, ylabel=y)
-    plot.xaxis.set_major_formatter(EngFormatter(sep=""))
-    plot.grid(alpha=0.3)
-    plot.spines[["top", "right"]].set_visible(False)
+    style_axes(plot, x, y)
     return figure, plot
 
 
@@ -157,24 +149,3 @@ def finish_plot(figure: Figure, plot) -> Figure:
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(4, 60 // max(map(len, labels)))),
                       fontsize=8, frameon=False)
     return figure
-
-
-def png(figure: Figure) -> bytes:
-    return render(figure, format="png", dpi=160, metadata={"Software": None})
-
-
-def svg(figure: Figure) -> bytes:
-    return render(figure, format="svg", metadata={"Date": None})
-
-
-def render(figure: Figure, **options) -> bytes:
-    """Returns a figure as the content of an image file. Equal figures give equal bytes.
-
-    `options` are arguments of `savefig`. `$` in labels is not parsed as math.
-    """
-    file = io.BytesIO()
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)
-    with matplotlib.rc_context({"svg.hashsalt": "smallgpt_jax"}):
-        figure.savefig(file, **options)
-    return file.getvalue()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smallgpt_jax import plotting
 from smallgpt_jax.comparison import figures, results
 from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table, aligned_table, to_html, to_markdown
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
@@ -37,7 +38,7 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logge
     blocks = report_blocks(runs, about, logged, grids or {})
     for block in blocks:
         if isinstance(block, Plot):
-            write_atomically(output / f"{block.name}.png", figures.png(block.figure))
+            write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
     write_atomically(output / results.RESULTS_FILE, json.dumps(
         {**about, **({"learning_rates": {name: grid_facts(grid) for name, grid in grids.items()}} if grids else {}),
          "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")

@@ -116,6 +116,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
     losses = list(losses_in(tmp_path).values())
     assert losses[-2:] == [None, None] and None not in losses[:-2]
     assert json.loads((tmp_path / "sessions.jsonl").read_text().splitlines()[-1])["diverged"] == str(error.value)
+    assert (tmp_path / "curves.png").exists()
 
 
 # ---------------------------------------------------------------------- custom architectures

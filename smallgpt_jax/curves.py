@@ -1,0 +1,74 @@
+"""Plots of a run's metrics: loss, bits per byte, learning rate and speed against the training step.
+
+matplotlib is imported only to draw them, because it is an extra and its import takes half a second.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from smallgpt_jax import distributed
+from smallgpt_jax.files import write_atomically
+from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.metrics import METRICS_FILE, read_lines
+
+CURVES_FILE = "curves.png"
+DPI = 110
+# Fixed margins: layout="constrained", which computes them, doubles the time.
+MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.08, "top": 0.97, "wspace": 0.23, "hspace": 0.12}
+
+
+def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
+    """Plots the metrics.jsonl of a run, if it has lines, to curves.png (on process 0).
+
+    Errors raise no exception; `log` is called with a message.
+    """
+    if not distributed.is_primary():
+        return
+    path = workdir / CURVES_FILE
+    try:
+        lines = read_lines(workdir / METRICS_FILE)
+        if not lines:
+            return
+        if importlib.util.find_spec("matplotlib") is None:
+            log(f"{path}: not drawn, because matplotlib is not installed; run pip install -e '.[plot]'")
+            return
+        write_atomically(path, draw(lines))
+    except Exception as error:  # a run must not fail because of its plots
+        log(f"{path}: not drawn ({short_reason(error)})")
+
+
+def draw(lines: Sequence[dict]) -> bytes:
+    """Returns a PNG file with four plots against the training step. `lines` are the lines of metrics.jsonl."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    from smallgpt_jax import plotting
+
+    figure = Figure(figsize=(9, 6))
+    figure.subplots_adjust(**MARGINS)
+    (loss, bits), (rate, speed) = figure.subplots(2, 2, sharex=True)
+    blue, orange, green, *_ = plotting.COLORS
+    faint = {"color": blue, "alpha": 0.3, "linewidth": 0.8}
+    validation = {"color": orange, "marker": "o", "markersize": 3}
+    loss.plot(*curve(lines, "train", "loss"), **faint, label="training (one batch)")
+    loss.plot(*curve(lines, "train", "loss_mean"), color=blue, label="training (mean since the last point)")
+    loss.plot(*curve(lines, "eval", "loss"), **validation, label="validation")
+    loss.legend(fontsize=8, frameon=False)
+    bits.plot(*curve(lines, "eval", "bits_per_byte"), **validation)
+    rate.plot(*curve(lines, "train", "learning_rate"), color=green)
+    rate.ticklabel_format(axis="y", scilimits=(0, 0))  # labels such as 0.0005 would not fit
+    speed.plot(*curve(lines, "train", "tokens_per_second"), color=blue)
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes, x, y in ((loss, "", "loss, nats per token"), (bits, "", "validation, bits per byte"),
+                       (rate, "training step", "learning rate"), (speed, "training step", "tokens per second")):
+        plotting.style_axes(axes, x, y)
+    return plotting.png(figure, DPI)
+
+
+def curve(lines: Sequence[dict], split: str, metric: str) -> tuple[list[int], list[float]]:
+    """Returns the steps at which a metric was logged, and its values. Non-finite values, logged as null, are NaN."""
+    points = [(line["step"], line[metric]) for line in lines if line["split"] == split and metric in line]
+    return [step for step, _ in points], [math.nan if value is None else value for _, value in points]

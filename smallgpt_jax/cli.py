@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from smallgpt_jax import distributed, recipes
 from smallgpt_jax.data import cache_folder
@@ -151,14 +151,26 @@ def error_message(error: Exception) -> str:
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
         return f"--{error.flagname}: overrides a field of --config, which is not given"
-    if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname and "config" in flags.FLAGS:
-        return f"no flag --{error.flagname}; did you mean --config.{error.flagname}?"
+    if isinstance(error, flags.UnrecognizedFlagError) and (fields := fields_named(error.flagname)):
+        return f"no flag --{error.flagname}; did you mean {' or '.join(f'--config.{field}' for field in fields)}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     if isinstance(error, (KeyError, AttributeError)) and not error_location(error):
         return f"no config field {error.args[0]!r}"
     return f"{error_location(error)}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def fields_named(flag: str) -> list[str]:
+    """Returns the config fields that an unknown flag may mean: train.steps → train.steps; steps → train.steps."""
+    if "config" not in flags.FLAGS:
+        return []
+    if "." in flag:
+        return [flag]
+    config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
+    if not isinstance(config, ConfigDict):  # --config is not given or has an error
+        return []
+    return [f"{group}.{name}" for group, fields in config.items() if isinstance(fields, ConfigDict) and name in fields]
 
 
 def error_location(error: Exception) -> str:

@@ -55,8 +55,9 @@ def safe_name(text: str) -> str:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must not exist yet, or must be empty.
+    `folder` must not exist yet, or must be empty. Missing parents are created, and also removed on error.
     """
+    missing_parents = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -65,6 +66,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not folder.exists():
+            with contextlib.suppress(OSError):  # another process has written to the new parents
+                for parent in missing_parents:
+                    parent.rmdir()
 
 
 def current_umask() -> int:

@@ -56,8 +56,8 @@ class StopRequest:
         if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
             return
         again = "second request: " if self.signal else ""
-        print(f"{again}stopped without saving; rerun the same command to resume from the newest checkpoint",
-              file=sys.stderr, flush=True)
+        print(f"{again}stopped without saving; rerun the same command to resume from the newest checkpoint, if there "
+              "is one", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
 

@@ -115,6 +115,19 @@ def test_refuses_architectures_without_pytorch_code(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
+    def fail(folder, *_):
+        (folder / "config.json").touch()
+        raise UserError("safetensors is not installed")
+
+    monkeypatch.setattr(hugging_face, "export_folder", fail)
+    (tmp_path / "existing").mkdir()
+    for output in ("new/folder/export", "existing/export"):
+        result = call("convert", "--to=hf", f"--workdir={trained_run()}", f"--output={tmp_path / output}")
+        assert (result.returncode, result.stderr) == (1, "error: safetensors is not installed\n")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "existing"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_and_import(variant, tmp_path):

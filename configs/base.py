@@ -47,8 +47,17 @@ def paper() -> ConfigDict:
     model.norm = "layer"  # norm in blocks and before the head: "layer" | "rms"
     model.norm_position = "pre"  # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     model.norm_epsilon = 1e-5  # added to the variance
-    model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down
-    model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model
+    model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down |
+    # "moe": mixture of experts, which are such MLPs
+    model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model; with "moe", width of one expert / d_model
+    model.num_experts = 16  # "moe": number of routed experts per block
+    model.experts_per_token = 3  # "moe": number of routed experts that each token uses
+    model.num_shared_experts = 1  # "moe": number of experts that every token uses
+    model.expert_mlp = "dense"  # "moe": kind of MLP of each expert, "dense" | "gated"
+    model.expert_scale = 1.0  # "moe": factor of the routed experts' weighted mean; DeepSeek-V3 uses 2.5
+    model.expert_bias_rate = 0.001  # "moe": change per step of the biases that balance the routed experts; 0: no biases
+    model.balance_loss = 0.0  # "moe": weight of the sequence-wise balance loss; DeepSeek-V3 uses 1e-4; 0: none
+    model.grouped_matmul = "auto"  # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".

@@ -43,3 +43,8 @@ def find_errno(error: Exception) -> int | None:
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # an error of tensorstore
         return int(code[1])
     return error.errno if isinstance(error, OSError) else None
+
+
+def parameter_count(total: int, active: int) -> str:
+    """Returns a number of parameters and, if it is smaller, the number that one token uses: "1,234 (567 active)"."""
+    return f"{total:,}" + (f" ({active:,} active)" if active != total else "")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from smallgpt_jax import distributed
 from smallgpt_jax.errors import DivergenceError
@@ -27,7 +28,7 @@ class StepMetrics(NamedTuple):
     """The metrics of one update, on the host."""
 
     step: int
-    values: dict[str, float]
+    values: dict[str, float | dict[str, list]]  # numbers, and per-layer metrics as {path of the module: nested lists}
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
 
 
@@ -64,7 +65,7 @@ class Logger:
     def take(self) -> StepMetrics:
         """Waits for the stored metrics and returns them."""
         (step, metrics), self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = jax.tree.map(to_json, jax.device_get(metrics))
         self.losses.append(values["loss"])
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
@@ -165,11 +166,15 @@ class MetricsWriter:
         with self._stop_events_on_error():
             self._events = EventFile(workdir, first_step)
 
-    def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        """Appends the values and the Unix time in seconds to metrics.jsonl, and writes the values to the event file."""
+    def write(self, step: int, split: str, values: dict[str, float | dict[str, list]]) -> None:
+        """Appends the values and the Unix time in seconds to metrics.jsonl.
+
+        The event file gets all values that are numbers.
+        """
         if not self._writes:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        scalars = {name: value for name, value in values.items() if not isinstance(value, dict)}
+        finite = values | {name: None for name, value in scalars.items() if not math.isfinite(value)}
         line = {"step": step, "split": split, "time": round(time.time(), 3), **finite}
         was_failing, self._pending_lines = bool(self._pending_lines), self._pending_lines + json.dumps(line) + "\n"
         error = self._append()
@@ -177,7 +182,7 @@ class MetricsWriter:
             self._log(f"{self._path}: {error.strerror}. Training continues; lines are kept until they can be written")
         if self._events:
             with self._stop_events_on_error():
-                self._events.write(step, split, values)
+                self._events.write(step, split, scalars)
 
     def _append(self) -> OSError | None:
         """Writes the pending lines to metrics.jsonl. Returns the error, or None if the lines were written."""
@@ -216,6 +221,11 @@ class MetricsWriter:
         if self._events:
             with contextlib.suppress(OSError):
                 self._events.close()
+
+
+def to_json(value):
+    """Returns a number as a float, and an array as nested lists of numbers with four decimals."""
+    return np.round(np.float64(value), 4).tolist() if np.ndim(value) else float(value)
 
 
 def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:

@@ -18,6 +18,7 @@ from smallgpt_jax import cli, sharding, summary
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.program import Program, build_program
 
 _CONFIG = cli.define_config()
@@ -104,7 +105,7 @@ def format_flops(result: Estimate) -> str:
 
 def format_parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
-    lines = [f"{result.parameters:,} parameters"]
+    lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
     rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
     if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads:

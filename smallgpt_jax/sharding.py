@@ -133,11 +133,12 @@ def gather_fsdp(weight, names: tuple[str, ...]):
         weight, PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts)))
 
 
-def per_device(function, names: tuple[tuple[str, ...], ...]):
+def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
     """Returns `function` under shard_map: each device calls it on its shards of the arguments.
 
     Kernels need this, because the compiler cannot partition them. `names` are the logical axes of each argument. The
-    result is sharded like the first argument.
+    result is sharded like the first argument. If an argument is sharded along its logical axis `summed`, the result is
+    the sum of the devices' results along that axis.
     """
     mesh = current_mesh()
     if not mesh:
@@ -145,8 +146,15 @@ def per_device(function, names: tuple[tuple[str, ...], ...]):
 
     def mapped(*arguments):
         specs = tuple(divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
+        summed_axes = {axis for axes, spec in zip(names, specs)
+                       for name, axis in zip(axes, spec) if name == summed and axis is not None}
+
+        def on_one_device(*shards):
+            y = function(*shards)
+            return jax.lax.psum(y, tuple(summed_axes)) if summed_axes else y
+
         return jax.shard_map(
-            function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)
+            on_one_device, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)
 
     return mapped
 

@@ -11,7 +11,7 @@ from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 
-SOWN = ("losses", "metrics")  # variable collections that modules sow values into during training
+SOWN = ("losses", "metrics", "layer_metrics")  # variable collections that modules sow values into during training
 
 
 class TrainState(NamedTuple):
@@ -82,7 +82,7 @@ def train_step(
     - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
       parameters are not finite, because undoing it would take a second pass over parameters and optimizer state.
     - skipped: number of updates skipped so far
-    - values that modules sowed into "metrics"
+    - values that modules sowed into "metrics" and "layer_metrics", averaged over the microbatches
     """
     step_key = jax.random.fold_in(jax.random.key(seed), state.step)
     total = batch.tokens_BxT1[:, 1:].size if batch.loss_mask_BxT is None else jnp.sum(batch.loss_mask_BxT)
@@ -95,7 +95,7 @@ def train_step(
         # the microbatches is the mean over the batch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
-        return loss, (collections.get("state", model_state), sown_metrics(collections.get("metrics", {})))
+        return loss, (collections.get("state", model_state), sown_metrics(collections))
 
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
@@ -118,7 +118,7 @@ def train_step(
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
                "is_finite": is_applied & all_finite(params), "skipped": state.step + 1 - count - is_applied,
-               **jax.tree.map(jnp.mean, sown)}
+               **jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)}
     return TrainState(state.step + 1, params, opt_state, model_state), metrics
 
 
@@ -131,13 +131,26 @@ def all_finite(tree) -> jax.Array:
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
-def sown_metrics(collection) -> dict[str, jax.Array]:
-    """Returns the values that modules sowed into "metrics", by metric name, averaged over layers and paths."""
+def sown_metrics(collections) -> dict[str, Any]:
+    """Returns the values that modules sowed into "metrics" and "layer_metrics", by metric name.
+
+    Values of "metrics" are averaged over layers and paths. A value of "layer_metrics" is {path of the module: array},
+    where the array has leading axes for stacked layers and paths, as the module's parameters.
+    """
     values: dict[str, list] = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(collection):
-        name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
+    for _, name, value in named_values(collections.get("metrics", {})):
         values.setdefault(name, []).append(jnp.mean(value))
-    return {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
+    metrics = {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
+    for module, name, value in named_values(collections.get("layer_metrics", {})):
+        metrics.setdefault(name, {})[module] = value
+    return metrics
+
+
+def named_values(collection) -> list[tuple[str, str, jax.Array]]:
+    """Returns (path of the module, name, value) of each sown value."""
+    keys = [([key.key for key in path if isinstance(key, jax.tree_util.DictKey)], value)
+            for path, value in jax.tree_util.tree_leaves_with_path(collection)]
+    return [("/".join(path[:-1]), path[-1], value) for path, value in keys]
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):

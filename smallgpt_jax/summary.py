@@ -10,13 +10,13 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax import distributed, inference, sharding
+from smallgpt_jax import distributed, inference, models, sharding
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import BARS, sparkline
+from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.program import Program
@@ -29,7 +29,8 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
     parameters = sum(x.size for x in jax.tree.leaves(program.abstract_params))
-    lines = [f"{model.config.architecture}, {parameters:,} parameters, on {mesh.size} "
+    active = models.num_active_parameters(model, program.abstract_params)
+    lines = [f"{model.config.architecture}, {parameter_count(parameters, active)} parameters, on {mesh.size} "
              f"{device} device{'s' if mesh.size > 1 else ''}"
              + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
              + f": {config.train.steps} steps of {config.train.batch_size} × "

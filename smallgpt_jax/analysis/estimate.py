@@ -43,6 +43,7 @@ class Estimate:
     """
 
     parameters: int
+    active_parameters: int
     flops_per_token: float
     flops_per_step: float
     tokens_per_step: int
@@ -81,7 +82,8 @@ def estimate(program: "Program") -> Estimate:
     model_flops = per_token * tokens
     sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
     known = dict(
-        parameters=models.num_parameters(model), flops_per_token=per_token,
+        parameters=models.num_parameters(model),
+        active_parameters=models.num_active_parameters(model, program.abstract_params), flops_per_token=per_token,
         flops_per_step=model_flops + flops.update_flops(model, program.optimizer), tokens_per_step=tokens,
         devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
         account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,

@@ -8,10 +8,10 @@ import optax
 from flax import linen as nn
 from jax.extend import core
 
-from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.models import LanguageModel, abstract_model_state, abstract_params
 
 # Primitives with matrix products whose FLOPs cannot be counted. They raise an error instead of counting as zero.
-OTHER_CONTRACTIONS = ("conv_general", "ragged_dot", "scaled_matmul", "custom_call", "pallas_call", "fft",
+OTHER_CONTRACTIONS = ("conv_general", "scaled_matmul", "custom_call", "pallas_call", "fft",
                       "triangular_solve")
 
 
@@ -19,12 +19,15 @@ def train_flops_per_token(model: LanguageModel) -> float:
     """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). The FLOPs of attention do not depend on the backend, see `ops.attention.counted`.
+    section 2.1). The FLOPs do not depend on the backend of attention, see `ops.attention.counted`, nor on that of the
+    products of experts: the unused rows of blocks are not counted.
     """
-    model = model.clone(config=dataclasses.replace(model.config, attention="counted", remat="none"))
+    model = model.clone(config=dataclasses.replace(
+        model.config, attention="counted", grouped_matmul="ragged", remat="none"))
     time = model.config.context_length
     tokens = jax.ShapeDtypeStruct((1, time), "int32")
-    return 3 * matmul_flops(model.apply, {"params": abstract_params(model)}, tokens) / time
+    variables = {"params": abstract_params(model), "state": abstract_model_state(model)}
+    return 3 * matmul_flops(model.apply, variables, tokens) / time
 
 
 def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
@@ -52,6 +55,8 @@ def _count_equation(equation) -> int:
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+    if equation.primitive.name == "ragged_dot_general":
+        return _count_ragged_dot(equation)
     if any(word in equation.primitive.name for word in OTHER_CONTRACTIONS):
         raise ValueError(f"{equation.primitive.name}: its FLOPs cannot be counted; write the product as a dot_general")
     inner = [_count(_open(value)) for parameter in equation.params.values()
@@ -64,6 +69,16 @@ def _count_equation(equation) -> int:
     if equation.primitive.name == "while" and sum(inner):
         raise ValueError("while: matrix products in a loop of unknown length cannot be counted; use jax.lax.scan")
     return sum(inner)
+
+
+def _count_ragged_dot(equation) -> int:
+    """Returns the FLOPs of a product of each row with the matrix of its group."""
+    dimensions = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dimensions.dot_dimension_numbers
+    if set(dimensions.lhs_ragged_dimensions) & set(contracted):
+        raise ValueError("ragged_dot_general: its FLOPs cannot be counted if the ragged dimension is contracted")
+    left = equation.invars[0].aval.shape
+    return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
 
 
 def _open(jaxpr):

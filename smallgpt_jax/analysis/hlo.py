@@ -45,6 +45,11 @@ class Instruction:
         return found[1] if found else self.line
 
     @property
+    def is_local(self) -> bool:
+        """Whether each device is alone in its replica group, so that a collective only copies its operand."""
+        return bool(re.search(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\])", self.line))
+
+    @property
     def is_reduce_scatter(self) -> bool:
         """Whether the instruction is a TPU's fusion of an all-reduce and a slice, that is, a reduce-scatter."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
@@ -83,7 +88,7 @@ class Program:
         """Returns {kind: {"count": …, "bytes": …}} of the collectives that a device executes.
 
         For each kind, such as "all-reduce", "count" is the number of executions, and "bytes" is the total size of their
-        results.
+        results. Collectives of groups of a single device are not counted.
         """
         channels = {}  # an asynchronous collective has several instructions with the same channel
         for times, instruction in self.executed():
@@ -92,7 +97,7 @@ class Program:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and not instruction.is_local:
                 channels[instruction.channel] = kind, times, times * instruction.result_bytes
         found = {}
         for kind, times, size in channels.values():

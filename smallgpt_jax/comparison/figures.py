@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
@@ -105,6 +106,17 @@ def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
     plot.set_xticks(sorted(ticks), map(str, sorted(ticks)))
     plot.minorticks_off()
     return finish_plot(figure, plot)
+
+
+def expert_load(run: Run) -> Figure:
+    """Returns an image of the load of each expert, relative to the mean load, with one row per block."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    plot = figure.subplots()
+    stacks = [np.reshape(load, (-1, np.shape(load)[-1])) for load in run.expert_load.values()]
+    image = plot.imshow(np.concatenate(stacks), vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
+    plot.set(xlabel="expert", ylabel="block", yticks=range(sum(map(len, stacks))))
+    figure.colorbar(image, label="load / mean load", extend="max")
+    return figure
 
 
 def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:

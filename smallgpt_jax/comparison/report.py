@@ -14,7 +14,7 @@ from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
 from smallgpt_jax.comparison.results import OWN_TEXT, Run, Spread
 from smallgpt_jax.files import safe_name, write_atomically
-from smallgpt_jax.formatting import duration
+from smallgpt_jax.formatting import duration, parameter_count
 
 MISSING = "–"
 # The report lists these config fields if they are equal in all runs.
@@ -87,6 +87,11 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
         blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
+    if with_experts := [group[0] for group in groups.values() if group[0].expert_load]:
+        blocks += [Heading("Load of experts"), *(Plot(
+            f"experts-{safe_name(run.name)}", figures.expert_load(run),
+            f"{run.name}, seed {run.seed}: tokens per expert in the last logged step, relative to the block's mean.")
+            for run in with_experts)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
     if shared := results.shared_fields(runs, SHARED):
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
@@ -194,7 +199,8 @@ def summary_table(groups: dict[str, list[Run]]) -> Table:
         seconds = results.final_spread(group, "seconds")
         decoding = results.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
         rows.append((
-            name + unfinished_note(group), f"{len(group)}", f"{first.parameters:,}", f"{first.flops_per_token:,.0f}",
+            name + unfinished_note(group), f"{len(group)}", 
+            parameter_count(first.parameters, first.active_parameters), f"{first.flops_per_token:,.0f}",
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
             *(format_spread(None if unfinished_note(group) else results.final_spread(group, field))

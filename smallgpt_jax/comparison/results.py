@@ -53,6 +53,7 @@ class Run:
     is_imported: bool  # started from imported weights
     steps_done: int  # the last logged step
     parameters: int
+    active_parameters: int  # parameters that one token uses; in a mixture of experts, fewer than `parameters`
     components: dict[str, int]
     flops_per_token: float  # of the model, without the optimizer
     tokens_per_step: float  # padding excluded
@@ -60,6 +61,7 @@ class Run:
     tokens_per_second: float | None  # mean training speed of the whole run
     memory_bytes: int | None  # per device, of the compiled training step
     sessions: tuple[dict, ...]
+    expert_load: dict[str, list] | None  # the last logged load: {path of a router: load by layer and expert}
     texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
@@ -82,14 +84,14 @@ def read_run(name: str, folder: Path) -> Run:
     # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    components, flops_per_token, optimizer_flops = _parameters_and_flops(model, config.optimizer.name)
+    counts = _count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
         step = line["step"]
-        flops = step * inputs_per_step * flops_per_token + step * optimizer_flops
+        flops = step * (inputs_per_step * counts.flops_per_token + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
                      line["bits_per_byte"], line.get("targets"))
 
@@ -100,23 +102,35 @@ def read_run(name: str, folder: Path) -> Run:
         is_finished=config.train.steps in evaluated,
         diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
-        parameters=sum(components.values()), components=components, flops_per_token=flops_per_token,
-        tokens_per_step=tokens_per_step,
+        parameters=sum(counts.components.values()), active_parameters=counts.active_parameters,
+        components=counts.components, flops_per_token=counts.flops_per_token, tokens_per_step=tokens_per_step,
         curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
-        sessions=tuple(sessions), texts=tuple(row for row in texts if row["step"] == config.train.steps),
+        sessions=tuple(sessions),
+        expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
+        texts=tuple(row for row in texts if row["step"] == config.train.steps),
         decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps))
 
 
+class Counts(NamedTuple):
+    """What follows from a model's config and the name of its optimizer alone."""
+
+    components: dict[str, int]  # number of parameters of each component
+    active_parameters: int
+    flops_per_token: float  # of training, without the optimizer
+    optimizer_flops: int  # per update
+
+
 @functools.cache
-def _parameters_and_flops(model: models.LanguageModel, optimizer_name: str) -> tuple[dict[str, int], float, int]:
-    """Returns the number of parameters of each component, the FLOPs per token of training, and those of an update.
+def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
+    """Returns the parameters and FLOPs of a model.
 
     The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
     """
     optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), beta1=0.9, beta2=0.95)
-    return memory.components(model), train_flops_per_token(model), update_flops(model, optimizer)
+    return Counts(memory.components(model), models.num_active_parameters(model), train_flops_per_token(model),
+                  update_flops(model, optimizer))
 
 
 def steps_done(folder: Path) -> int:

@@ -33,8 +33,9 @@ REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 # Variable collections → axis along which layers are stacked. "state" is part of TrainState. Values sown into "losses"
-# are added to the training loss; values sown into "metrics" are logged to metrics.jsonl.
-PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0}
+# are added to the training loss. Values sown into "metrics" are averaged over layers and logged to metrics.jsonl;
+# values sown into "layer_metrics" are logged per layer.
+PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0}
 
 
 class Block(nn.Module):

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterable
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
@@ -46,6 +47,14 @@ class ModelConfig:
     qk_norm: bool = False
     attention_windows: tuple[int, ...] = ()
     rope_base: float = 10_000.0
+    num_experts: int = 16
+    experts_per_token: int = 3
+    num_shared_experts: int = 1
+    expert_mlp: str = "dense"
+    expert_scale: float = 1.0
+    expert_bias_rate: float = 0.001
+    balance_loss: float = 0.0
+    grouped_matmul: str = "auto"
 
     def __post_init__(self):
         if isinstance(self.attention_windows, list):  # from JSON
@@ -81,6 +90,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
+        """The width of the MLP's inner layer; in a mixture of experts, of one expert."""
         return round(self.mlp_ratio * self.d_model)
 
     @property
@@ -112,7 +122,28 @@ class ModelConfig:
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
         if self.num_kv_heads < 0:
             self.refuse("num_kv_heads", "must be at least 0; 0 means config.model.num_heads")
+        if self.mlp == "moe":
+            self.validate_experts()
         self.validate_block()
+
+    def validate_experts(self) -> None:
+        """Raises UserError if a field of the mixture of experts is invalid."""
+        if self.num_experts < 1:
+            self.refuse("num_experts", "must be at least 1")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            self.refuse("experts_per_token",
+                        f"must be at least 1 and at most config.model.num_experts={self.num_experts}")
+        if self.num_shared_experts < 0:
+            self.refuse("num_shared_experts", "must be at least 0")
+        if self.use_bias:
+            self.refuse("use_bias", "must be False with config.model.mlp='moe', because experts have no biases")
+        self.validate_choice("expert_mlp", ("dense", "gated"))
+        self.validate_choice("grouped_matmul", grouped_matmul.BACKENDS)
+        for field in ("expert_bias_rate", "balance_loss"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                self.refuse(field, "must be a finite number, at least 0")
+        if not 0 < self.expert_scale < float("inf"):
+            self.refuse("expert_scale", "must be a finite number above 0")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         """Raises UserError unless the value of `field` is in `allowed`."""

@@ -123,3 +123,14 @@ def abstract_variables(model: LanguageModel):
 
 def num_parameters(model: LanguageModel) -> int:
     return sum(x.size for x in jax.tree.leaves(abstract_params(model)))
+
+
+def num_active_parameters(model: LanguageModel, boxed_params=None) -> int:
+    """Returns the number of parameters that one token uses: all except those of the experts that it does not use.
+
+    `boxed_params` is `abstract_params(model)`, which is computed if it is not given.
+    """
+    boxes = jax.tree.leaves(boxed_params or abstract_params(model),
+                            is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    used = model.config.experts_per_token / model.config.num_experts
+    return sum(round(used * box.value.size) if "expert" in box.names else box.value.size for box in boxes)

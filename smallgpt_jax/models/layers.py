@@ -11,6 +11,7 @@ of flax's own nn.Dense, work too and are replicated.
 (B, T, D) activations and a `Context`.
 """
 
+import dataclasses
 import math
 
 import flax.linen as nn
@@ -19,41 +20,11 @@ import jax.numpy as jnp
 from smallgpt_jax import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, normal, residual_std, zeros
+from smallgpt_jax.models.router import Router
 from smallgpt_jax.ops.activations import ACTIVATIONS
+from smallgpt_jax.ops.grouped_matmul import grouped_experts
 from smallgpt_jax.ops.matmul import matmul
-
-INIT_STD = 0.02  # initial std of weights, as in GPT-2; projections into the residual stream use `residual_std`
-
-
-def normal(std: float, *axes: str):
-    """Returns a normal(0, std) initializer for a weight whose axes have the logical names `axes`."""
-    return nn.with_logical_partitioning(nn.initializers.normal(std), axes)
-
-
-def zeros(*axes: str):
-    """Returns a zero initializer for a bias whose axes have the logical names `axes`."""
-    return nn.with_logical_partitioning(nn.initializers.zeros, axes)
-
-
-def deepnorm_gain(config: ModelConfig) -> float:
-    """Returns the factor by which DeepNorm multiplies some initial weights; 1 if the model does not use DeepNorm.
-
-    The factor is (8N)^−¼, where N is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only
-    models). It applies to the weights of MLPs, and to the value and output projections of attention.
-    """
-    return (8 * config.depth) ** -0.25 if config.norm_position == "deepnorm" else 1.0
-
-
-def residual_std(config: ModelConfig) -> float:
-    """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a pre-norm model of N blocks.
-
-    The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
-    section 2.3). If `config.norm_position` is not "pre", a norm follows each sum, and the std is 0.02 times
-    `deepnorm_gain(config)`.
-    """
-    if config.norm_position == "pre":
-        return INIT_STD / math.sqrt(2 * config.num_layers)
-    return INIT_STD * deepnorm_gain(config)
 
 
 class Dense(nn.Module):
@@ -151,4 +122,39 @@ class GatedMLP(nn.Module):
             ACTIVATIONS[c.activation](gate_BxTxF) * up_BxTxF, context)
 
 
-MLPS = {"dense": MLP, "gated": GatedMLP}
+class MixtureOfExperts(nn.Module):
+    """The sum of shared experts, which every token uses, and of the routed experts that the router chooses per token.
+
+    y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12). Each expert is an MLP
+    of the kind `config.expert_mlp` and of width `config.mlp_width`. The shared experts together are one such MLP of
+    `num_shared_experts` times that width. No token is dropped.
+
+    The weights of the E routed experts are stacked along a leading axis. Tensor parallelism splits the width of each
+    expert, so that devices have equal work whatever the router chooses.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        c = self.config
+        experts_BxTxK, gates_BxTxK = Router(c, name="router")(x_BxTxD, context)
+        std = INIT_STD * deepnorm_gain(c)
+        into = [self.weights(name, (c.d_model, c.mlp_width), ("embed", "mlp"), std)
+                for name in (("gate", "up") if c.expert_mlp == "gated" else ("up",))]
+        out = self.weights("down", (c.mlp_width, c.d_model), ("mlp", "embed"), residual_std(c))
+        y_BxTxD = grouped_experts(
+            x_BxTxD.astype(c.dtype), experts_BxTxK, gates_BxTxK, into, out, ACTIVATIONS[c.activation], c.grouped_matmul)
+        if not c.num_shared_experts:
+            return y_BxTxD
+        shared = dataclasses.replace(c, mlp=c.expert_mlp, mlp_ratio=c.num_shared_experts * c.mlp_width / c.d_model)
+        return y_BxTxD + MLPS[c.expert_mlp](shared, name="shared")(x_BxTxD, context)
+
+    def weights(self, name: str, shape: tuple[int, int], axes: tuple[str, str], std: float):
+        """Returns the stacked matrices (E, *shape) of the routed experts, in the compute dtype."""
+        axes = ("expert", *axes)
+        weight = self.param(name, normal(std, *axes), (self.config.num_experts, *shape))
+        return sharding.gather_fsdp(weight.astype(self.config.dtype), axes)
+
+
+MLPS = {"dense": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}

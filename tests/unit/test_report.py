@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from smallgpt_jax.comparison import figures, measure, report, results
@@ -14,8 +15,9 @@ def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> re
                    for step in steps)
     return results.Run(
         name=name, workdir="x", seed=seed, config={"train.steps": 2}, is_finished=2 in steps, diverged=False,
-        is_imported=False, steps_done=max(steps), parameters=1, components={}, flops_per_token=1.0, tokens_per_step=10,
-        curve=points, tokens_per_second=1.0, memory_bytes=None, sessions=(), texts=(), decoding=None, benchmarks={})
+        is_imported=False, steps_done=max(steps), parameters=1, active_parameters=1, components={},
+        flops_per_token=1.0, tokens_per_step=10, curve=points, tokens_per_second=1.0, memory_bytes=None, sessions=(),
+        expert_load=None, texts=(), decoding=None, benchmarks={})
 
 
 def test_seconds_are_interpolated_and_extrapolated():
@@ -91,6 +93,17 @@ def test_report_of_a_single_run(tmp_path):
     assert "| a | 1 |" in markdown and "4.0000" in summary
     for phrase in ("rank", "mean over the seeds", "means over seeds", "Config differences", "Shared config"):
         assert phrase not in markdown
+
+
+def test_report_of_experts(tmp_path):
+    """The report shows the active parameters, and an image of the load with one row per block."""
+    load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, 1.0]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}
+    run = dataclasses.replace(make_run(0), parameters=1234, active_parameters=567, expert_load=load)
+    text = report.write_report(tmp_path, [run, make_run(0, name="b")], {"title": "t", "budget": "", "command": ""}, None)
+    assert "1,234 (567 active)" in text and (tmp_path / "experts-a.png").exists()
+    assert "Load of experts" in (tmp_path / "report.md").read_text()
+    image, = figures.expert_load(run).axes[0].images
+    assert np.array_equal(image.get_array(), [[0.5, 1.5], [1.0, 1.0], [2.5, 0.0]])
 
 
 def test_logged_curves(tmp_path):

@@ -1,0 +1,91 @@
+"""The router of a mixture of experts."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax import sharding
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.initializers import INIT_STD, normal
+
+ROUTER_AXES = ("embed", "router")
+
+
+class Router(nn.Module):
+    """Chooses `experts_per_token` of the E routed experts for each token, as DeepSeek-V3 does.
+
+    The score of an expert is s_i = sigmoid(x·e_i), computed in float32. The K experts with the largest s_i + b_i are
+    chosen. Their gates are their scores divided by the sum of the K scores (arXiv 2412.19437, equations 13 to 16).
+
+    The biases b balance the experts without an auxiliary loss: after each update, b_i grows by `expert_bias_rate` if
+    expert i got fewer than the mean number of tokens of the update's batch, and shrinks by it if it got more (section
+    2.1.2). The counts are summed over the microbatches in the state `load`. The first forward pass of the next update
+    changes the biases, and so does, without storing them, every evaluation.
+
+    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). It is 1·α for balanced
+    experts.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        """Returns the chosen experts, (B, T, K) int32, and their gates times `expert_scale`, (B, T, K) float32."""
+        c = self.config
+        scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
+        bias_E, load_E = self.balance(context)
+        experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
+        chosen_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxK, c.num_experts), axis=2)
+        self.count(chosen_BxTxE, bias_E, load_E)
+        if c.balance_loss:
+            self.sow("losses", "expert_balance", c.balance_loss * sequence_balance(scores_BxTxE, chosen_BxTxE))
+        gates_BxTxK = jnp.take_along_axis(scores_BxTxE, experts_BxTxK, axis=-1)
+        return experts_BxTxK, c.expert_scale * gates_BxTxK / jnp.sum(gates_BxTxK, axis=-1, keepdims=True)
+
+    def products(self, x_BxTxD):
+        """Returns the product of each token with the vector of each expert, (B, T, E) float32."""
+        kernel_DxE = sharding.gather_fsdp(
+            self.param("kernel", normal(INIT_STD, *ROUTER_AXES), (x_BxTxD.shape[-1], self.config.num_experts)),
+            ROUTER_AXES)
+        x_RxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32)
+        return jnp.dot(x_RxD, kernel_DxE, precision="highest").reshape(*x_BxTxD.shape[:2], -1)
+
+    def choose(self, biased_BxTxE):
+        """Returns the experts with the largest biased scores, (B, T, K) int32."""
+        def on_one_device(biased_BxTxE):
+            return jax.lax.top_k(biased_BxTxE, self.config.experts_per_token)[1]
+
+        # The compiler would gather the scores of all devices, because it does not partition top_k.
+        return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
+
+    def balance(self, context: Context):
+        """Returns the biases, (E,), and the numbers of tokens that this update has counted so far, (E,)."""
+        shape = (self.config.num_experts,)
+        bias_E = self.variable("state", "bias", jnp.zeros, shape).value
+        load_E = self.variable("state", "load", jnp.zeros, shape).value
+        moved_E = bias_E + self.config.expert_bias_rate * jnp.sign(jnp.mean(load_E) - load_E)
+        begins = context.begins_update
+        return jnp.where(begins, moved_E, bias_E), jnp.where(begins, 0, load_E)
+
+    def count(self, chosen_BxTxE, bias_E, load_E) -> None:
+        """Stores the biases and the load in training, and logs the load of each expert relative to the mean load."""
+        counts_E = jnp.sum(chosen_BxTxE, axis=(0, 1))
+        if self.is_mutable_collection("state") and not self.is_initializing():
+            self.put_variable("state", "bias", bias_E)
+            self.put_variable("state", "load", load_E + counts_E)
+        relative_E = counts_E / jnp.mean(counts_E)
+        self.sow("metrics", "expert_load_max", jnp.max(relative_E))
+        self.sow("layer_metrics", "expert_load", relative_E)
+
+
+def sequence_balance(scores_BxTxE, chosen_BxTxE):
+    """Returns the mean over sequences of Σ f_i·P_i; see arXiv 2412.19437, equations 17 to 20.
+
+    f_i is the share of tokens that chose expert i, divided by its value K/E for balanced experts; P_i is the mean over
+    tokens of expert i's score divided by the token's sum of scores.
+    """
+    share_BxE = jnp.mean(chosen_BxTxE, axis=1)
+    f_BxE = share_BxE / jnp.mean(share_BxE, axis=-1, keepdims=True)
+    p_BxE = jnp.mean(scores_BxTxE / jnp.sum(scores_BxTxE, axis=-1, keepdims=True), axis=1)
+    return jnp.mean(jnp.sum(f_BxE * p_BxE, axis=-1))

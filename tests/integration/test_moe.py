@@ -1,0 +1,325 @@
+"""Tests of mixtures of experts: outputs, gradients, balance, sharding, decoding, FLOPs and logs.
+
+The oracles are a loop over tokens in float64, the module of transformers' DeepSeek-V3, and the dense MLP.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build, init, load_config
+from scipy.special import erf
+
+from smallgpt_jax import models, sharding
+from smallgpt_jax.analysis import hlo
+from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import layout
+from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.layers import MLPS
+from smallgpt_jax.ops import grouped_matmul
+from smallgpt_jax.program import build_program
+
+MOE = {"mlp": "moe", "mlp_ratio": 1.0, "num_experts": 6, "experts_per_token": 2, "expert_scale": 2.5}
+SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
+             model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
+
+
+def random_state(model, seed=0):
+    """Returns a model state with random biases and loads. The biases are large enough to change what is chosen."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.float32(rng.uniform(0, 0.1, x.shape)), models.abstract_model_state(model))
+
+
+def plain_experts(config, weights, bias_E, x_TxD):
+    """Returns the outputs of a mixture of experts for one sequence, the number of tokens per expert, and Σ f_i·P_i.
+
+    NumPy, float64, one token at a time.
+    """
+    y, counts, shares = np.zeros_like(x_TxD), np.zeros(config.num_experts), np.zeros(config.num_experts)
+
+    def expert(x, up, down, gate=None):
+        act = {"gelu": lambda h: h * 0.5 * (1 + erf(h / np.sqrt(2))), "silu": lambda h: h / (1 + np.exp(-h))}[
+            config.activation]
+        return (act(x @ up) if gate is None else act(x @ gate) * (x @ up)) @ down
+
+    names = ("up", "down", "gate") if config.expert_mlp == "gated" else ("up", "down")
+    for n, x in enumerate(x_TxD):
+        scores = 1 / (1 + np.exp(-x @ weights["router"]["kernel"]))
+        shares += scores / scores.sum() / len(x_TxD)
+        chosen = np.argsort(-(scores + bias_E))[:config.experts_per_token]
+        for e in chosen:
+            y[n] += config.expert_scale * scores[e] / scores[chosen].sum() * expert(
+                x, *(weights[name][e] for name in names))
+            counts[e] += 1
+        if config.num_shared_experts:
+            y[n] += expert(x, *(weights["shared"][name]["kernel"] for name in names))
+    f = counts * config.num_experts / (config.experts_per_token * len(x_TxD))
+    return y, counts, f @ shares
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"expert_mlp": "gated", "activation": "silu", "grouped_matmul": "ragged"}, {"num_shared_experts": 0},
+    {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"}])
+def test_outputs_match_a_loop_over_tokens(fields):
+    """The chosen experts depend on the biases, which move by expert_bias_rate before an update; the gates do not."""
+    config = build("gpt", **{**MOE, "expert_bias_rate": 0.2, "balance_loss": 0.5, **fields}).config
+    module = MLPS["moe"](config)
+    x = np.random.default_rng(0).standard_normal((2, 24, config.d_model))
+    variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros(x.shape), EVALUATION)
+    rng = np.random.default_rng(1)
+    weights = jax.tree.map(lambda w: 0.3 * rng.standard_normal(w.shape), jax.tree.map(
+        lambda w: w.value, variables["params"], is_leaf=lambda w: hasattr(w, "names")))
+    bias, load = rng.uniform(0, 0.3, config.num_experts), rng.integers(0, 9, config.num_experts)
+    state = {"router": {"bias": jnp.float32(bias), "load": jnp.float32(load)}}
+    moved = bias + 0.2 * np.sign(load.mean() - load)
+    for begins, biases, before in ((True, moved, 0), (False, bias, load)):
+        expected, counts, balance = zip(*(plain_experts(config, weights, biases, sequence) for sequence in x))
+        found, collections = module.apply(
+            {"params": jax.tree.map(jnp.float32, weights), "state": state}, jnp.float32(x),
+            Context(train=True, begins_update=begins), mutable=["state", "losses"])
+        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+        assert collections["losses"]["router"]["expert_balance"][0] == pytest.approx(0.5 * np.mean(balance), rel=1e-4)
+        np.testing.assert_allclose(collections["state"]["router"]["bias"], biases, atol=1e-6)
+        assert np.array_equal(collections["state"]["router"]["load"], before + np.sum(counts, axis=0))
+
+
+@pytest.mark.slow
+def test_outputs_match_deepseek_v3_of_transformers():
+    torch = pytest.importorskip("torch")
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = build("gpt", **{**MOE, "expert_mlp": "gated", "activation": "silu", "num_shared_experts": 2}).config
+    theirs = deepseek.DeepseekV3MoE(deepseek.DeepseekV3Config(
+        hidden_size=config.d_model, moe_intermediate_size=config.mlp_width, n_routed_experts=config.num_experts,
+        num_experts_per_tok=config.experts_per_token, n_shared_experts=config.num_shared_experts, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=config.expert_scale, hidden_act="silu")).eval()
+    rng = np.random.default_rng(0)
+    state = {name: torch.tensor(0.3 * rng.standard_normal(x.shape), dtype=torch.float32)
+             for name, x in theirs.state_dict().items()}
+    theirs.load_state_dict(state)
+    ours = {name: x.numpy() for name, x in state.items()}
+    gate_up = ours["experts.gate_up_proj"]  # (E, 2F, D)
+    weights = {"router": {"kernel": ours["gate.weight"].T}, "gate": gate_up[:, :config.mlp_width].swapaxes(1, 2),
+               "up": gate_up[:, config.mlp_width:].swapaxes(1, 2), "down": ours["experts.down_proj"].swapaxes(1, 2),
+               "shared": {name: {"kernel": ours[f"shared_experts.{name}_proj.weight"].T}
+                          for name in ("gate", "up", "down")}}
+    router = {"bias": ours["gate.e_score_correction_bias"], "load": np.zeros(config.num_experts, np.float32)}
+    x = rng.standard_normal((2, 24, config.d_model)).astype(np.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(x)).numpy()
+    found = MLPS["moe"](config).apply({"params": weights, "state": {"router": router}}, x, EVALUATION)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend, rows", [("blocks", 200), ("blocks", 3), ("ragged", 200)])
+@pytest.mark.parametrize("skew", ["uniform", "one group", "no row in the first and last"])
+def test_no_row_is_dropped(backend, rows, skew):
+    """Products and their gradients match a loop over rows, however the rows are distributed over the groups."""
+    rng = np.random.default_rng(0)
+    groups = {"uniform": rng.integers(0, 5, rows), "one group": np.full(rows, 3),
+              "no row in the first and last": rng.integers(1, 4, rows)}[skew]
+    x, w, ct = rng.standard_normal((rows, 4)), rng.standard_normal((5, 4, 7)), rng.standard_normal((rows, 7))
+
+    @jax.jit
+    def product(x, w, groups):
+        grouping = grouped_matmul.group_rows(groups, 5, grouped_matmul.block_size(backend, rows, 5))
+        slots = grouped_matmul.into_slots(x, grouping)
+        return grouped_matmul.from_slots(grouped_matmul.grouped_matmul(slots, w, grouping), grouping)
+
+    found, gradient = jax.vjp(lambda x, w: product(x, w, jnp.int32(groups)), jnp.float32(x), jnp.float32(w))
+    np.testing.assert_allclose(found, [row @ w[g] for row, g in zip(x, groups)], atol=1e-5)
+    dx, dw = gradient(jnp.float32(ct))
+    np.testing.assert_allclose(dx, [w[g] @ row for row, g in zip(ct, groups)], atol=1e-5)
+    expected = np.zeros_like(w)
+    for row, g, row_ct in zip(x, groups, ct):
+        expected[g] += np.outer(row, row_ct)
+    np.testing.assert_allclose(dw, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["blocks", "ragged"])
+def test_a_single_expert_equals_the_dense_mlp(backend):
+    dense = build("gpt", num_layers=1)
+    moe = build("gpt", num_layers=1, mlp="moe", num_experts=1, experts_per_token=1, num_shared_experts=0,
+                grouped_matmul=backend)
+    params = init(dense)
+    mlp = params["trunk"]["blocks"]["mlp"]
+    experts = {name: mlp[name]["kernel"][:, None] for name in ("up", "down")}
+    experts["router"] = {"kernel": jnp.full((1, dense.config.d_model, 1), 0.1)}
+    moe_params = {**params, "trunk": {"blocks": {**params["trunk"]["blocks"], "mlp": experts}}}
+    tokens = np.random.default_rng(0).integers(0, 512, (2, 64))
+    logits = jax.jit(moe.apply)({"params": moe_params, "state": random_state(moe)}, tokens)
+    np.testing.assert_allclose(logits, jax.jit(dense.apply)({"params": params}, tokens), atol=1e-5)
+
+
+# ---------------------------------------------------------------------- training
+
+@functools.cache
+def compiled_program(devices, recipe, fields):
+    extra = {"model__blocks_per_stage": 1} if recipe == "lgpt" else {}
+    moe = {f"model__{name}": value for name, value in MOE.items()}
+    program = build_program(load_config(recipe, **{**SMALL, **moe, **extra, **dict(fields)}), jax.devices()[:devices])
+    return program, program.runnable(program.compile_train_step())
+
+
+def train(steps=3, devices=1, recipe="gpt", restart=lambda state, program: state, **fields):
+    """Returns the state after `steps` steps, and the metrics of each step. `restart` is applied after each step."""
+    program, step = compiled_program(devices, recipe, tuple(fields.items()))
+    state = program.initial_state()
+    metrics = []
+    for seed in range(steps):
+        tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
+        state, values = step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))
+        metrics.append(jax.device_get(values))
+        state = restart(state, program)
+    return jax.device_get(state), metrics
+
+
+def mesh(**axes):
+    return {f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, fields", [
+    ("gpt", {**mesh(data=2, fsdp=2, tensor=2), "model__balance_loss": 0.01}),
+    ("gpt", {**mesh(data=8), "model__grouped_matmul": "ragged", "model__scan_layers": False}),
+    ("gpt", {**mesh(fsdp=4, tensor=2), "model__remat": "full", "model__expert_mlp": "gated"}),
+    ("pgpt", {**mesh(data=2, tensor=2, path=2), "model__balance_loss": 0.01}),
+    ("pgpt", {**mesh(data=4, path=2), "model__grouped_matmul": "ragged"}),
+    ("lgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots"}),
+])
+def test_eight_devices_match_one_device(recipe, fields):
+    """Losses match, and so do the loads, exactly. The reference is scanned, without remat, with blocks of rows."""
+    plain = {name: value for name, value in fields.items() if name in ("model__balance_loss", "model__expert_mlp")}
+    state, metrics = train(devices=8, recipe=recipe, **fields)
+    expected_state, expected = train(recipe=recipe, **plain)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in metrics], [m[name] for m in expected], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, state.model_state, expected_state.model_state)
+
+
+@pytest.mark.slow
+def test_rows_do_not_move_between_devices():
+    """With data parallelism, the devices exchange gradients and loads, but no tokens: everything is an all-reduce."""
+    program, _ = compiled_program(8, "gpt", tuple(mesh(data=8).items()))
+    traffic = hlo.Program(program.compile_train_step().as_text()).collectives()
+    assert set(traffic) == {"all-reduce"}
+    gradient_bytes = 4 * models.num_parameters(program.model)
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024
+
+
+@pytest.mark.slow
+def test_microbatches_do_not_change_the_result():
+    whole, parts = (train(model__balance_loss=0.01, train__microbatches=n) for n in (1, 4))
+    np.testing.assert_allclose([m["loss"] for m in parts[1]], [m["loss"] for m in whole[1]], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, parts[0].model_state, whole[0].model_state)
+    loads = jax.tree.leaves(whole[0].model_state["trunk"]["blocks"]["mlp"]["router"]["load"])
+    assert np.sum(loads) == 2 * 2 * 16 * 32  # two blocks, two experts per token
+
+
+@pytest.mark.slow
+def test_resumption_is_exact(tmp_path):
+    """A run that restores the state from a checkpoint after every step has the same parameters, biases and loads."""
+    def restore(state, program):
+        checkpoints = Checkpoints(tmp_path, keep=1, log=print)
+        checkpoints.save(int(state.step), state)
+        checkpoints.wait_until_finished()
+        return checkpoints.restore_latest(program.abstract_state)
+
+    jax.tree.map(np.testing.assert_array_equal, train(restart=restore)[0], train()[0])
+
+
+@pytest.mark.slow
+def test_biases_balance_a_skewed_router():
+    """Two of six experts get all tokens at first. After 60 steps, none gets more than 1.5 times the mean.
+
+    All tokens have a large component in one direction, and so do the vectors of the first two experts.
+    """
+    program, step = compiled_program(1, "gpt", (("model__expert_bias_rate", 0.01),))
+    state = program.initial_state()
+    direction = jnp.tile(jnp.array([1.0, -1.0]), 8)
+    state.params["position_embedding"] += 0.1 * direction[None]
+    router = state.params["trunk"]["blocks"]["mlp"]["router"]
+    router["kernel"] = (20 * router["kernel"]).at[:, :, :2].add(0.2 * direction[None, :, None])
+    peaks = []
+    for seed in range(60):
+        tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
+        state, metrics = step(state, Batch(jnp.asarray(tokens)))
+        peaks.append(np.max(metrics["expert_load"]["trunk/blocks/mlp/router"]))
+    assert peaks[0] == pytest.approx(3) and max(peaks[-5:]) < 1.5
+
+
+# ---------------------------------------------------------------------- everything else
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, fields", [
+    ("gpt", {"position": "rope", "attention_windows": (5, 0)}), ("pgpt", {"expert_mlp": "gated"}),
+    ("lgpt", {"norm_position": "deepnorm", "grouped_matmul": "ragged"})])
+def test_decoding_matches_the_forward_pass(recipe, fields):
+    """Rows of different lengths are decoded together, so that padding and other rows must not change what is chosen."""
+    model = build(recipe, **{**MOE, "context_length": 24, "num_layers": 4, **fields})
+    params, state = init(model), random_state(model)
+    ids = [np.random.default_rng(n).integers(0, 512, n).tolist() for n in (3, 9)]
+    session = DecodeSession(model, layout.pack(model, jax.device_get(params), jax.device_get(state)), 512, ids)
+    for _ in range(4):
+        _, logits = session.sample_with_logits(Sampling(temperature=None))
+        for row, row_logits in zip(session.ids, logits):
+            padded = jnp.asarray([row + [0] * (24 - len(row))])
+            expected = jax.jit(model.apply)({"params": params, "state": state}, padded)
+            np.testing.assert_allclose(row_logits, expected[0, len(row) - 1], atol=1e-4, rtol=1e-4)
+            row.append(len(row))
+
+
+def test_parameters_and_flops():
+    """A token uses three of 16 routed experts and the shared one, each with two matrices of width d_model."""
+    moe, gpt = (models.build(**load_config(name, "paper", model__scan_layers=True).model) for name in ("moe", "gpt"))
+    width, router = 768, 768 * 16
+    assert models.num_parameters(moe) - models.num_parameters(gpt) == 12 * (17 * 2 * width**2 - 8 * width**2 + router)
+    assert models.num_active_parameters(moe) - models.num_parameters(gpt) == 12 * router
+    assert train_flops_per_token(moe) - train_flops_per_token(gpt) == 6 * 12 * router
+    assert models.num_active_parameters(gpt) == models.num_parameters(gpt)
+
+
+def test_flops_of_unknown_grouped_products_are_refused():
+    """The gradient of the matrices contracts the dimension of the rows, whose groups differ in length."""
+    x, w, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
+    assert matmul_flops(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w) == 2 * 8 * 4 * 3
+    with pytest.raises(ValueError, match="ragged_dot_general"):
+        matmul_flops(jax.grad(lambda w: jax.lax.ragged_dot(x, w, sizes).sum()), w)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"num_experts": 0}, r"config.model.num_experts=0: must be at least 1"),
+    ({"experts_per_token": 7}, r"experts_per_token=7: must be at least 1 and at most config.model.num_experts=6"),
+    ({"experts_per_token": 0}, r"experts_per_token=0: must be at least 1"),
+    ({"num_shared_experts": -1}, r"num_shared_experts=-1: must be at least 0"),
+    ({"expert_mlp": "moe"}, r"expert_mlp='moe': must be one of dense, gated"),
+    ({"expert_scale": 0.0}, r"expert_scale=0.0: must be a finite number above 0"),
+    ({"expert_bias_rate": -0.1}, r"expert_bias_rate=-0.1: must be a finite number, at least 0"),
+    ({"balance_loss": float("nan")}, r"balance_loss=nan: must be a finite number"),
+    ({"grouped_matmul": "megablox"}, r"grouped_matmul='megablox': must be one of auto, ragged, blocks"),
+    ({"use_bias": True}, r"use_bias=True: must be False with config.model.mlp='moe'"),
+])
+def test_impossible_fields_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        build("gpt", **{**MOE, **fields})
+
+
+@pytest.mark.slow
+def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
+    config = load_config("moe", data__source=str(text_file), data__validation_fraction=0.2, model__num_layers=2,
+                         train__steps=2, train__log_every=1, train__eval_every=2, train__eval_steps=1)
+    from smallgpt_jax.train import train as run
+    run(config, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    loads = [np.array(line["expert_load"]["trunk/blocks/mlp/router"]) for line in lines if line["split"] == "train"]
+    assert len(loads) == 2 and all(load.shape == (2, 16) for load in loads)
+    np.testing.assert_allclose([load.mean() for load in loads], 1, atol=1e-3)
+    assert all(line["expert_load_max"] == pytest.approx(load.max(axis=1).mean(), abs=1e-3)
+               for line, load in zip(lines, loads))

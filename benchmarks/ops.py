@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.inference import sampling
-from smallgpt_jax.ops import activations, attention, cross_entropy, matmul
+from smallgpt_jax.ops import activations, attention, cross_entropy, grouped_matmul, matmul
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds; each times both implementations.",
                                 lower_bound=1)
@@ -65,6 +65,23 @@ def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
     return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v_BxHxTxK)
 
 
+def experts(backend: str):
+    """Returns the forward pass of a mixture of experts, of which `choices_BxTxK` selects three per token."""
+    def apply(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
+        gates = jnp.full(choices_BxTxK.shape, 1 / 3)
+        return grouped_matmul.grouped_experts(
+            x_BxTxD, choices_BxTxK, gates, [up_ExDxF], down_ExFxD, activations.gelu, backend)
+
+    return apply
+
+
+def dense_mlp(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
+    """Returns a dense MLP with the FLOPs of three experts; its weights are those of the first three."""
+    up_DxF = jnp.swapaxes(up_ExDxF[:3], 0, 1).reshape(up_ExDxF.shape[1], -1)
+    return matmul.matmul(activations.gelu(matmul.matmul(x_BxTxD.reshape(-1, len(up_DxF)), up_DxF)),
+                         down_ExFxD[:3].reshape(-1, len(up_DxF)))
+
+
 def rows() -> dict[str, tuple]:
     """Returns the operations to time, {name: (plain implementation, our implementation, arguments)}."""
     rng = np.random.default_rng(0)
@@ -96,6 +113,12 @@ def rows() -> dict[str, tuple]:
         found[f"attention: divided after the product, {label}"] = (
             training(plain_attention),
             training(lambda q, k, v, mask=causal: attention.attention(q, k, v, mask, backend="xla")), qkv)
+        choices = jnp.asarray(np.argsort(rng.random((batch, 128, 16)))[..., :3])
+        weights = normal(batch, 128, width), *(0.1 * normal(16, width, width) for _ in range(2))
+        for name, other in (("ragged_dot", experts("ragged")), ("dense MLP of equal FLOPs", dense_mlp)):
+            found[f"experts: blocks, beside a {name}, {label}"] = (
+                *(training(lambda x, up, down, form=form, choices=choices: form(x, choices, up, down))
+                  for form in (other, experts("blocks"))), weights)
     qkv = tuple(normal(2, 4, 1024, 64) for _ in range(3))
     found["attention: chunks of queries, context 1,024"] = (
         training(lambda q, k, v: attention.attention(q, k, v, causal, backend="reference")),

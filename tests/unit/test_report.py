@@ -99,7 +99,8 @@ def test_report_of_experts(tmp_path):
     """The report shows the active parameters, and an image of the load with one row per block."""
     load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, 1.0]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}
     run = dataclasses.replace(make_run(0), parameters=1234, active_parameters=567, expert_load=load)
-    text = report.write_report(tmp_path, [run, make_run(0, name="b")], {"title": "t", "budget": "", "command": ""}, None)
+    about = {"title": "t", "budget": "", "command": ""}
+    text = report.write_report(tmp_path, [run, make_run(0, name="b")], about, None)
     assert "1,234 (567 active)" in text and (tmp_path / "experts-a.png").exists()
     assert "Load of experts" in (tmp_path / "report.md").read_text()
     image, = figures.expert_load(run).axes[0].images

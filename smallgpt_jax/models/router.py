@@ -19,11 +19,11 @@ class Router(nn.Module):
     chosen. Their gates are their scores divided by the sum of the K scores (arXiv 2412.19437, equations 13 to 16).
 
     The biases b balance the experts without an auxiliary loss: after each update, b_i grows by `expert_bias_rate` if
-    expert i got fewer than the mean number of tokens of the update's batch, and shrinks by it if it got more (section
-    2.1.2). The counts are summed over the microbatches in the state `load`. The first forward pass of the next update
-    changes the biases, and so does, without storing them, every evaluation.
+    expert i got fewer tokens of the batch than the mean, and shrinks by it if the expert got more (section 2.1.2). The
+    state `load` counts the tokens over all microbatches. The biases change when the next update begins. Evaluation and
+    decoding use the changed biases.
 
-    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). It is 1·α for balanced
+    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). It is α for balanced
     experts.
     """
 
@@ -60,7 +60,7 @@ class Router(nn.Module):
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
     def balance(self, context: Context):
-        """Returns the biases, (E,), and the numbers of tokens that this update has counted so far, (E,)."""
+        """Returns the biases, (E,), and the number of tokens that each expert has got so far in this update, (E,)."""
         shape = (self.config.num_experts,)
         bias_E = self.variable("state", "bias", jnp.zeros, shape).value
         load_E = self.variable("state", "load", jnp.zeros, shape).value

@@ -131,7 +131,7 @@ def test_no_row_is_dropped(backend, rows, skew):
     def product(x, w, groups):
         grouping = grouped_matmul.group_rows(groups, 5, grouped_matmul.block_size(backend, rows, 5))
         slots = grouped_matmul.into_slots(x, grouping)
-        return grouped_matmul.from_slots(grouped_matmul.grouped_matmul(slots, w, grouping), grouping)
+        return grouped_matmul.from_slots(grouped_matmul.grouped_matmul(slots, w, grouping, backend), grouping)
 
     found, gradient = jax.vjp(lambda x, w: product(x, w, jnp.int32(groups)), jnp.float32(x), jnp.float32(w))
     np.testing.assert_allclose(found, [row @ w[g] for row, g in zip(x, groups)], atol=1e-5)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,7 +114,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 
 class Counts(NamedTuple):
-    """What follows from a model's config and the name of its optimizer alone."""
+    """Parameters and FLOPs of a model, which follow from its config and the name of its optimizer."""
 
     components: dict[str, int]  # number of parameters of each component
     active_parameters: int

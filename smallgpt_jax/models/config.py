@@ -105,7 +105,7 @@ class ModelConfig:
     def validate(self) -> None:
         """Raises UserError for invalid values. Subclasses that override this method call `super().validate()` first."""
         self.validate_types()
-        for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio"):
+        for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model"):
             if not getattr(self, field) >= 1:
                 self.refuse(field, "must be at least 1")
         if not 0 <= self.dropout < 1:
@@ -115,7 +115,7 @@ class ModelConfig:
                 ("norm_position", NORM_POSITIONS),
                 ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
-        for field in ("norm_epsilon", "rope_base"):
+        for field in ("norm_epsilon", "rope_base", "mlp_ratio"):
             if not 0 < getattr(self, field) < float("inf"):
                 self.refuse(field, "must be above 0")
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):

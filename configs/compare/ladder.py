@@ -1,0 +1,42 @@
+"""Comparison of gpt's blocks, from the paper's to a modern one, at equal FLOPs and at each run's best learning rate.
+
+    python -m smallgpt_jax.compare --config=configs/compare/ladder.py --output=runs/ladder
+
+Each run adds one option to the run before it, except "relu2", which is a branch: "gated" also starts from "rms". The
+last two runs are the paper's pgpt and lgpt with the options of "windows".
+
+The comparison trains more than 60 runs. config.train.steps is the number of steps of gpt, whose FLOPs all runs have.
+"""
+
+from configs.compare import base
+
+# Name of the run → fields that it changes, compared with the run before it.
+STEPS = {
+    "gpt": {},
+    "rope": {"model": {"position": "rope"}},
+    "rms": {"model": {"norm": "rms"}},
+    "gated": {"model": {"mlp": "gated", "activation": "silu", "mlp_ratio": 8 / 3}},
+    "qk-norm": {"model": {"qk_norm": True}},
+    "gqa": {"model": {"num_kv_heads": 2}},
+    "windows": {"model": {"attention_windows": (32, 32, 32, 0)}},
+    "muon": {"optimizer": {"name": "muon"}},
+    "experts": {"model": {"mlp": "moe", "expert_mlp": "gated", "mlp_ratio": 2 / 3, "expert_scale": 2.5}},
+}
+
+
+def get_config(size: str = "quickstart"):
+    common = base.recipe("gpt", size)
+    common.train.steps = common.optimizer.decay_steps = max(common.train.steps, 200)  # equal FLOPs within 1%
+    runs, fields = {}, {}
+    for name, change in STEPS.items():
+        fields = merged(fields, change)
+        runs[name] = fields
+        if name == "rms":
+            runs["relu2"] = merged(fields, {"model": {"activation": "relu2"}})
+    for name in ("pgpt", "lgpt"):
+        runs[name] = merged(base.differences(base.recipe(name, size), common), runs["windows"])
+    return base.comparison(common, runs, budget="flops", seeds=3, learning_rates=(0.5, 1.0, 2.0), decoding=False)
+
+
+def merged(fields: dict, change: dict) -> dict:
+    return {group: {**fields.get(group, {}), **change.get(group, {})} for group in {**fields, **change}}

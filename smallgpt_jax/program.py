@@ -21,6 +21,7 @@ from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
+from smallgpt_jax.trackers import TRACKERS
 
 SCHEDULE_FIELDS = ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")
 
@@ -149,17 +150,20 @@ def build_program(config: ConfigDict, devices=None) -> Program:
 def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.sharding.Mesh) -> None:
     """Raises UserError if the config's `train` group is invalid for this model and mesh."""
     for field in ("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
-                  "checkpoint_every", "keep_checkpoints", "max_nonfinite"):
+                  "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps"):
         if train[field] < 1:
             raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
-    if train.eval_steps < 0:
-        raise UserError(f"config.train.eval_steps={train.eval_steps}: must not be negative")
+    for field in ("eval_steps", "profile_from"):
+        if train[field] < 0:
+            raise UserError(f"config.train.{field}={train[field]}: must not be negative")
     if not 0 <= train.z_loss < math.inf:
         raise UserError(f"config.train.z_loss={train.z_loss}: must be a finite number, at least 0")
     if not 0 <= train.seed < 2**32:
         raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
     if train.on_nonfinite not in ("stop", "skip"):
         raise UserError(f"config.train.on_nonfinite={train.on_nonfinite!r}: must be 'stop' or 'skip'")
+    if train.tracker and train.tracker not in TRACKERS:
+        raise UserError(f"config.train.tracker={train.tracker!r}: must be '' or one of {', '.join(TRACKERS)}")
     parts = sharding.num_batch_shards(mesh) * train.microbatches
     if train.batch_size % parts:
         raise UserError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import distributed, preemption, summary
+from smallgpt_jax import distributed, preemption, summary, trackers
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.curves import save_curves
@@ -23,7 +23,9 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.files import local_path
 from smallgpt_jax.metrics import Logger, NonFiniteGuard, Progress
 from smallgpt_jax.output import best_effort
+from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
+from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.step import TrainState
 
 
@@ -37,10 +39,12 @@ def train(config: ConfigDict, workdir: str) -> None:
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
+    clock = RunClock()
     distributed.require_equal("config", config.to_json_best_effort(sort_keys=True))
     folder = local_path("--workdir", workdir)
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
     program = build_program(config)
+    trackers.require_installed(config.train.tracker)
     with preemption.handle_signals() as stop:
         pipeline = program.open_pipeline()
         with run_folder.lock(folder):
@@ -50,7 +54,7 @@ def train(config: ConfigDict, workdir: str) -> None:
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:
-                run(program, pipeline, folder, evaluated, stop)
+                run(program, pipeline, folder, evaluated, stop, clock)
             except DivergenceError as diverged:
                 run_folder.append_session(folder, {"diverged": str(diverged)})
                 raise
@@ -63,7 +67,7 @@ def train(config: ConfigDict, workdir: str) -> None:
 
 
 def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[int],
-        stop: preemption.StopRequest) -> None:
+        stop: preemption.StopRequest, clock: RunClock) -> None:
     """Trains in a locked workdir: restores, compiles, runs the loop, saves."""
     config = program.config
     progress = Progress(config.train.steps)
@@ -81,38 +85,53 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
     print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
     run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
 
-    logger = Logger(
-        folder, first_step, progress, log_every=config.train.log_every, tokens_per_step=pipeline.tokens_per_step,
-        bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
-        peak_tokens_per_second=summary.peak_tokens_per_second(program),
-        unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [])
+    logger = open_logger(program, pipeline, folder, first_step, checkpoints, progress, clock)
     guard = NonFiniteGuard(config.train.on_nonfinite, config.train.max_nonfinite, pipeline.row_numbers_at,
                            checkpoints.latest_finished, log=progress.message)
     schedule = Schedule(config.train.steps, config.train.eval_every, config.train.checkpoint_every)
     evaluate_now = functools.partial(evaluate, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
-                                     is_stopped=stop.is_requested_anywhere)
+                                     clock=clock, is_stopped=stop.is_requested_anywhere)
 
+    clock.start_training()
     step, stopped = first_step, False
     if first_step and schedule.evaluates(first_step) and not is_evaluated:
         # The previous session was stopped between saving and evaluating, or train.eval_steps has changed.
         stopped = not evaluate_now(first_step, state)
     if not stopped:
         train_batches = map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, config.data.workers))
+        profiler = Profiler(folder, config.train.profile_from, config.train.profile_steps, progress.message)
+        profiler.after_step(first_step, state)
         state, step, stopped = train_loop(
             state, first_step, train_batches, program.runnable(train_step), evaluate_now, checkpoints, logger, guard,
-            stop, schedule)
+            stop, schedule, clock, profiler)
+        profiler.close()
 
-    checkpoints.wait_until_finished()
-    if step > first_step and step not in checkpoints.steps():
-        # Saving the last step failed, or the run was stopped in an evaluation between two checkpoints.
-        checkpoints.save(step, state, logger.losses)
-    checkpoints.close()
+    with clock.during("save"):
+        checkpoints.wait_until_finished()
+        if step > first_step and step not in checkpoints.steps():
+            # Saving the last step failed, or the run was stopped in an evaluation between two checkpoints.
+            checkpoints.save(step, state, logger.losses)
+        checkpoints.close()
     logger.close()
+    progress.message(clock.goodput_message())
     if step > first_step and step not in checkpoints.steps():
         raise UserError(f"--workdir={folder}: the last step, {step}, could not be saved; free disk space and rerun the "
                         "same command to resume from the newest checkpoint")
     if stopped:
         stop.raise_stopped(step)
+
+
+def open_logger(program: Program, pipeline: DataPipeline, folder: Path, first_step: int, checkpoints: Checkpoints,
+                progress: Progress, clock: RunClock) -> Logger:
+    """Returns the logger of a session, with the tracker of `config.train.tracker`, if any."""
+    config = program.config.train
+    start_tracker = config.tracker and functools.partial(
+        trackers.Tracker, config.tracker, folder, program.config.to_dict(), log=progress.message)
+    return Logger(
+        folder, first_step, progress, clock, log_every=config.log_every, tokens_per_step=pipeline.tokens_per_step,
+        bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
+        peak_tokens_per_second=summary.peak_tokens_per_second(program),
+        unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [], start_tracker=start_tracker)
 
 
 class Schedule(NamedTuple):
@@ -130,7 +149,8 @@ class Schedule(NamedTuple):
 
 
 def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step: Callable, evaluate: Callable,
-               checkpoints, logger, guard, stop, schedule: Schedule) -> tuple[TrainState, int, bool]:
+               checkpoints, logger, guard, stop, schedule: Schedule, clock: RunClock,
+               profiler: Profiler) -> tuple[TrainState, int, bool]:
     """Runs the updates after `first_step`; returns the state, its step, and whether the run was stopped.
 
     Each iteration
@@ -141,9 +161,10 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
     5. saves, then evaluates, because evaluation can fail or be stopped.
     """
     step, stopped = first_step, False
-    for step, batch in zip(range(first_step + 1, schedule.steps + 1), batches):
+    for step, batch in zip(range(first_step + 1, schedule.steps + 1), clock.wait_for(batches)):
         with jax.profiler.StepTraceAnnotation("train", step_num=step), jax.transfer_guard("disallow"):
             state, metrics = train_step(state, batch)
+        profiler.after_step(step, state)
         stop.can_save = True
         if (previous := logger.exchange(step, metrics)) is not None:
             guard.check(previous)
@@ -157,7 +178,7 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
             guard.check(current)
             logger.log(current)
         if saves:
-            with logger.paused():
+            with clock.during("save"):
                 checkpoints.save(step, state, logger.losses)
         if evaluates:
             stopped = not evaluate(step, state)
@@ -167,9 +188,9 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
 
 
 def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,
-             is_stopped: Callable[[], bool]) -> bool:
+             clock: RunClock, is_stopped: Callable[[], bool]) -> bool:
     """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
-    with logger.paused():
+    with clock.during("evaluate"):
         batches = map(pipeline.to_devices, pipeline.validation_batches)
         found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches, is_stopped)
     if found is None:

@@ -30,7 +30,8 @@ def assert_equal(one, other):
 
 def read_untimed_metrics(workdir) -> list[dict]:
     """Returns the lines of metrics.jsonl without times and speeds."""
-    return [{name: value for name, value in line.items() if name not in ("time", "tokens_per_second")}
+    return [{name: value for name, value in line.items()
+             if name not in ("time", "tokens_per_second") and not name.endswith("_seconds")}
             for line in metrics.read_lines(workdir / "metrics.jsonl")]
 
 

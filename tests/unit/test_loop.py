@@ -29,7 +29,7 @@ class Run:
         batches = iter(range(first_step + 1, 1000))
         schedule = Schedule(steps, eval_every, checkpoint_every)
         result = train_loop(first_step, first_step, batches, self.train_step, self.evaluate, self, self, self.guard,
-                            self, schedule)
+                            self, schedule, self, self)
         self.unread_batch = next(batches)
         return result
 
@@ -54,11 +54,19 @@ class Run:
     def log(self, metrics):
         self.events.append(f"log {metrics.step}")
 
+    # Fakes of the methods of `RunClock`.
+    def wait_for(self, batches):
+        return batches
+
     @contextlib.contextmanager
-    def paused(self):
+    def during(self, phase):
         self.events.append("pause")
         yield
         self.events.append("unpause")
+
+    # Fake of `Profiler.after_step`.
+    def after_step(self, step, state):
+        assert step == state
 
     # Fake of `Checkpoints.save`.
     def save(self, step, state, losses):

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import metrics, summary
+from smallgpt_jax import run_clock, summary
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.metrics import Logger, MetricsWriter, NonFiniteGuard, Progress, StepMetrics, read_lines
 from smallgpt_jax.output import best_effort
+from smallgpt_jax.run_clock import RunClock
 
 LOSSES = [5 / step for step in range(1, 21)]
 
@@ -26,8 +27,11 @@ def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list
 
     Returns the list of losses that had not yet been logged when step 15 was saved, or None if `first_step` is not 0.
     """
-    logger = Logger(workdir, first_step, Progress(20), log_every=log_every, tokens_per_step=512, bytes_per_token=1.0,
-                    peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
+    timer = RunClock()
+    clock.now += 7
+    timer.start_training()
+    logger = Logger(workdir, first_step, Progress(20), timer, log_every=log_every, tokens_per_step=512,
+                    bytes_per_token=1.0, peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
     for step in range(first_step + 1, 21):
         values = {"loss": LOSSES[step - 1], "grad_norm": 1.0, "is_finite": True}
         if (previous := logger.exchange(step, values)) is not None:
@@ -37,7 +41,7 @@ def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list
             logger.log(logger.take())
         if step == 15:
             unlogged = list(logger.losses)
-            with logger.paused():
+            with timer.during("save"):
                 clock.now += 1000
     logger.log_evaluation(20, 2.0, 512)
     logger.close()
@@ -47,7 +51,7 @@ def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock.now))
+    monkeypatch.setattr(run_clock, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -72,6 +76,10 @@ def test_logged_lines(tmp_path, clock, capsys):
         10: pytest.approx(np.mean(LOSSES[:10])), 20: pytest.approx(np.mean(LOSSES[10:]))}
     assert {step: (line["tokens"], line["tokens_per_second"]) for step, line in lines.items()} == {
         10: (5120, 1024.0), 20: (10240, 1024.0)}
+    assert {step: {name: line[name] for name in line if name.endswith("wait_seconds") or name in (
+        "save_seconds", "restart_seconds")} for step, line in lines.items()} == {
+            10: {"data_wait_seconds": 0, "save_seconds": 0, "restart_seconds": 7},
+            20: {"data_wait_seconds": 0, "save_seconds": 1000}}
     evaluation = lines_of(tenth, "eval")[20]
     assert (evaluation["loss"], evaluation["targets"], evaluation["tokens"]) == (2.0, 512, 10240)
     assert evaluation["bits_per_byte"] == pytest.approx(2.0 / math.log(2))

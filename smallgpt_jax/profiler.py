@@ -1,0 +1,48 @@
+"""Traces of training steps for xprof, TensorBoard's profiler."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax import distributed
+from smallgpt_jax.formatting import short_reason
+
+PROFILE_FOLDER = "profile"  # in the workdir
+
+
+class Profiler:
+    """Writes a trace of `steps` training steps, beginning with step `first`, on process 0; no trace if `first` is 0.
+
+    Waiting for the devices before the first and after the last of these steps costs some time, but changes no result.
+    Errors do not end the run; `log` is called with a message.
+    """
+
+    def __init__(self, workdir: Path, first: int, steps: int, log: Callable[[str], None] = print):
+        self._folder, self._log = workdir / PROFILE_FOLDER, log
+        self._traced = range(first, first + steps) if first and distributed.is_primary() else range(0)
+        self._is_active = False
+
+    def after_step(self, step: int, state) -> None:
+        """Starts or ends the trace if necessary. `state` is the result of `step`; it need not be computed yet."""
+        if (step + 1 in self._traced) != self._is_active:
+            jax.block_until_ready(state)
+            self._switch()
+
+    def close(self) -> None:
+        """Ends the trace if the run ends before the last step to trace."""
+        if self._is_active:
+            self._switch()
+
+    def _switch(self) -> None:
+        self._is_active = not self._is_active
+        try:
+            if self._is_active:
+                jax.profiler.start_trace(str(self._folder))
+            else:
+                jax.profiler.stop_trace()
+                self._log(f"wrote a profile to {self._folder}; to see it: pip install xprof && "
+                          f"xprof --logdir={self._folder}")
+        except Exception as error:  # the profiler raises many types of exceptions
+            self._traced, self._is_active = range(0), False
+            self._log(f"could not write a profile: {short_reason(error)}. Training continues without it")

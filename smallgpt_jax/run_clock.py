@@ -1,0 +1,69 @@
+"""Wall time of a session: how much of it goes to training steps, and what takes the rest."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+# What takes time besides training steps → its name in the goodput message. "data_wait" is the time in which the host
+# waits for batches; the devices may still be busy with the previous step.
+PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating"}
+
+
+class RunClock:
+    """Measures the wall time of a session in seconds, by phase. The session begins in the phase "restart"."""
+
+    def __init__(self):
+        self._began = time.monotonic()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._reported = dict.fromkeys(PHASES, 0.0)
+        self.phase: str | None = "restart"  # None: training steps
+        self.progress = 0  # increases with every finished step, save and evaluation
+
+    def start_training(self) -> None:
+        """Ends the phase "restart", in which the run restores its state and compiles."""
+        self._seconds["restart"], self.phase = time.monotonic() - self._began, None
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Counts the time of the `with` block as time of `phase`."""
+        before, self.phase, began = self.phase, phase, time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.monotonic() - began
+            self.phase = before
+            self.progress += phase != "data_wait"
+
+    def wait_for(self, batches: Iterable) -> Iterator:
+        """Yields `batches`; counts the time until each batch is there as "data_wait"."""
+        batches = iter(batches)
+        while True:
+            with self.during("data_wait"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def training_seconds(self) -> float:
+        """Returns the seconds since training started, without saving and evaluating."""
+        return self._elapsed() - sum(self._seconds[phase] for phase in ("restart", "save", "evaluate"))
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def lap(self) -> dict[str, float]:
+        """Returns the metrics data_wait_seconds and save_seconds since the previous call.
+
+        The first call also returns restart_seconds.
+        """
+        phases = ("data_wait", "save") if self._reported["restart"] else ("data_wait", "save", "restart")
+        found = {f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases}
+        self._reported = dict(self._seconds)
+        return found
+
+    def goodput_message(self) -> str:
+        """Returns a line with the share of the session's wall time that was spent in training steps."""
+        total = self._elapsed()
+        training = total - sum(self._seconds.values())
+        lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items())
+        return f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"

@@ -1,0 +1,116 @@
+"""Experiment trackers: Weights & Biases (wandb) and Trackio, which have almost the same interface.
+
+Runs go to the project smallgpt_jax; the environment variable WANDB_PROJECT or TRACKIO_PROJECT sets another.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import write_atomically
+from smallgpt_jax.formatting import short_reason
+
+TRACKERS = ("wandb", "trackio")
+TRACKER_FILE = "tracker.json"  # in the workdir: the id of the run
+
+
+def require_installed(name: str) -> None:
+    """Raises UserError if the tracker `name` is not installed. Accepts "", which stands for no tracker."""
+    if name and importlib.util.find_spec(name) is None:
+        raise UserError(f"config.train.tracker={name!r}: {name} is not installed; run pip install -e '.[{name}]'")
+
+
+class Tracker:
+    """Sends the lines of metrics.jsonl to a tracker: one row per step, in one run for all sessions.
+
+    A row is sent as soon as a line of a later step is written, so that each row is complete. Rows that were lost when a
+    session was killed are sent again by the next session. Errors do not end the run: nothing more is sent after an
+    error, and `log` is called with a message.
+    """
+
+    def __init__(self, name: str, workdir: Path, config: dict, lines: Sequence[dict],
+                 log: Callable[[str], None] = print):
+        """Starts or resumes the run of `workdir`. `lines` are the lines of metrics.jsonl of earlier sessions."""
+        self._name, self._log, self._run, self._next_step = name, log, None, 0
+        self._row_step, self._row = 0, {}  # the row that is not sent yet
+        self._known = {(line["step"], line["split"]) for line in lines}
+        start = {"wandb": start_wandb, "trackio": start_trackio}[name]
+        with self._stop_on_error():
+            self._run, self._next_step = start(workdir, run_id(workdir), config)
+        for line in lines:
+            if line["step"] >= self._next_step:
+                self._add(line)
+
+    def write(self, line: dict) -> None:
+        """Sends a line of metrics.jsonl, unless the tracker has it from an earlier session."""
+        if (line["step"], line["split"]) not in self._known:
+            self._add(line)
+
+    def _add(self, line: dict) -> None:
+        # An evaluation can be repeated after its step was sent. It is sent with the next step, because trackers only
+        # accept increasing steps.
+        step = max(line["step"], self._next_step)
+        if self._row and step != self._row_step:
+            self._send()
+        self._row_step = step
+        self._row |= {f"{line['split']}/{name}": value for name, value in line.items()
+                      if name not in ("step", "split", "time") and isinstance(value, (int, float))}
+
+    def _send(self) -> None:
+        if self._run is not None and self._row:
+            with self._stop_on_error():
+                self._run.log(self._row, step=self._row_step)
+        self._row, self._next_step = {}, self._row_step + 1
+
+    def close(self) -> None:
+        self._send()
+        if self._run is not None:
+            with self._stop_on_error():
+                self._run.finish()
+
+    @contextlib.contextmanager
+    def _stop_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a tracker can raise anything, for example without network
+            self._run = None
+            self._log(f"{self._name}: {short_reason(error)}. Training continues without it")
+
+
+def run_id(workdir: Path) -> str:
+    """Returns the id of the run in `workdir`, which its first session chooses."""
+    path = workdir / TRACKER_FILE
+    if not path.exists():
+        write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:8]}) + "\n")
+    return json.loads(path.read_text())["id"]
+
+
+def project(tracker: str) -> str:
+    return os.environ.get(f"{tracker.upper()}_PROJECT") or "smallgpt_jax"
+
+
+def start_wandb(workdir: Path, run_id: str, config: dict):
+    """Returns the run and the first step that it lacks.
+
+    With WANDB_MODE=offline, each session writes a folder of its own, which contains all rows of earlier sessions.
+    """
+    import wandb
+
+    run = wandb.init(
+        project=project("wandb"), name=workdir.name, id=run_id, resume="allow", dir=workdir, config=config,
+        reinit="finish_previous", settings=wandb.Settings(console="off", silent=True))
+    return run, run.step
+
+
+def start_trackio(workdir: Path, run_id: str, config: dict):
+    """Returns the run, which Trackio identifies by its name, and the first step that it lacks."""
+    import trackio
+
+    run = trackio.init(project=project("trackio"), name=f"{workdir.name}-{run_id}", resume="allow", config=config,
+                       embed=False)
+    return run, run._next_step  # there is no public way to find it

@@ -129,6 +129,8 @@ def paper() -> ConfigDict:
     train.tracker = ""  # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
     train.profile_from = 0  # first step of a trace for xprof; 0: no trace. The first steps of a session are not typical
     train.profile_steps = 5  # number of steps in the trace
+    train.stall_seconds = 1800.0  # if no step finishes for this time, the run ends with status 124; 0: no limit.
+    # Compiling, saving and evaluating are exempt
     return config
 
 

@@ -4,6 +4,7 @@ Exit status:
     0    success
     1    failure, explained in one or two lines
     2    wrong usage
+    124  no training step has finished for train.stall_seconds
     130  stopped by Ctrl-C
     141  standard output is a pipe whose reader has exited
     143  stopped by SIGTERM

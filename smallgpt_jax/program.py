@@ -158,6 +158,8 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
             raise UserError(f"config.train.{field}={train[field]}: must not be negative")
     if not 0 <= train.z_loss < math.inf:
         raise UserError(f"config.train.z_loss={train.z_loss}: must be a finite number, at least 0")
+    if not 0 <= train.stall_seconds < math.inf:
+        raise UserError(f"config.train.stall_seconds={train.stall_seconds}: must be a finite number, at least 0")
     if not 0 <= train.seed < 2**32:
         raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
     if train.on_nonfinite not in ("stop", "skip"):

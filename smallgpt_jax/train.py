@@ -27,6 +27,7 @@ from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.step import TrainState
+from smallgpt_jax.watchdog import Watchdog
 
 
 @best_effort("stdout")
@@ -101,9 +102,10 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
         train_batches = map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, config.data.workers))
         profiler = Profiler(folder, config.train.profile_from, config.train.profile_steps, progress.message)
         profiler.after_step(first_step, state)
-        state, step, stopped = train_loop(
-            state, first_step, train_batches, program.runnable(train_step), evaluate_now, checkpoints, logger, guard,
-            stop, schedule, clock, profiler)
+        with Watchdog(clock, config.train.stall_seconds):
+            state, step, stopped = train_loop(
+                state, first_step, train_batches, program.runnable(train_step), evaluate_now, checkpoints, logger,
+                guard, stop, schedule, clock, profiler)
         profiler.close()
 
     with clock.during("save"):

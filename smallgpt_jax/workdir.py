@@ -42,11 +42,11 @@ CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
-# Fields that newer versions have added, by config group, and the values with which these fields have no effect on the
+# Fields that newer versions have added, by config group, and values with which these fields have no effect on the
 # result. The model's fields are listed only for `comparison.budget.config_digest`, because ModelConfig has their
 # defaults.
 NEWER_FIELDS = {
-    "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5},
+    "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},
     "model": {
         "norm_position": "pre", "num_experts": 16, "experts_per_token": 3, "num_shared_experts": 1,
         "expert_mlp": "dense", "expert_scale": 1.0, "expert_bias_rate": 0.001, "balance_loss": 0.0,
@@ -61,6 +61,7 @@ MAY_CHANGE = {
     "model.attention", "model.grouped_matmul", "model.scan_layers", "model.remat", "mesh.data", "mesh.fsdp",
     "mesh.tensor", "mesh.path", "data.store", "data.mixture", "data.workers", "train.on_nonfinite",
     "train.max_nonfinite", "train.tracker", "train.profile_from", "train.profile_steps",
+    "train.stall_seconds",
 }
 
 

@@ -52,7 +52,8 @@ def test_seconds_are_logged(text_file, tmp_path, capsys):
     assert [step for step, line in lines.items() if line["save_seconds"] > 0] == [4, 8]
 
 
-@pytest.mark.parametrize("field, value", [("profile_from", -1), ("profile_steps", 0), ("tracker", "tensorboard")])
+@pytest.mark.parametrize("field, value", [("profile_from", -1), ("profile_steps", 0), ("tracker", "tensorboard"),
+                                          ("stall_seconds", -1.0)])
 def test_invalid_fields(text_file, tmp_path, field, value):
     with pytest.raises(UserError, match=rf"config\.train\.{field}={value!r}: must "):
         train(config_for(text_file, **SMALL, **{f"train__{field}": value}), str(tmp_path / "run"))

@@ -129,7 +129,7 @@ def test_digests_of_older_versions():
     older = config.copy_and_resolve_references()
     with older.unlocked():
         del older.model["norm_position"]
-        for field in ("z_loss", "tracker", "profile_from", "profile_steps"):
+        for field in ("z_loss", "tracker", "profile_from", "profile_steps", "stall_seconds"):
             del older.train[field]
     assert budget.config_digest(older) == before
     config.train.z_loss = 1e-4

@@ -88,6 +88,13 @@ def test_an_evaluation_after_a_stop_is_sent_with_the_next_step(tmp_path, rows):
     assert rows == {1: {"train/loss": 1.0}, 2: {"eval/loss": 2.0, "train/loss": 3.0}}
 
 
+def test_only_numbers_are_sent(tmp_path, rows):
+    writer = session(tmp_path, 0, [])
+    writer.write(1, "train", {"loss": 1.0, "grad_norm": float("nan"), "load": {"block_0": [0.5, 0.5]}})
+    writer.close()
+    assert rows == {1: {"train/loss": 1.0}}
+
+
 def test_errors_do_not_end_the_run(tmp_path, rows, monkeypatch):
     messages = []
     monkeypatch.setattr(FakeRun, "log", lambda self, row, step: 1 / 0)

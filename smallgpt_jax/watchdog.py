@@ -1,0 +1,54 @@
+"""Ends a run that hangs, so that whatever started it can start it again."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from smallgpt_jax.run_clock import RunClock
+
+STALLED_STATUS = 124  # exit status, as of the shell command `timeout`
+EXEMPT_PHASES = ("restart", "save", "evaluate")
+
+
+class Watchdog:
+    """Ends the process if no training step finishes for `seconds`; does nothing if `seconds` is 0.
+
+    Watches inside a `with` block, from a thread of its own. Restoring, compiling, saving and evaluating are exempt.
+    Waiting for data is not exempt. Prints the stacks of all threads to standard error and exits with STALLED_STATUS.
+    """
+
+    def __init__(self, clock: RunClock, seconds: float):
+        self._clock, self._limit, self._done = clock, seconds, threading.Event()
+        self._interval = min(seconds / 10, 10.0)
+        self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
+
+    def __enter__(self):
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        if self._limit:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        idle, progress, checked = 0.0, self._clock.progress, time.monotonic()
+        while not self._done.wait(self._interval):
+            now = time.monotonic()
+            # A longer time since the last check means that the whole process was suspended, not that it hangs.
+            idle += min(now - checked, 2 * self._interval)
+            checked = now
+            if self._clock.progress != progress or self._clock.phase in EXEMPT_PHASES:
+                idle, progress = 0.0, self._clock.progress
+            if idle >= self._limit:
+                self._end()
+
+    def _end(self) -> None:
+        print(f"error: no training step has finished for {self._limit:g} seconds (config.train.stall_seconds); rerun "
+              "the same command to resume from the newest checkpoint. Stacks of all threads:",
+              file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__)
+        os._exit(STALLED_STATUS)  # a regular exit would wait for the threads that hang

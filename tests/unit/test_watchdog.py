@@ -1,0 +1,64 @@
+"""Tests of the stall watchdog on its own, with a limit of a fraction of a second and without ending the process."""
+
+import os
+import time
+
+import pytest
+
+from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.watchdog import Watchdog
+
+LIMIT = 0.2  # seconds
+
+
+@pytest.fixture
+def statuses(monkeypatch):
+    """Returns the list of exit statuses with which the process would have ended."""
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+@pytest.fixture
+def clock():
+    clock = RunClock()
+    clock.start_training()
+    return clock
+
+
+def wait_for_data_that_never_comes(clock):
+    with clock.during("data_wait"):
+        time.sleep(4 * LIMIT)
+
+
+def test_a_stall_ends_the_process_with_the_stacks_of_its_threads(clock, statuses, capfd):
+    began = time.monotonic()
+    with Watchdog(clock, LIMIT):
+        wait_for_data_that_never_comes(clock)
+    assert statuses[0] == 124 and time.monotonic() - began < 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: no training step has finished for 0.2 seconds (config.train.stall_seconds); ")
+    assert "in wait_for_data_that_never_comes" in error and "in _watch" in error
+
+
+def test_steps_keep_a_run_alive(clock, statuses):
+    with Watchdog(clock, LIMIT):
+        for _ in range(16):
+            time.sleep(LIMIT / 4)
+            clock.progress += 1
+    assert statuses == []
+
+
+@pytest.mark.parametrize("phase", ["restart", "save", "evaluate"])
+def test_other_phases_are_exempt(clock, statuses, phase):
+    with Watchdog(clock, LIMIT):
+        with clock.during(phase):
+            time.sleep(3 * LIMIT)
+        time.sleep(LIMIT / 4)
+    assert statuses == []
+
+
+def test_no_limit(clock, statuses):
+    with Watchdog(clock, 0):
+        time.sleep(LIMIT)
+    assert statuses == []

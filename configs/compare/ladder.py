@@ -25,7 +25,7 @@ STEPS = {
 
 
 def get_config(size: str = "quickstart"):
-    common = base.recipe("gpt", size)
+    gpt, common = base.recipe("gpt", size), base.recipe("gpt", size)
     common.train.steps = common.optimizer.decay_steps = max(common.train.steps, 200)  # equal FLOPs within 1%
     runs, fields = {}, {}
     for name, change in STEPS.items():
@@ -34,7 +34,7 @@ def get_config(size: str = "quickstart"):
         if name == "rms":
             runs["relu2"] = merged(fields, {"model": {"activation": "relu2"}})
     for name in ("pgpt", "lgpt"):
-        runs[name] = merged(base.differences(base.recipe(name, size), common), runs["windows"])
+        runs[name] = merged(base.differences(base.recipe(name, size), gpt), runs["windows"])
     return base.comparison(common, runs, budget="flops", seeds=3, learning_rates=(0.5, 1.0, 2.0), decoding=False)
 
 

@@ -4,7 +4,6 @@ The loop itself keeps only the train state. `metrics.py`, `checkpoint.py` and `p
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +26,7 @@ from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.step import TrainState
+from smallgpt_jax.validation import evaluate
 from smallgpt_jax.watchdog import Watchdog
 
 
@@ -187,29 +187,6 @@ def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step
         if stopped:
             break
     return state, step, stopped
-
-
-def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,
-             clock: RunClock, is_stopped: Callable[[], bool]) -> bool:
-    """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
-    with clock.during("evaluate"):
-        batches = map(pipeline.to_devices, pipeline.validation_batches)
-        found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches, is_stopped)
-    if found is None:
-        return False
-    logger.log_evaluation(step, *found)
-    return True
-
-
-def mean_loss(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> tuple[float, int] | None:
-    """Returns the mean loss in nats over the targets in the loss mask, and their number; None if stopped."""
-    sums = []
-    for batch in batches:
-        if is_stopped():
-            return None
-        sums.append(eval_step(batch))
-    loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-    return float(loss / targets) if targets else math.nan, int(targets)
 
 
 if __name__ == "__main__":

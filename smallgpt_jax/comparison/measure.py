@@ -20,7 +20,7 @@ from smallgpt_jax.files import atomic_folder, file_lock, local_path, write_atomi
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import mean_loss
+from smallgpt_jax.validation import mean_loss
 
 TIMED_TOKENS = 64
 

@@ -1,7 +1,6 @@
 """Estimates the memory and speed of training. The programs are compiled for devices that need not be attached."""
 
 import dataclasses
-import math
 import re
 import tempfile
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from smallgpt_jax import models, sharding
-from smallgpt_jax.analysis import chips, flops, hlo, memory
+from smallgpt_jax.analysis import chips, flops, hlo, kernels, memory
 from smallgpt_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Estimate:
       not fit.
     - `estimated_cycles`: the compiler's estimate for a training step. It does not include the cycles of custom
       kernels (such as Pallas kernels) or the time spent waiting for collectives.
-    - `kernel_cycles`: roofline estimate for the custom kernels, see `kernel_seconds`.
+    - `kernel_cycles`: roofline estimate for the custom kernels, see `kernels.kernel_seconds`.
     - `estimated_mfu`: model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B). It counts the FLOPs of
       the model, but not those of the optimizer.
     - `collectives`: {kind: count and bytes} of a training step. None if the step does not fit or its HLO cannot be
@@ -181,56 +180,13 @@ UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_s
 
 def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_per_device: float) -> dict:
     """Returns the speed fields of an `Estimate`; all are None if the program calls a kernel of unknown cost."""
-    kernels = [(times, kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
-    if any(seconds is None for _, seconds in kernels):
+    calls = [(times, kernels.kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
+    if any(seconds is None for _, seconds in calls):
         return UNKNOWN_SPEED
-    cycles, kernel_cycles = program.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in kernels))
+    cycles, kernel_cycles = program.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in calls))
     seconds = (cycles + kernel_cycles) / chip.hertz
     return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
                 estimated_mfu=flops_per_device / (seconds * chip.flops))
-
-
-# {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
-# attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
-# scores (its first operand) into attention weights and multiplies the weights by the values.
-KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
-                   "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
-
-
-def kernel_seconds(line: str, positions: int, chip: chips.Chip) -> float | None:
-    """Returns the seconds that an attention kernel's matrix products take at peak speed; None for an unknown kernel.
-
-    `line` is the HLO instruction that calls the kernel. Products are counted as the matrix unit computes them: heads
-    are padded to a width of 128, and splash attention computes all scores of a block of (queries × keys) unless the
-    mask excludes the whole block. Memory traffic is ignored. In every kernel except "online-softmax", memory traffic
-    takes less time than the products. "online-softmax" reads the scores from memory.
-    """
-    name = next((name for name in KERNEL_PRODUCTS if name in line), None)
-    if not name:
-        return None
-    is_splash = name != "online-softmax"
-    operands = line.split("operand_layout_constraints=")[1]
-    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
-    # The last two axes of the operand are the head width and the number of positions. They may be in the other order,
-    # so only their product is used.
-    *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
-    head_width = width * length // positions
-    computed = computed_blocks(operands) if is_splash else 1
-    return (KERNEL_PRODUCTS[name] * 2 * math.prod(rows_and_heads) * computed * positions**2
-            * max(head_width, 128) / chip.flops)
-
-
-def computed_blocks(operands: str) -> float:
-    """Returns the fraction of the blocks of scores that a splash kernel computes.
-
-    `operands` is the text of the types of the kernel's operands. The first operand lists, for each of the n blocks of
-    queries, the blocks of keys to compute (in the kernel "dkv": for each block of keys, the blocks of queries). Its
-    shape is (1, n, m), in "dkv" (1, m, n), where m is the length of the longest list. Without an attention window,
-    m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i from 0 to n − 1.
-    """
-    sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
-    longest, blocks = sorted(map(int, sizes))
-    return sum(min(i + 1, longest) for i in range(blocks)) / blocks**2
 
 
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:

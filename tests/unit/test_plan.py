@@ -11,7 +11,7 @@ import pytest
 from conftest import call, load_config
 
 from smallgpt_jax import models, summary
-from smallgpt_jax.analysis import chips, estimate, hlo, memory
+from smallgpt_jax.analysis import chips, estimate, hlo, kernels, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
@@ -308,13 +308,25 @@ def test_roofline_of_a_kernel():
     line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
     products = 2 * 2 * 8 * 12 * 0.75 * 1024**2 * 128
-    assert estimate.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    assert kernels.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
     of_paths = line.replace("bf16[8,12,64,1024]{3,2,1,0}", "bf16[2,4,12,1024,64]{4,3,2,1,0}")
-    assert estimate.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
+    assert kernels.kernel_seconds(of_paths, 1024, chips.CHIPS["TPU v5 lite"]) == products / 197e12
     plain = ('%online-softmax = f32[2,4,1024,16]{3,2,1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", '
              "operand_layout_constraints={f32[2,4,1024,1024]{3,2,1,0}, f32[2,4,1024,16]{3,2,1,0}}")
-    assert estimate.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
-    assert estimate.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
+    assert kernels.kernel_seconds(plain, 1024, chips.CHIPS["TPU v5 lite"]) == 2 * 2 * 4 * 1024**2 * 128 / 197e12
+    assert kernels.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
+
+
+def test_roofline_of_a_grouped_product():
+    """A product of 1,000 rows in tiles of 128 and 16 groups computes at most 8 + 15 tiles of 128 rows."""
+    line = ('%ragged-dot-none.5 = bf16[16,64,256] custom-call(%a), custom_call_target="tpu_custom_call", '
+            "operand_layout_constraints={s32[1]{0}, s32[17]{0}, s32[23]{0}, s32[23]{0}, s32[1]{0}, bf16[1000,64]{1,0}, "
+            'OPERAND}, frontend_attributes={ragged_dot_tiling="128,64,256"}')
+    for operand in ("bf16[16,64,256]{2,1,0}", "bf16[1000,256]{1,0}"):  # forward pass, gradient of the matrices
+        seconds = kernels.kernel_seconds(line.replace("OPERAND", operand), 1024, chips.CHIPS["TPU v5 lite"])
+        assert seconds == 2 * 23 * 128 * 64 * 256 / 197e12
+    metadata = line.replace("ragged-dot-none", "ragged-dot-metadata")
+    assert kernels.kernel_seconds(metadata, 1024, chips.CHIPS["TPU v5 lite"]) == 0
 
 
 @pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
@@ -326,7 +338,7 @@ def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
         line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "
                 f"s8[{shape}]{{2,1,0}}, bf16[3,2,64,2048]{{3,2,1,0}}}}")
         products = {"fwd": 2, "dq": 3, "dkv": 4}[name] * 2 * 3 * 2 * 512**2 * 128
-        assert estimate.kernel_seconds(line, 2048, chips.CHIPS["TPU v5 lite"]) == pytest.approx(
+        assert kernels.kernel_seconds(line, 2048, chips.CHIPS["TPU v5 lite"]) == pytest.approx(
             np.count_nonzero(info.block_mask) * products / 197e12)
 
 

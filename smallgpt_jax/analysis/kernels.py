@@ -1,0 +1,68 @@
+"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed."""
+
+import math
+import re
+
+from smallgpt_jax.analysis.chips import Chip
+
+# {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
+# attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
+# scores (its first operand) into attention weights and multiplies the weights by the values.
+KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
+                   "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
+
+
+def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
+    """Returns the seconds that a kernel's matrix products take at peak speed; None for an unknown kernel.
+
+    `line` is the HLO instruction that calls the kernel; `positions` is the context length. Memory traffic is ignored.
+    In every kernel except "online-softmax", which reads the scores from memory, it takes less time than the products.
+    """
+    operands = line.partition("operand_layout_constraints=")[2]
+    if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
+        return 0.0
+    if "ragged-dot" in line:
+        return ragged_dot_flops(line, operands) / chip.flops
+    name = next((name for name in KERNEL_PRODUCTS if name in line), None)
+    return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
+
+
+def attention_product_flops(name: str, operands: str, positions: int) -> float:
+    """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes it.
+
+    Heads are padded to a width of 128, and splash attention computes all scores of a block of (queries × keys) unless
+    the mask excludes the whole block.
+    """
+    is_splash = name != "online-softmax"
+    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
+    # The last two axes of the operand are the head width and the number of positions. They may be in the other order,
+    # so only their product is used.
+    *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
+    head_width = width * length // positions
+    computed = computed_blocks(operands) if is_splash else 1
+    return 2 * math.prod(rows_and_heads) * computed * positions**2 * max(head_width, 128)
+
+
+def ragged_dot_flops(line: str, operands: str) -> float:
+    """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
+
+    The kernel multiplies tiles of rows. A tile with rows of several groups is computed once per group, so the number of
+    tiles is at most rows / tile + groups − 1, which is the length of the operand that lists the group of each tile.
+    """
+    tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
+    tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
+    left, right = (tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands))
+    return 2 * tiles * tile * left[-1] * right[-1]
+
+
+def computed_blocks(operands: str) -> float:
+    """Returns the fraction of the blocks of scores that a splash kernel computes.
+
+    `operands` is the text of the types of the kernel's operands. The first operand lists, for each of the n blocks of
+    queries, the blocks of keys to compute (in the kernel "dkv": for each block of keys, the blocks of queries). Its
+    shape is (1, n, m), in "dkv" (1, m, n), where m is the length of the longest list. Without an attention window,
+    m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i from 0 to n − 1.
+    """
+    sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
+    longest, blocks = sorted(map(int, sizes))
+    return sum(min(i + 1, longest) for i in range(blocks)) / blocks**2

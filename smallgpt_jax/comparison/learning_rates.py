@@ -13,7 +13,7 @@ SCALED_FIELDS = ("learning_rate", "final_learning_rate")  # of the group `optimi
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A model's losses at multiples of its own learning rate, all trained with the first seed."""
+    """A model's losses at two or more multiples of its own learning rate, all trained with the first seed."""
 
     learning_rate: float  # the model's own learning rate, which is multiplied
     # {multiple: validation loss after the last step}, in ascending order of the multiples. A loss is infinite if the
@@ -36,9 +36,8 @@ class Grid:
 
     @property
     def edge(self) -> str:
-        """Returns "lowest" or "highest" if the best multiple is the lowest or highest of several multiples, else ""."""
-        lowest, highest = min(self.losses), max(self.losses)
-        return {lowest: "lowest", highest: "highest"}.get(self.best, "") if lowest < highest else ""
+        """Returns "lowest" or "highest" if the best multiple is the lowest or highest of the grid, else ""."""
+        return {min(self.losses): "lowest", max(self.losses): "highest"}.get(self.best, "")
 
 
 def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
@@ -51,7 +50,7 @@ def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
     """
     grid = Grid(learning_rate, {float(multiple): loss_of(float(multiple)) for multiple in sorted(multiples)})
     for _ in range(max_added):
-        if not grid.is_finished or not grid.edge:
+        if not grid.edge:
             break
         lowest, second, *_ = grid.losses
         *_, last_but_one, highest = grid.losses

@@ -37,9 +37,10 @@ def paper() -> ConfigDict:
     model.vocab_size = 50_304  # rows of the token embedding; must be at least the tokenizer's vocabulary size
     model.context_length = 1024  # positions per sequence
     model.num_layers = 12  # total number of blocks in all paths and stages
-    model.num_heads = 12  # attention heads per block; must divide d_model
+    model.num_heads = 12  # attention heads per block; must divide d_model, unless head_dim is set
     model.d_model = 768  # width of the residual stream; in lgpt and cgpt, width of the first stage
     model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
+    model.head_dim = 0  # width of each head; 0: d_model / num_heads. If it is set, all stages of lgpt and cgpt have it
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
     model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention.
     # If there are fewer windows than blocks, the windows are repeated: with (256, 0), blocks with a window of 256
@@ -79,7 +80,8 @@ def paper() -> ConfigDict:
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     data.invalid_items = "refuse"  # if lines or rows are invalid or lack text_field: "refuse" the source | "skip" them
-    data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer
+    data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a
+    # tokenizer.json of Hugging Face, or a folder
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text
     data.store = "data/fineweb-edu"  # folder of the token store; an existing store is used unchanged.
     # "": a store in the cache folder, rebuilt when the source changes

@@ -48,7 +48,7 @@ GROUPS = ("model", "data", "mesh", "optimizer", "train")
 NEWER_FIELDS = {
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},
     "model": {
-        "norm_position": "pre", "num_experts": 16, "experts_per_token": 3, "num_shared_experts": 1,
+        "norm_position": "pre", "head_dim": 0, "num_experts": 16, "experts_per_token": 3, "num_shared_experts": 1,
         "expert_mlp": "dense", "expert_scale": 1.0, "expert_bias_rate": 0.001, "balance_loss": 0.0,
         "grouped_matmul": "auto"},
 }

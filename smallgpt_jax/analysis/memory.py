@@ -53,11 +53,11 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
     # Saved activations per position and block, in units of the model width. `qkv` counts queries, keys, values and
     # attention outputs. `inner` counts the MLP's activation and its derivative, and in a gated MLP also the
     # up-projection and the product.
-    qkv = 2 + 2 * c.kv_heads / c.num_heads
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
-    kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
     activations = 0
     for layers in attention_layers(model, mesh, separate_documents):
+        qkv = (2 + 2 * c.kv_heads / c.num_heads) * layers.heads * layers.head_width / layers.width
+        kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
         activations += layers.count * positions * layers.width * element * kept[c.remat]
         if layers.backend == "xla" and c.remat == "none":
             keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # average number of keys per query

@@ -57,7 +57,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
     parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
     width. If the number of heads changes, the head width (width / number of heads) may change by less than a factor of
-    two.
+    two. If config.model.head_dim is set, the number of heads is kept, because the number of parameters depends on it.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
@@ -88,8 +88,9 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
         width = nearest_width(own, start, target, count)
         if is_near(width):
             return resize(config, width, heads)
-    others = {num_heads: valid_widths(num_heads) for num_heads in
-              sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
+    others = {} if config.model.get("head_dim") else {
+        num_heads: valid_widths(num_heads) for num_heads in
+        sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
     widths = sorted(num_heads_of)
     width = nearest_width(widths, start, target, count)
     if not is_near(width):

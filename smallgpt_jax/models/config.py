@@ -47,6 +47,7 @@ class ModelConfig:
     qk_norm: bool = False
     attention_windows: tuple[int, ...] = ()
     rope_base: float = 10_000.0
+    head_dim: int = 0
     num_experts: int = 16
     experts_per_token: int = 3
     num_shared_experts: int = 1
@@ -62,7 +63,7 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        return self.d_model // self.num_heads
+        return self.head_dim or self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:
@@ -120,8 +121,9 @@ class ModelConfig:
                 self.refuse(field, "must be above 0")
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
-        if self.num_kv_heads < 0:
-            self.refuse("num_kv_heads", "must be at least 0; 0 means config.model.num_heads")
+        for field, default in (("num_kv_heads", "num_heads"), ("head_dim", "d_model / num_heads")):
+            if getattr(self, field) < 0:
+                self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
         if self.mlp == "moe":
             self.validate_experts()
         self.validate_block()
@@ -160,12 +162,13 @@ class ModelConfig:
 
     def validate_block(self) -> None:
         """Raises UserError if num_heads, num_kv_heads, position or mlp_ratio is invalid for blocks of width d_model."""
-        if self.d_model % self.num_heads:
-            self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}")
+        if not self.head_dim and self.d_model % self.num_heads:
+            self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
+                        "is set")
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
             self.refuse("position", f"needs an even head width, but heads in blocks of width {self.d_model} have "
-                        f"{self.head_width}; change config.model.num_heads")
+                        f"{self.head_width}; change config.model.{'head_dim' if self.head_dim else 'num_heads'}")
         if self.mlp_width < 1:
             self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")

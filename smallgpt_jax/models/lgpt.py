@@ -52,7 +52,7 @@ class LGPTConfig(ModelConfig):
                 self.refuse(field, f"is halved after each stage but the last ({self.num_stages} stages), so "
                             f"2^{self.num_stages - 1}={smallest} must divide it")
         for stage in stages(self):
-            if stage.d_model % stage.num_heads:
+            if not self.head_dim and stage.d_model % stage.num_heads:
                 self.refuse("num_heads", f"must divide {stage.d_model}, the width of a stage")
             stage.validate_block()
 

@@ -98,14 +98,15 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
         assert ours == recipe.model.to_dict()  # only the width differs
 
 
-@pytest.mark.parametrize("target, d_model, num_heads", [
-    (10_240, 32, 4),  # the recipe's own width
-    (2_560, 16, 4),  # another width than the recipe's, but the recipe's number of heads (4)
-    (6_250, 25, 5),  # another number of heads, because no width for 4 heads is within 2% of the target
-    (12_250, 35, 5),
-    (5_000, 22, 2),  # no width is within 2% of the target for any number of heads; 22 is the nearest
+@pytest.mark.parametrize("target, d_model, num_heads, head_dim", [
+    (10_240, 32, 4, 0),  # the recipe's own width
+    (2_560, 16, 4, 0),  # another width than the recipe's, but the recipe's number of heads (4)
+    (6_250, 25, 5, 0),  # another number of heads, because no width for 4 heads is within 2% of the target
+    (12_250, 35, 5, 0),
+    (5_000, 22, 2, 0),  # no width is within 2% of the target for any number of heads; 22 is the nearest
+    (6_250, 24, 4, 8),  # the number of heads is kept if the head width is set
 ])
-def test_width_search(target, d_model, num_heads, monkeypatch):
+def test_width_search(target, d_model, num_heads, head_dim, monkeypatch):
     """The search finds the width and the number of heads that bring the number of parameters near `target`.
 
     The search counts parameters at most six times, because each count takes seconds for deep models.
@@ -117,7 +118,8 @@ def test_width_search(target, d_model, num_heads, monkeypatch):
         return 10 * config.model.d_model**2
 
     monkeypatch.setattr(parameters, "num_parameters", count)
-    found = parameters.with_parameters(load_config("gpt", model__d_model=32, model__num_heads=4), target).model
+    config = load_config("gpt", model__d_model=32, model__num_heads=4, model__head_dim=head_dim)
+    found = parameters.with_parameters(config, target).model
     assert (found.d_model, found.num_heads) == (d_model, num_heads)
     assert len(counted) <= 6
 
@@ -128,7 +130,7 @@ def test_digests_of_older_versions():
     before = budget.config_digest(config)
     older = config.copy_and_resolve_references()
     with older.unlocked():
-        del older.model["norm_position"]
+        del older.model["norm_position"], older.model["head_dim"]
         for field in ("z_loss", "tracker", "profile_from", "profile_steps", "stall_seconds"):
             del older.train[field]
     assert budget.config_digest(older) == before

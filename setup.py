@@ -50,7 +50,7 @@ setup(
         "bench": ["matplotlib", "torch", "transformers"],
         "compare": ["matplotlib"],
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
-        "hf": ["huggingface_hub", "safetensors", "tokenizers"],
+        "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
         "plan": ["libtpu"],
         "plot": ["matplotlib"],
         "trackio": ["trackio"],

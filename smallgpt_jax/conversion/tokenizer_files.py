@@ -2,6 +2,7 @@
 
 import json
 
+from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
@@ -15,11 +16,15 @@ PROBES = [
 
 
 def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Returns {file name: content} of tokenizer.json and tokenizer_config.json.
+    """Returns {file name: content} of tokenizer.json and tokenizer_config.json, except the tokenizer's own files.
 
-    The exported tokenizer encodes `<|endoftext|>` in a text as ordinary text, not as the special token. Raises
-    UserError if the `tokenizers` library cannot reproduce the tokenizer.
+    The exported tokenizer encodes `<|endoftext|>` in a text as ordinary text, not as the special token. A
+    HuggingFaceTokenizer is exported unchanged. Raises UserError if the `tokenizers` library cannot reproduce the
+    tokenizer.
     """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        files = {"tokenizer_config.json": settings(tokenizer.end_of_text_token, context_length)}
+        return {name: content for name, content in files.items() if name not in tokenizer.files()}
     try:
         import tokenizers as library
     except ImportError:
@@ -35,11 +40,19 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
                 f"this {tokenizer.kind} tokenizer cannot be exported, because the tokenizer.json would encode "
                 f"{text[:20]!r} as {theirs[:5]}… instead of {ours[:5]}… (the libraries split and normalize text "
                 "differently); use --tokenizer=skip to export without it")
-    settings = {
+    more = {}
+    if tokenizer.kind == "sentencepiece":  # llama.cpp's converter reads this setting
+        more["add_prefix_space"] = sentencepiece_spec(tokenizer).normalizer_spec.add_dummy_prefix
+    return {"tokenizer.json": converted.to_str(),
+            "tokenizer_config.json": settings(end_of_text, context_length, **more)}
+
+
+def settings(end_of_text: str, context_length: int, **more) -> str:
+    """Returns a tokenizer_config.json with the settings of an exported tokenizer and those in `more`."""
+    return json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_of_text, "eos_token": end_of_text,
         "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
-        "clean_up_tokenization_spaces": False, "split_special_tokens": True}
-    return {"tokenizer.json": converted.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+        "clean_up_tokenization_spaces": False, "split_special_tokens": True, **more}, indent=2) + "\n"
 
 
 def bytes_tokenizer(library, tokenizer: Tokenizer):
@@ -68,7 +81,7 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     """Returns the SentencePiece tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     from sentencepiece import sentencepiece_model_pb2
 
-    spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
+    spec = sentencepiece_spec(tokenizer)
     pieces, normal = [piece.piece for piece in spec.pieces], sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
     unknown = pieces[tokenizer.unknown]
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
@@ -94,6 +107,13 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
         library.decoders.Replace(SPACE, " "), library.decoders.ByteFallback(), library.decoders.Fuse(),
         *([library.decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else [])])
     return converted, pieces[tokenizer.end_of_text]
+
+
+def sentencepiece_spec(tokenizer: Tokenizer):
+    """Returns the protocol buffer with the pieces and settings of a SentencePiece tokenizer."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    return sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""Tokenizers: SentencePiece, GPT-2's byte-pair encoding, and bytes.
+"""Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's `tokenizers` library.
 
 Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
-tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2. `tokenizer_kind.json`
-contains the kind of the tokenizer. The end-of-text id marks the beginning of a document; no text is encoded as this id.
+tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2, and `tokenizer.json` for
+Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer. The end-of-text id marks the beginning
+of a document; no text is encoded as this id.
 """
 
 import functools
@@ -17,6 +18,8 @@ from typing import Protocol
 import numpy as np
 import sentencepiece
 
+from smallgpt_jax.data import hugging_face_tokenizer
+from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path, write_atomically
 
@@ -28,10 +31,12 @@ MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece woul
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
-GPT2_SHA256 = {
+GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+# Names of all files that `load` reads.
+TOKENIZER_FILES = {KIND_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES, *GPT2_FILES.values()}
 
 
 class Tokenizer(Protocol):
@@ -175,7 +180,8 @@ def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
     - "sentencepiece:SIZE": a SentencePiece model, trained on `texts`
     - "gpt2": GPT-2's tokenizer, downloaded by tiktoken
     - "bytes": one id per byte
-    - a path: a SentencePiece model file, a folder with GPT-2's two files, or the tokenizer folder of a run or store
+    - a path: a SentencePiece model, a tokenizer.json, a folder with one of them or with GPT-2's two files, or the
+      tokenizer folder of a run or store
     """
     kind, _, size = spec.partition(":")
     if kind == "bytes":
@@ -191,7 +197,7 @@ def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
     if path.is_dir():
         return load(path)
     if path.is_file():
-        return read_sentencepiece(path)
+        return hugging_face_tokenizer.read_files(path) if path.suffix == ".json" else read_sentencepiece(path)
     raise UserError(f"config.data.tokenizer={spec!r}: expected sentencepiece:SIZE, gpt2, bytes, or an existing file or "
                     "folder")
 
@@ -207,26 +213,39 @@ def load(folder: Path) -> Tokenizer:
         raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
     if kind == "bytes":
         return Bytes()
-    if "tokenizer.model" in files:
+    if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:
         return read_sentencepiece(files["tokenizer.model"])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
     pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
+    # Folders of other models contain a vocab.json and merges.txt too, but only their tokenizer.json is complete.
+    if TOKENIZER_JSON in files and kind != GPT2.kind and not (all(pair) and is_gpt2(pair)):
+        return hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
     if not all(pair):
-        raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), or vocab.json and "
-                        "merges.txt (GPT-2), or encoder.json and vocab.bpe (GPT-2)")
+        raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), tokenizer.json "
+                        "(Hugging Face), or vocab.json and merges.txt, or encoder.json and vocab.bpe (GPT-2)")
     try:
         return GPT2(*(path.read_bytes() for path in pair))
     except (ValueError, KeyError) as error:
         raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
 
 
+def is_gpt2(pair: Sequence[Path]) -> bool:
+    """Whether two files are the vocabulary and the merges of GPT-2's tokenizer, as published."""
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(GPT2_SHA256.values())
+
+
 def spec_fingerprint(spec: str) -> str:
-    """Returns a hash of the files at the path `spec`, or "" if `spec` is not an existing path."""
+    """Returns a hash of the tokenizer's files at the path `spec`, or "" if `spec` is not an existing path.
+
+    The settings beside a tokenizer.json are among these files; the weights in a model's folder are not.
+    """
     path = Path(spec).expanduser()
     if not path.exists():
         return ""
+    folder = path if path.is_dir() else path.parent
+    names = TOKENIZER_FILES if path.is_dir() else {path.name, *(SETTINGS_FILES if path.suffix == ".json" else ())}
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
+    for file in sorted(folder / name for name in names if (folder / name).is_file()):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -1,0 +1,116 @@
+"""Tokenizers in the format of Hugging Face's `tokenizers` library: a `tokenizer.json` and the files beside it."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
+
+TOKENIZER_JSON = "tokenizer.json"
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # name the special tokens; both may be missing
+# Names of the end-of-text token, for tokenizers without a file that names it. The first that exists is used.
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, with the ids of the `tokenizers` library.
+
+    No special tokens are added to a text, texts are not truncated, and a special token's name in a text is encoded as
+    ordinary text.
+    """
+
+    kind = "hugging_face"
+
+    def __init__(self, files: Mapping[str, bytes]):
+        """`files` are TOKENIZER_JSON and those of SETTINGS_FILES that exist. Raises ValueError for damaged files."""
+        self._files = dict(files)
+        self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
+        # Ids may have gaps, so that the number of tokens can be smaller.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.unknown = self._find_unknown()
+        self.end_of_text_token = self._find_end_of_text()
+        self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
+        if self.end_of_text in self.encode([self.end_of_text_token])[0]:
+            raise ValueError(f"the text {self.end_of_text_token!r} is encoded as end-of-text")
+
+    @staticmethod
+    def _open(content: str):
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError("tokenizers is not installed; run pip install -e '.[hf]'") from None
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises Exception
+            raise ValueError(short_reason(error)) from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # as ordinary text
+        return tokenizer
+
+    def _find_end_of_text(self) -> str:
+        """Returns the token that ends a text: the eos_token of the settings files, else one of END_OF_TEXT_NAMES."""
+        named = [json.loads(self._files[name]).get("eos_token") for name in SETTINGS_FILES if name in self._files]
+        named = [token["content"] if isinstance(token, dict) else token for token in named if token]
+        known = [token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None]
+        if not named and not known:
+            raise ValueError("no end-of-text token; name it as eos_token in a tokenizer_config.json beside it")
+        token = (named or known)[0]
+        if self._tokenizer.token_to_id(token) is None:
+            raise ValueError(f"eos_token={token!r} is not in the vocabulary")
+        return token
+
+    def _find_unknown(self) -> int | None:
+        model = json.loads(self._files[TOKENIZER_JSON])["model"]
+        if model.get("unk_id") is not None:  # a unigram model
+            return model["unk_id"]
+        return None if model.get("unk_token") is None else self._tokenizer.token_to_id(model["unk_token"])
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, np.int32)
+                for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_continuation(self, text: str) -> np.ndarray:
+        return np.array(self._for_continuations.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @functools.cached_property
+    def _for_continuations(self):
+        """Returns the tokenizer, without the parts that prepend a space to each text."""
+        content = json.loads(self._files[TOKENIZER_JSON])
+        content |= {name: without_prefix_space(content.get(name)) for name in ("normalizer", "pre_tokenizer")}
+        return self._open(json.dumps(content))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def files(self) -> dict[str, bytes]:
+        return self._files
+
+
+def read_files(path: Path) -> HuggingFaceTokenizer:
+    """Returns the tokenizer in the file `path`, with the settings in its folder. Raises UserError if it is damaged.
+
+    Files other than `tokenizer.json` have no settings.
+    """
+    beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
+    files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
+    try:
+        return HuggingFaceTokenizer({name: file.read_bytes() for name, file in files.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})") from None
+
+
+def without_prefix_space(step: dict | None) -> dict | None:
+    """Returns a normalizer or pre-tokenizer of a tokenizer.json that prepends nothing to a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    if step["type"] == "Metaspace":
+        return {"type": "Metaspace", "replacement": step["replacement"], "prepend_scheme": "never",
+                "split": step.get("split", True)}
+    changed = {name: [kept for part in step[name] if (kept := without_prefix_space(part))]
+               for name in ("normalizers", "pretokenizers") if name in step}  # the steps of a sequence
+    return step | changed | ({"add_prefix_space": False} if "add_prefix_space" in step else {})

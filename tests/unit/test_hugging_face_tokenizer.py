@@ -1,0 +1,184 @@
+"""Tests of tokenizers in the format of the `tokenizers` library, compared with the library."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import spaced_tokenizer
+
+from smallgpt_jax.conversion import tokenizer_files
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference.detokenizer import Detokenizer
+
+library = pytest.importorskip("tokenizers")
+
+TEXTS = ["", " ", "  two  spaces", "tab\tand\nline\r\n", "ünïcödé 漢字 🙂\u200d🙂", "a <|endoftext|> b <s> c </s>",
+         "def f(x):\n    return x  # comment\n", "'s 12345 ...!!!"]
+WORDS = ["some words to learn from, and other words\n" * 9, *TEXTS]
+SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<unk>"]
+
+
+def byte_level() -> library.Tokenizer:
+    """Returns a tokenizer like those of SmolLM2 and Qwen3."""
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.train_from_iterator(WORDS, library.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def with_spaces(old_form: bool) -> library.Tokenizer:
+    """Returns a tokenizer like those of Llama 2, which prepends a space to each text and has byte tokens."""
+    tokenizer = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if old_form:
+        tokenizer.normalizer = library.normalizers.Sequence(
+            [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = library.decoders.Sequence([
+        library.decoders.Replace("▁", " "), library.decoders.ByteFallback(), library.decoders.Fuse(),
+        library.decoders.Strip(" ", 1, 0)])
+    tokenizer.train_from_iterator(["the cat sat on the mat " * 9], library.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False))
+    return tokenizer
+
+
+def save(folder: Path, tokenizer: library.Tokenizer, **settings) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("make", [byte_level, lambda: with_spaces(True), lambda: with_spaces(False)],
+                         ids=["byte level", "Prepend", "Metaspace"])
+def test_ids_are_those_of_the_library(make, tmp_path):
+    """The names of special tokens in a text are encoded as ordinary text. Nothing is added, cut or padded."""
+    theirs = make()
+    theirs.post_processor = library.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[
+        (token, theirs.token_to_id(token)) for token in ("<s>", "</s>")])
+    theirs.enable_truncation(4)
+    theirs.enable_padding(length=50)
+    folder = save(tmp_path / "theirs", theirs, eos_token="</s>")
+    tokenizer = tokenizers.from_spec(str(folder), [])
+    theirs.no_truncation()
+    theirs.no_padding()
+    theirs.encode_special_tokens = True
+    ids = tokenizer.encode(TEXTS)
+    for text, own in zip(TEXTS, ids):
+        assert own.dtype == np.int32 and own.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert not {theirs.token_to_id(token) for token in SPECIAL[:3]} & {*own.tolist()}
+    assert tokenizer.end_of_text == theirs.token_to_id("</s>") and tokenizer.vocab_size == theirs.get_vocab_size()
+    assert tokenizer.unknown == (None if make is byte_level else theirs.token_to_id("<unk>"))
+    # Metaspace does not prepend a space to a text that begins with one, so decoding removes that space.
+    assert [tokenizer.decode(own) for own in ids] == [
+        text.removeprefix(" ") if "Metaspace" in theirs.to_str() else text for text in TEXTS]
+    tokenizers.save(tokenizer, tmp_path / "saved")
+    loaded = tokenizers.load(tmp_path / "saved")
+    assert [own.tolist() for own in loaded.encode(TEXTS)] == [own.tolist() for own in ids]
+    assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("old_form", [True, False])
+def test_a_continuation_begins_without_a_space(old_form, tmp_path):
+    tokenizer = tokenizers.from_spec(str(save(tmp_path, with_spaces(old_form), eos_token="</s>")), [])
+    start = tokenizer.encode(["the c"])[0].tolist()
+    for text in ("at sat", " mat", ""):
+        ids = tokenizer.encode_continuation(text).tolist()
+        assert tokenizer.decode([*start, *ids]) == f"the c{text}"
+    assert tokenizer.decode([*start, *tokenizer.encode(["at"])[0].tolist()]) == "the c at"
+
+
+@pytest.mark.parametrize("make", [byte_level, lambda: with_spaces(True)], ids=["byte level", "Prepend"])
+def test_streamed_text(make, tmp_path):
+    """Pieces of streamed text never contain parts of a character, and together they are the text."""
+    tokenizer = tokenizers.from_spec(str(save(tmp_path, make(), eos_token="</s>")), [])
+    text = "the cat 🙂\u200d🙂 sat <s> ünïcödé"
+    detokenizer = Detokenizer(tokenizer, before=tokenizer.encode(["on"])[0].tolist(), prompt="on")
+    pieces = [detokenizer.add(int(token)) for token in (*tokenizer.encode_continuation(text), tokenizer.end_of_text)]
+    assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert detokenizer.is_done
+
+
+@pytest.mark.parametrize("files, token", [
+    ({}, "<|endoftext|>"),
+    ({"tokenizer_config.json": {"eos_token": None}}, "<|endoftext|>"),
+    ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}}, "<s>"),
+    ({"special_tokens_map.json": {"eos_token": "</s>"}}, "</s>"),
+    ({"special_tokens_map.json": {"eos_token": "</s>"}, "tokenizer_config.json": {"eos_token": "<s>"}}, "<s>"),
+])
+def test_end_of_text(files, token, tmp_path):
+    save(tmp_path, byte_level())
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = tokenizers.from_spec(str(tmp_path / "tokenizer.json"), [])
+    assert tokenizer.end_of_text == SPECIAL.index(token) and tokenizer.end_of_text_token == token
+
+
+def test_tokenizer_json_precedes_the_files_of_other_formats(tmp_path):
+    """Folders of SmolLM2 and Qwen3 also contain a vocab.json and a merges.txt, which lack the splitting rules."""
+    theirs = byte_level()
+    save(tmp_path / "model", theirs).joinpath("model.safetensors").write_bytes(b"weights")
+    theirs.model.save(str(tmp_path / "model"))
+    assert isinstance(tokenizers.load(tmp_path / "model"), HuggingFaceTokenizer)
+    before = tokenizers.spec_fingerprint(str(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    assert tokenizers.spec_fingerprint(str(tmp_path / "model")) == before
+    file = str(tmp_path / "model" / "tokenizer.json")
+    before = tokenizers.spec_fingerprint(file)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert tokenizers.spec_fingerprint(file) != before
+
+
+@pytest.mark.parametrize("files, message", [
+    ({"tokenizer.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+    ({"tokenizer.json": "{}"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+    ({"tokenizer.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+    ({"tokenizer_config.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+    ({"tokenizer_config.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+    ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, r"eos_token='<end>' is not in the vocabulary"),
+    ({"tokenizer_config.json": '{"eos_token": "a"}'}, r"the text 'a' is encoded as end-of-text"),
+])
+def test_refuses_bad_files(files, message, tmp_path):
+    save(tmp_path, byte_level())
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        tokenizers.from_spec(str(tmp_path), [])
+
+
+def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
+    tokenizer = library.Tokenizer(library.models.BPE(vocab={"a": 0}, merges=[]))
+    with pytest.raises(UserError, match=r"no end-of-text token; name it as eos_token in a tokenizer_config\.json"):
+        tokenizers.from_spec(str(save(tmp_path, tokenizer)), [])
+
+
+def test_settings_of_exported_tokenizers(tmp_path):
+    """transformers finds the end of text in these settings, and llama.cpp's converter whether a text gets a space."""
+    def settings(tokenizer) -> dict:
+        files = tokenizer_files.hugging_face_files(tokenizer, 64)
+        return json.loads(files.get("tokenizer_config.json", "{}"))
+
+    save(tmp_path, byte_level())
+    assert settings(tokenizers.from_spec(str(tmp_path), [])).items() >= dict(
+        eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert tokenizer_files.hugging_face_files(tokenizers.from_spec(str(tmp_path), []), 64) == {}
+    assert settings(tokenizers.from_spec("sentencepiece:300", WORDS))["add_prefix_space"] is False
+    assert settings(spaced_tokenizer(False))["add_prefix_space"] is True
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    save(tmp_path, byte_level())
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"tokenizers is not installed; run pip install -e '\.\[hf\]'"):
+        tokenizers.from_spec(str(tmp_path), [])

@@ -7,8 +7,8 @@
 
 Formats:
 
-    hf              a Hugging Face folder of a GPT-2 or of a model that this command exported; --from=hf also accepts
-                    the name of a model on the hub
+    hf              a Hugging Face folder; --from=hf reads GPT-2, Llama and Qwen3 models and the exports of this
+                    command, and also accepts the name of a model on the hub
     gpt_variations  a .pt file of the paper's released code
     run             another workdir, to train its model further on other text
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from absl import flags
 
 from smallgpt_jax import cli, inference, models, workdir
-from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, model_card
+from smallgpt_jax.conversion import gpt_variations, hugging_face, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import atomic_folder, local_path
@@ -93,12 +93,12 @@ def export_model(source: Path, output: Path) -> None:
         chosen = inference.select_paths(model, params, _PATHS.value)
         config, params, _ = with_paths(model.config, params, model_state, chosen)
         model = models.LanguageModel(config)
-    is_gpt2 = gpt2.is_gpt2(model.config)
-    card = model_card.format_model_card(source, output.name, model, step, is_gpt2, _PATHS.value)
+    form = hugging_face.find_format(model.config)
+    card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
-          f"{'GPT2LMHeadModel' if is_gpt2 else 'SmallGPTForCausalLM with its own code (trust_remote_code=True)'}")
+          f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}")
 
 
 def import_model(source: str, folder: Path) -> None:

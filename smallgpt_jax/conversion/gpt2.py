@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.conversion.config_json import ConfigJson, has_only
 from smallgpt_jax.models import ModelConfig
 
+MODEL_TYPES = ("gpt2",)
+CODE = ()  # transformers has the code of this model
 BLOCK_NAMES = {
     "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
     "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
@@ -22,6 +24,8 @@ OTHER_NAMES = {
     "head.weight": "lm_head.weight"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_fast": "gelu_tanh"}  # GPT-2's name: our name
+FIXED = dict(architecture="gpt", use_bias=True, tie_embeddings=True, activation="gelu_tanh", position="learned")
+FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio")
 # For these fields of GPT-2's config, our model supports only these values.
 SUPPORTED_VALUES = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
                     "add_cross_attention": False}
@@ -47,10 +51,13 @@ def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
-def is_gpt2(config: ModelConfig) -> bool:
+def supports(config: ModelConfig) -> bool:
     """Whether a GPT2LMHeadModel computes the same function as this model."""
-    return (config.architecture == "gpt" and config.use_bias and config.tie_embeddings
-            and config.activation == "gelu_tanh" and config.position == "learned")
+    return has_only(config, FIXED, FREE)
+
+
+def class_name(config: ModelConfig) -> str:
+    return "GPT2LMHeadModel"
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -97,34 +104,21 @@ def to_config(config: ModelConfig) -> dict:
         "attn_pdrop": 0.0, "tie_word_embeddings": True, **SUPPORTED_VALUES}
 
 
-def from_config(theirs: Mapping, where: str) -> dict:
+def from_config(theirs: ConfigJson) -> dict:
     """Returns the fields of our `model` config group for a GPT-2 with the given config.json.
 
-    `theirs` is the content of config.json. `where` is the path of config.json, for error messages. Raises UserError for
-    missing sizes, values of the wrong type, and values that our model does not support.
+    Raises UserError for missing sizes, values of the wrong type, and values that our model does not support.
     """
-    def size(*names: str, default: int | None = None) -> int:
-        found = next((theirs[name] for name in names if theirs.get(name) is not None), default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise UserError(f"{where}: {names[0]}={found!r}: must be an integer, at least 1")
-        return found
-
-    for name, supported in SUPPORTED_VALUES.items():
-        if theirs.get(name, supported) != supported:
-            raise UserError(f"{where}: {name}={theirs[name]!r}: not supported; must be {supported!r}")
-    activation = theirs.get("activation_function", "gelu_new")
+    theirs.require(SUPPORTED_VALUES)
+    activation = theirs.fields.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise UserError(f"{where}: activation_function={activation!r}: not supported; must be one of "
-                        f"{', '.join(ACTIVATIONS)}")
-    width = size("n_embd", "hidden_size")
-    inner = size("n_inner", default=4 * width)
+        theirs.refuse("activation_function", activation, f"not supported; must be one of {', '.join(ACTIVATIONS)}")
+    width = theirs.size("n_embd", "hidden_size")
+    inner = theirs.size("n_inner", default=4 * width)
     if inner % width:
-        raise UserError(f"{where}: n_inner={inner}: not supported; must be a multiple of n_embd={width}")
-    is_tied = theirs.get("tie_word_embeddings", True)
-    if not isinstance(is_tied, bool):
-        raise UserError(f"{where}: tie_word_embeddings={is_tied!r}: must be true or false")
+        theirs.refuse("n_inner", inner, f"not supported; must be a multiple of n_embd={width}")
     return dict(
-        architecture="gpt", vocab_size=size("vocab_size"), context_length=size("n_positions", "n_ctx"),
-        num_layers=size("n_layer", "num_hidden_layers"), num_heads=size("n_head", "num_attention_heads"),
+        architecture="gpt", vocab_size=theirs.size("vocab_size"), context_length=theirs.size("n_positions", "n_ctx"),
+        num_layers=theirs.size("n_layer", "num_hidden_layers"), num_heads=theirs.size("n_head", "num_attention_heads"),
         d_model=width, mlp_ratio=inner / width, activation=ACTIVATIONS[activation], position="learned",
-        use_bias=True, tie_embeddings=is_tied)
+        use_bias=True, tie_embeddings=theirs.flag("tie_word_embeddings", True))

@@ -1,11 +1,18 @@
 """Exports models to Hugging Face folders and imports models from them.
 
-A gpt with GPT-2's features (`gpt2.is_gpt2`) is exported as a GPT2LMHeadModel. All other models are exported with this
-project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are exported in
-float32, as safetensors files.
+A gpt that is equal to a GPT-2, Llama or Qwen3 is exported as a native model (`NATIVE`). All other models are exported
+with this project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are
+exported in float32, as safetensors files.
+
+A format is a module with these members:
+
+- `MODEL_TYPES`: the values of `model_type` in config.json
+- `CODE`: the files of PyTorch code that an export contains
+- `supports(config)`: whether the format's model computes the same function as ours (only in `NATIVE`)
+- `class_name`, `to_config`, `to_hugging_face`: the class, config.json and tensors of an exported model
+- `from_config`, `from_hugging_face`, `hugging_face_name`: the fields, tensors and tensor names of an imported model
 """
 
-import dataclasses
 import json
 from importlib import import_module, resources
 from pathlib import Path
@@ -14,26 +21,16 @@ from typing import NamedTuple
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.conversion import gpt2, tensors, tokenizer_files, torch_file
+from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files, torch_file
+from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
 
-CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
-ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
-# For these fields of the `model` config group, the exported PyTorch code supports only these values.
-SUPPORTED_VALUES = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
-                    "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
-ACTIVATIONS = ("gelu", "gelu_tanh")
-SAME_FIELDS = (
-    "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
-    "activation", "position", "use_bias")
-ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
-    "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
-RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
-                  "dropout": "training_dropout"}  # our names of the fields → their names in config.json
+NATIVE = (gpt2, llama)  # formats whose models transformers runs with its own code
+FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
 
 
 class Imported(NamedTuple):
@@ -42,39 +39,34 @@ class Imported(NamedTuple):
     tokenizer: Tokenizer | None  # None if the folder has no tokenizer
 
 
+def find_format(config: models.ModelConfig):
+    """Returns the module of the format in which a model is exported."""
+    return next((form for form in NATIVE if form.supports(config)), smallgpt)
+
+
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
     """Writes a model to an empty folder; `card` becomes the folder's README.md.
 
     Raises UserError if libraries are missing, if the exported code does not support the model, or if the tokenizer
     cannot be exported.
     """
-    config, is_gpt2 = model.config, gpt2.is_gpt2(model.config)
-    if config.architecture not in ARCHITECTURES:
-        raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
-                        "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
-    for field, value in SUPPORTED_VALUES.items():
-        if getattr(config, field) != value:
-            config.refuse(field, f"the exported PyTorch code supports only {value!r}")
-    if config.activation not in ACTIVATIONS:
-        config.refuse("activation", f"the exported PyTorch code supports only {', '.join(ACTIVATIONS)}")
-    ours = tensors.from_params(model, params)
-    theirs = gpt2.to_hugging_face(config, ours) if is_gpt2 else ours
+    config, form = model.config, find_format(model.config)
+    described = form.to_config(config)
+    theirs = form.to_hugging_face(config, tensors.from_params(model, params))
     import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
     end_of_text = tokenizer.end_of_text if tokenizer else None
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
-    described = gpt2.to_config(config) if is_gpt2 else own_config(config)
     write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
     # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
     write_json(folder / "generation_config.json", {
         **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
-    if not is_gpt2:
-        for name in CODE:
-            source = resources.files("smallgpt_jax.conversion.exported") / name
-            (folder / name).write_text(source.read_text())
+    for name in form.CODE:
+        source = resources.files("smallgpt_jax.conversion.exported") / name
+        (folder / name).write_text(source.read_text())
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
             (folder / name).write_text(content)
@@ -82,23 +74,12 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     (folder / "README.md").write_text(card)
 
 
-def own_config(config: models.ModelConfig) -> dict:
-    """Returns the config.json of a SmallGPTForCausalLM."""
-    fields = dataclasses.asdict(config)
-    return {
-        "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
-                     "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
-        **{name: fields.get(name) for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS)},
-        **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
-
-
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
-    """Returns a model and its tokenizer. The model must be a GPT-2, or a model that `export_folder` wrote.
+    """Returns a model and its tokenizer. The model must be in one of the FORMATS.
 
     `source` is a local folder, or the model's name on the hub. With `with_tokenizer=False`, tokenizer files are
     ignored. Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported
@@ -109,32 +90,23 @@ def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
     path = folder / "config.json"
     try:
         described = json.loads(path.read_text())
-        kind = described.get("model_type")
+        model_type = described.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a model config ({short_reason(error)})") from None
-    if kind == "gpt2":
-        fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | gpt2.from_config(described, str(path))
-    elif kind == "smallgpt":
-        described = models.upgrade_fields(described)
-        if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
-            raise UserError(f"{path}: damaged, or not written by this project (missing: {', '.join(missing)})")
-        fields = {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
-            ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()} | dict(scan_layers=False)
-    else:
-        raise UserError(f"{path}: model_type={kind!r}: not supported; must be gpt2 or smallgpt")
+    if not isinstance(model_type, str) or model_type not in FORMATS:
+        raise UserError(f"{path}: model_type={model_type!r}: not supported; must be one of {', '.join(FORMATS)}")
+    form = FORMATS[model_type]
+    fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(ConfigJson(described, path))
     try:
         model = models.build(**fields)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     weights, where = read_weights(folder)
-    if kind == "gpt2":
-        names = tensors.shapes(model)
-        weights = gpt2.from_hugging_face(model.config, names, weights)
-        params = tensors.to_params(model, weights, gpt2.hugging_face_name, where)
-    else:
-        if model.config.tie_embeddings:
-            weights.pop("head.weight", None)
-        params = tensors.to_params(model, weights, where=where)
+    try:
+        weights = form.from_hugging_face(model.config, tensors.shapes(model), weights)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    params = tensors.to_params(model, weights, form.hugging_face_name, where)
     return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None)
 
 
@@ -184,7 +156,7 @@ def download_folder(name: str) -> Path:
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[
             "config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt",
-            "tokenizer*"]))
+            "tokenizer*", "special_tokens_map.json"]))
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder

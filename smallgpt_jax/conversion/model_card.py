@@ -17,7 +17,7 @@ DESCRIPTIONS = {
             "halve after every {blocks_per_stage}"}
 
 
-def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, is_gpt2: bool,
+def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, has_code: bool,
                       paths: str) -> str:
     """Returns the model card of an exported checkpoint.
 
@@ -26,7 +26,7 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
       name: name of the exported folder.
       model: the exported model.
       step: step of the checkpoint.
-      is_gpt2: whether the model was exported as a GPT2LMHeadModel.
+      has_code: whether the export contains PyTorch code, which transformers must be allowed to run.
       paths: value of the flag --paths.
     """
     config = model.config
@@ -35,7 +35,7 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
     if paths != "all":
         facts = [("exported paths of the trained model", paths),
                  *(fact for fact in facts if fact[0] != "validation loss")]
-    trust = "" if is_gpt2 else ", trust_remote_code=True"
+    trust = ", trust_remote_code=True" if has_code else ""
     return "\n".join([
         "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- smallgpt_jax", "---",
         "", f"# {name}", "",

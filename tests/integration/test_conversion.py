@@ -17,7 +17,7 @@ import pytest
 from conftest import build, call, forward, init, load_config, save_run
 
 from smallgpt_jax import inference, models, train, workdir
-from smallgpt_jax.conversion import gpt_variations, hugging_face, tokenizer_files
+from smallgpt_jax.conversion import gpt_variations, hugging_face, smallgpt, tokenizer_files
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import read_lines
@@ -255,7 +255,7 @@ def test_folders_without_a_position_field_have_learned_positions(exported_gpt, t
     (lambda f: (f / "model.safetensors").unlink(), "no weights; expected model.safetensors or pytorch_model.bin"),
     (lambda f: (f / "config.json").unlink(), "config.json: not a model config"),
     (lambda f: (f / "config.json").write_text("{"), "config.json: not a model config"),
-    (lambda f: set_config(f, model_type="llama"), "model_type='llama': not supported; must be gpt2 or smallgpt"),
+    (lambda f: set_config(f, model_type="bert"), "model_type='bert': not supported; must be one of gpt2, llama, qwen3"),
     (lambda f: set_config(f, model_type="gpt2"), "n_embd=None: must be"),
     (lambda f: set_config(f, d_model="64"), r"config\.json: config\.model\.d_model='64': must be an integer"),
     (lambda f: set_config(f, num_layers=2.5), r"num_layers=2\.5: must be an integer"),
@@ -462,4 +462,4 @@ def test_bad_flags(flags, substrings, tmp_path, shared_data, monkeypatch):
 
 def test_all_architectures_have_a_variant():
     """Each architecture with PyTorch code in conversion/exported/ needs an entry in VARIANTS."""
-    assert {name for name, _ in VARIANTS.values()} == set(hugging_face.ARCHITECTURES)
+    assert {name for name, _ in VARIANTS.values()} == set(smallgpt.ARCHITECTURES)

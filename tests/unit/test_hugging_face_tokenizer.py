@@ -173,7 +173,7 @@ def test_settings_of_exported_tokenizers(tmp_path):
         eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert tokenizer_files.hugging_face_files(tokenizers.from_spec(str(tmp_path), []), 64) == {}
-    assert settings(tokenizers.from_spec("sentencepiece:300", WORDS))["add_prefix_space"] is False
+    assert settings(tokenizers.from_spec("sentencepiece:400", WORDS))["add_prefix_space"] is False
     assert settings(spaced_tokenizer(False))["add_prefix_space"] is True
 
 

@@ -1,0 +1,155 @@
+"""Names and layouts of tensors in Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM.
+
+Both have RMSNorm, rotary positions, a gated SiLU MLP, grouped-query attention and no biases. Qwen3 also normalizes the
+queries and keys of each head, before the rotation. Queries, keys and values have separate matrices; our `attention.qkv`
+is the three of them in one matrix, grouped by key–value head.
+"""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from smallgpt_jax.conversion.config_json import ConfigJson, has_only
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import ModelConfig
+
+MODEL_TYPES = ("llama", "qwen3")
+CODE = ()  # transformers has the code of these models
+BLOCK_NAMES = {
+    "attention_norm": "input_layernorm", "attention.out": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "attention.qkv": "self_attn.{q,k,v}_proj"}
+OTHER_NAMES = {"token_embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight",
+               "head.weight": "lm_head.weight"}
+FIXED = dict(architecture="gpt", position="rope", norm="rms", mlp="gated", activation="silu", use_bias=False)
+FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "d_model", "head_dim", "mlp_ratio",
+        "norm_epsilon", "rope_base", "qk_norm", "tie_embeddings")
+# For these fields of the config, our model supports only these values.
+SUPPORTED_VALUES = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+                    "quantization_config": None}
+DEFAULT_HEAD_DIM = {"qwen3": 128}  # model_type → head_dim if config.json has none. Llama's: hidden size / heads
+
+
+def supports(config: ModelConfig) -> bool:
+    """Whether a LlamaForCausalLM or Qwen3ForCausalLM computes the same function as this model."""
+    # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim is given.
+    return has_only(config, FIXED, FREE) and (config.qk_norm or config.d_model % config.num_heads == 0)
+
+
+def class_name(config: ModelConfig) -> str:
+    return "Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"
+
+
+def hugging_face_name(name: str) -> str:
+    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern of three names."""
+    if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.weight", name):
+        return f"model.layers.{block[1]}.{BLOCK_NAMES[block[2]]}.weight"
+    return OTHER_NAMES.get(name, name)
+
+
+def projection_names(name: str) -> list[str]:
+    """Returns the names of the query, key and value matrices that our tensor `name` (attention.qkv) consists of."""
+    return [hugging_face_name(name).replace("{q,k,v}", part) for part in "qkv"]
+
+
+def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Converts our tensors to the names and layouts of a LlamaForCausalLM or Qwen3ForCausalLM."""
+    theirs = {}
+    for name, x in tensors.items():
+        if ".qkv." in name:
+            x_GxJxKxD = x.reshape(config.kv_heads, -1, config.head_width, config.d_model)
+            parts = x_GxJxKxD[:, :-2], x_GxJxKxD[:, -2], x_GxJxKxD[:, -1]
+            theirs |= {their_name: part.reshape(-1, config.d_model)
+                       for their_name, part in zip(projection_names(name), parts)}
+        else:
+            theirs[hugging_face_name(name)] = x
+    return theirs
+
+
+def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Converts the tensors of a LlamaForCausalLM, Qwen3ForCausalLM, LlamaModel or Qwen3Model to ours.
+
+    `names` are the tensor names of our model. Tensors that our model does not have keep their names. Raises UserError
+    if a query, key or value matrix has the wrong shape.
+    """
+    tensors = {add_prefix(name): x for name, x in tensors.items()}
+    tensors = {name: x for name, x in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}  # in old files
+    if config.tie_embeddings:
+        tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
+    ours = {}
+    for name in names:
+        theirs = projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
+        if all(their_name in tensors for their_name in theirs):
+            parts = {their_name: tensors.pop(their_name) for their_name in theirs}
+            ours[name] = fuse(config, parts) if ".qkv." in name else parts[theirs[0]]
+    return ours | tensors
+
+
+def add_prefix(name: str) -> str:
+    """Returns the name with the prefix `model.`, which LlamaModel and Qwen3Model omit."""
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the matrix of our attention.qkv, given {name: matrix} of queries, keys and values, in this order."""
+    groups, width = config.kv_heads, config.head_width
+    for (name, x), heads in zip(parts.items(), (config.num_heads, groups, groups)):
+        if x.shape != (expected := (heads * width, config.d_model)):
+            raise UserError(f"wrong shapes: {name} {x.shape}, expected {expected}")
+    return np.concatenate([x.reshape(groups, -1, width, config.d_model) for x in parts.values()], axis=1).reshape(
+        -1, config.d_model)
+
+
+def to_config(config: ModelConfig) -> dict:
+    """Returns the config.json of a model that computes the same function as our model.
+
+    transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and `torch_dtype`.
+    """
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama", "architectures": [class_name(config)],
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model, "intermediate_size": config.mlp_width, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width, "hidden_act": "silu", "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_base, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "attention_bias": False, **({} if config.qk_norm else {"mlp_bias": False}), "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings, "torch_dtype": "float32"}
+
+
+def from_config(theirs: ConfigJson) -> dict:
+    """Returns the fields of our `model` config group for a Llama or Qwen3 with the given config.json.
+
+    Raises UserError for missing sizes, values of the wrong type, and values that our model does not support.
+    """
+    theirs.require(SUPPORTED_VALUES)
+    layer_types = theirs.fields.get("layer_types")
+    if layer_types is not None and (
+            not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)):
+        theirs.refuse("layer_types", layer_types, "not supported; all must be 'full_attention'")
+    model_type, width, num_heads = (
+        theirs.fields["model_type"], theirs.size("hidden_size"), theirs.size("num_attention_heads"))
+    default_head_dim = DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
+    head_dim, num_kv_heads = (
+        theirs.size("head_dim", default=default_head_dim), theirs.size("num_key_value_heads", default=num_heads))
+    return dict(
+        vocab_size=theirs.size("vocab_size"), context_length=theirs.size("max_position_embeddings"),
+        num_layers=theirs.size("num_hidden_layers"), d_model=width, num_heads=num_heads,
+        num_kv_heads=0 if num_kv_heads == num_heads else num_kv_heads,
+        head_dim=0 if head_dim * num_heads == width else head_dim,
+        mlp_ratio=theirs.size("intermediate_size") / width, norm_epsilon=theirs.number("rms_norm_eps", 1e-6),
+        rope_base=rope_base(theirs), qk_norm=model_type == "qwen3",
+        tie_embeddings=theirs.flag("tie_word_embeddings", False), **FIXED)
+
+
+def rope_base(theirs: ConfigJson) -> float:
+    """Returns the base of the rotary frequencies. Raises UserError unless all blocks have the plain, full rotation."""
+    name = next((name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)), "rope_parameters")
+    rope = theirs.fields.get(name) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        theirs.refuse(name, rope, "not supported; the rope_type must be 'default'")
+    if any(isinstance(value, dict) for value in rope.values()):
+        theirs.refuse(name, rope, "not supported; must not depend on the type of a layer")
+    parameters = theirs._replace(fields={**theirs.fields, **rope})
+    parameters.require({"partial_rotary_factor": 1.0})
+    return parameters.number("rope_theta", 10_000.0)

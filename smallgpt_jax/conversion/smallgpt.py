@@ -1,0 +1,74 @@
+"""The config of SmallGPTForCausalLM, this project's PyTorch code for its own models (`exported/`).
+
+Its tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from smallgpt_jax import models
+from smallgpt_jax.conversion.config_json import ConfigJson
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import ModelConfig
+
+MODEL_TYPES = ("smallgpt",)
+CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
+ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
+# For these fields of the `model` config group, the exported PyTorch code supports only these values.
+SUPPORTED_VALUES = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
+                    "head_dim": 0, "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
+ACTIVATIONS = ("gelu", "gelu_tanh")
+SAME_FIELDS = (
+    "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
+    "activation", "position", "use_bias")
+ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
+    "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
+RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
+                  "dropout": "training_dropout"}  # our names of the fields → their names in config.json
+
+
+def class_name(config: ModelConfig) -> str:
+    return "SmallGPTForCausalLM"
+
+
+def hugging_face_name(name: str) -> str:
+    return name
+
+
+def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(tensors)
+
+
+def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors, without a copy of the tied embedding."""
+    return {name: x for name, x in tensors.items() if not (config.tie_embeddings and name == "head.weight")}
+
+
+def to_config(config: ModelConfig) -> dict:
+    """Returns the config.json of a model. Raises UserError if the exported PyTorch code does not support the model."""
+    if config.architecture not in ARCHITECTURES:
+        raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
+                        "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
+    for field, value in SUPPORTED_VALUES.items():
+        if getattr(config, field) != value:
+            config.refuse(field, f"the exported PyTorch code supports only {value!r}")
+    if config.activation not in ACTIVATIONS:
+        config.refuse("activation", f"the exported PyTorch code supports only {', '.join(ACTIVATIONS)}")
+    fields = dataclasses.asdict(config)
+    return {
+        "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
+                     "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
+        **{name: fields.get(name) for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS)},
+        **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
+
+
+def from_config(theirs: ConfigJson) -> dict:
+    """Returns the fields of our `model` config group, given config.json. Raises UserError if fields are missing."""
+    described = models.upgrade_fields(theirs.fields)
+    if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
+        raise UserError(f"{theirs.path}: damaged, or not written by this project (missing: {', '.join(missing)})")
+    return {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
+        ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()}

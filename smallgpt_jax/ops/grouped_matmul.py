@@ -129,14 +129,17 @@ def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_E
     def on_one_device(x_BxTxD, experts_BxTxK, gates_BxTxK, *weights):
         into, out = weights[:width], weights[width]
         num_choices, num_experts = experts_BxTxK.shape[-1], len(out)
-        x_RxD = jnp.repeat(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), num_choices, axis=0)
-        grouping = group_rows(experts_BxTxK.reshape(-1), num_experts, block_size(backend, len(x_RxD), num_experts))
+        # The rows of all tokens' first choices come first. With the choices of a token side by side, TPUs would pad
+        # each token's rows to a multiple of eight rows.
+        x_RxD = jnp.tile(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), (num_choices, 1))
+        experts_R, gates_R = (x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK))
+        grouping = group_rows(experts_R, num_experts, block_size(backend, len(x_RxD), num_experts))
         x_SxD = into_slots(x_RxD, grouping)
         first, *up = (grouped_matmul(x_SxD, w_ExDxF, grouping, backend) for w_ExDxF in into)
         h_SxF = activation(first) * up[0] if up else activation(first)
         y_RxD = from_slots(grouped_matmul(h_SxF, out, grouping, backend), grouping)
-        y_RxD *= gates_BxTxK.reshape(-1, 1).astype(y_RxD.dtype)
-        return jnp.sum(y_RxD.reshape(-1, num_choices, y_RxD.shape[-1]), axis=1).reshape(x_BxTxD.shape)
+        y_RxD *= gates_R[:, None].astype(y_RxD.dtype)
+        return jnp.sum(y_RxD.reshape(num_choices, -1, y_RxD.shape[-1]), axis=0).reshape(x_BxTxD.shape)
 
     rows, choices = ("batch", "time", "embed_activation"), ("batch", "time", None)
     names = (rows, choices, choices, *[("expert", None, "mlp")] * width, ("expert", "mlp", None))

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison import aggregation
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
@@ -30,8 +30,8 @@ def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None 
     `logged` contains the curves that `read_logged` returns; they are plotted too.
     """
     figure, plot = new_plot(AXES[axis], "validation loss, nats per token")
-    for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
-        curve = results.mean_curve(group, axis)
+    for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
+        curve = aggregation.mean_curve(group, axis)
         if not curve:
             continue
         x, losses = zip(*curve)
@@ -50,7 +50,7 @@ def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None 
 def loss_against_parameters(runs: Sequence[Run]) -> Figure:
     """Returns a plot of the last validation loss against the number of parameters, with a marker per finished run."""
     figure, plot = new_plot("parameters", "validation loss, nats per token")
-    for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
+    for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
         finished = [run for run in group if run.is_finished and run.last.loss is not None]
         if finished:
             plot.plot([run.parameters for run in finished], [run.last.loss for run in finished], style["marker"],
@@ -66,7 +66,7 @@ def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> F
     runs at the best rates; a vertical line reaches from their lowest to their highest loss over the seeds.
     """
     figure, plot = new_plot("learning rate", "validation loss, nats per token")
-    groups = results.group_by_name(runs)
+    groups = aggregation.group_by_name(runs)
     for number, (style, (name, grid)) in enumerate(zip(line_styles(), grids.items())):
         color = style["color"]
         finite = {multiple * grid.learning_rate: loss for multiple, loss in grid.losses.items()
@@ -78,7 +78,7 @@ def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> F
         if not grid.has_diverged and grid.best is not None:
             best = grid.best * grid.learning_rate
             plot.plot(best, finite[best], style["marker"], color=color)
-            if spread := results.final_spread(groups.get(name, []), "loss"):
+            if spread := aggregation.final_spread(groups.get(name, []), "loss"):
                 plot.vlines(best, spread.low, spread.high, color=color, linewidth=3, alpha=0.4)
     plot.set_xscale("log")
     plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -94,8 +94,8 @@ def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
     """
     figure, plot = new_plot("context length, tokens", f"bits per byte, {label}")
     ticks = set()
-    for style, (name, group) in zip(line_styles(), results.group_by_name(runs).items()):
-        curve = results.bits_by_context(group, text)
+    for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
+        curve = aggregation.bits_by_context(group, text)
         if curve:
             lengths, bits = zip(*curve.items())
             plot.plot(lengths, [b.mean for b in bits], label=name, **style)

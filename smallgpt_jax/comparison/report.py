@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from smallgpt_jax import plotting
-from smallgpt_jax.comparison import figures, results
+from smallgpt_jax.comparison import aggregation, figures, results
+from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table, aligned_table, to_html, to_markdown
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
-from smallgpt_jax.comparison.results import OWN_TEXT, Run, Spread
+from smallgpt_jax.comparison.results import OWN_TEXT, Run
 from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration, parameter_count
 
@@ -49,7 +50,7 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logge
 
 
 def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None, grids: dict[str, Grid]) -> list:
-    groups = results.group_by_name(runs)
+    groups = aggregation.group_by_name(runs)
     blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids)),
               *([Paragraph(conclusion(groups))] if len(groups) > 1 else []), summary_table(groups)]
     has_seeds = len(groups) < len(runs)
@@ -93,11 +94,11 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
             f"{run.name}, seed {run.seed}: tokens per expert in the last logged step, relative to the block's mean.")
             for run in with_experts)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
-    if shared := results.shared_fields(runs, SHARED):
+    if shared := aggregation.shared_fields(runs, SHARED):
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
-    if fields := results.different_fields(runs):
+    if fields := aggregation.different_fields(runs):
         blocks += [Heading("Config differences"), differences_table(groups, fields)]
     return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, about)]
 
@@ -121,12 +122,12 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations used other rows "
                          "than the last one and are not plotted.")
     targets = [run.last.targets for run in runs if run.last]
-    if results.differ_in_targets(runs):
+    if aggregation.differ_in_targets(runs):
         found.append(f"The last losses are means over different rows, {min(targets):,} to {max(targets):,} targets, "
                      "and are not comparable. To evaluate a finished run again, rerun it with another "
                      "config.train.eval_steps.")
     fields = ROWS if None not in targets else ROWS + TARGETS
-    same = results.shared_fields(runs, fields)
+    same = aggregation.shared_fields(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
                     "validation text." for field in fields if field not in same]
 
@@ -168,10 +169,10 @@ def grid_facts(grid: Grid) -> dict[str, Any]:
 def conclusion(groups: dict[str, list[Run]]) -> str:
     """Returns text that names the two models with the lowest loss and says whether all seeds agree on their order."""
     last_losses = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
-                   if all(run.is_finished for run in group) and results.final_spread(group, "loss")}
+                   if all(run.is_finished for run in group) and aggregation.final_spread(group, "loss")}
     if len(last_losses) < 2:
         return "Fewer than two runs are finished: no ranking."
-    if results.differ_in_targets([run for name in last_losses for run in groups[name]]):
+    if aggregation.differ_in_targets([run for name in last_losses for run in groups[name]]):
         return "The losses of the finished runs are means over different rows: no ranking."
     # Runs with the same seed read the same batches, so models are compared seed by seed.
     seeds = set.intersection(*map(set, last_losses.values()))
@@ -195,15 +196,15 @@ def summary_table(groups: dict[str, list[Run]]) -> Table:
     rows = []
     for name, group in groups.items():
         first = group[0]
-        speed = results.spread([run.tokens_per_second for run in group])
-        seconds = results.final_spread(group, "seconds")
-        decoding = results.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
+        speed = aggregation.spread([run.tokens_per_second for run in group])
+        seconds = aggregation.final_spread(group, "seconds")
+        decoding = aggregation.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
         rows.append((
             name + unfinished_note(group), f"{len(group)}", 
             parameter_count(first.parameters, first.active_parameters), f"{first.flops_per_token:,.0f}",
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
-            *(format_spread(None if unfinished_note(group) else results.final_spread(group, field))
+            *(format_spread(None if unfinished_note(group) else aggregation.final_spread(group, field))
               for field in ("loss", "bits_per_byte")),
             f"{decoding.mean:,.0f}" if decoding else MISSING))
     return Table(("run", "seeds", "parameters", "FLOPs per token", "tokens/s", "seconds", "memory MB",
@@ -232,7 +233,7 @@ def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
 
 
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
-    found = {name: results.bits_by_context(group, text) for name, group in groups.items()}
+    found = {name: aggregation.bits_by_context(group, text) for name, group in groups.items()}
     lengths = sorted({length for row in found.values() for length in row})
     return Table(("run", *(f"context {length:,}" for length in lengths)), tuple(
         (name, *(format_spread(row.get(length), len(groups[name])) for length in lengths))
@@ -243,7 +244,7 @@ def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
     tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
     return Table(("run", *tasks), tuple(
         (name, *(format_spread(spread, len(group)) for spread in (
-            results.spread([run.benchmarks[task] for run in group if task in run.benchmarks]) for task in tasks)))
+            aggregation.spread([run.benchmarks[task] for run in group if task in run.benchmarks]) for task in tasks)))
         for name, group in groups.items()))
 
 

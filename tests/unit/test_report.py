@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from smallgpt_jax.comparison import figures, measure, report, results
+from smallgpt_jax.comparison import aggregation, figures, measure, report, results
 from smallgpt_jax.errors import UserError
 
 
@@ -69,7 +69,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
     assert results.benchmarks(tmp_path, 20) == {
         "copa acc (0-shot, 100 examples)": 0.7, "copa acc (5-shot, 100 examples)": 0.8,
         "copa acc (0-shot, 1,570 examples)": 0.6}
-    assert report.format_spread(results.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
+    assert report.format_spread(aggregation.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
 
 
 def test_names_with_special_characters(tmp_path):
@@ -119,12 +119,12 @@ def test_logged_curves(tmp_path):
 
 def test_spread_and_curves():
     runs = [make_run(0), make_run(2), make_run(1, steps=(1,))]
-    assert results.mean_curve(runs[:2], "flops") == [(100.0, results.Spread(6.0, 5.0, 7.0, 2)),
-                                                     (200.0, results.Spread(5.0, 4.0, 6.0, 2))]
-    assert results.mean_curve(runs, "tokens") == [(10.0, results.Spread(6.0, 5.0, 7.0, 3))]
-    assert results.final_spread(runs[:2], "loss") == results.Spread(5.0, 4.0, 6.0, 2)
-    assert results.final_spread(runs, "loss") is None
-    assert results.spread([1.0, None]) is None
+    assert aggregation.mean_curve(runs[:2], "flops") == [(100.0, aggregation.Spread(6.0, 5.0, 7.0, 2)),
+                                                     (200.0, aggregation.Spread(5.0, 4.0, 6.0, 2))]
+    assert aggregation.mean_curve(runs, "tokens") == [(10.0, aggregation.Spread(6.0, 5.0, 7.0, 3))]
+    assert aggregation.final_spread(runs[:2], "loss") == aggregation.Spread(5.0, 4.0, 6.0, 2)
+    assert aggregation.final_spread(runs, "loss") is None
+    assert aggregation.spread([1.0, None]) is None
 
 
 def test_warns_of_different_validation_rows():
@@ -136,7 +136,7 @@ def test_warns_of_different_validation_rows():
 
     def warnings_and_conclusion(*targets, **config):
         runs = [with_targets(make_run(0), 512, 512), with_targets(make_run(0, name="b"), *targets, **config)]
-        return report.warnings(runs), report.conclusion(results.group_by_name(runs))
+        return report.warnings(runs), report.conclusion(aggregation.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
     # The two runs are evaluated on the same rows, with different batch sizes.
@@ -145,8 +145,8 @@ def test_warns_of_different_validation_rows():
     assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]
     assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
     assert "no ranking" in outcome
-    assert results.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [
-        (20.0, results.Spread(4., 4., 4., 1))]
+    assert aggregation.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [
+        (20.0, aggregation.Spread(4., 4., 4., 1))]
     warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
     assert "differ in config.data.packing" in warning and "different rows" in warning
     # Older versions did not record the number of targets of an evaluation.

@@ -1,0 +1,94 @@
+"""Aggregates of runs: means and ranges over seeds, and the config fields that runs share."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from smallgpt_jax.comparison.results import Run
+
+
+def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Returns {name: runs}. Runs with the same name train the same model with different seeds."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Mean and range of one number over seeds."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """Returns mean and range, or None if a value is missing."""
+    if not values or any(value is None for value in values):
+        return None
+    return Spread(float(np.mean(values)), min(values), max(values), len(values))
+
+
+def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
+    """Returns the mean and range of the values that `field` has in the last evaluations of the runs.
+
+    Returns None if the runs' last evaluations are of different steps, or if a value is missing.
+    """
+    if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
+        return None
+    return spread([getattr(run.last, field) for run in runs])
+
+
+def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
+    """Returns [(mean of `axis`, spread of the loss)], with one pair for each step at which all seeds were evaluated.
+
+    The mean and the spread are over seeds. Evaluations are left out if their number of targets differs from that of the
+    run's last evaluation.
+    """
+    at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
+    curve = []
+    for step in sorted(set.intersection(*map(set, at))):
+        losses, places = (spread([getattr(points[step], field) for points in at]) for field in ("loss", axis))
+        if losses and places:
+            curve.append((places.mean, losses))
+    return curve
+
+
+def differ_in_targets(runs: Sequence[Run]) -> bool:
+    """Whether the last evaluations of the runs differ by more than 1% in their number of targets.
+
+    If they do, their losses are means over different rows. Returns False if a run does not record the number.
+    """
+    targets = [run.last.targets for run in runs if run.last]
+    return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
+
+
+def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
+    """Returns {context length: bits per byte on a text, as mean and range over seeds}."""
+    found: dict[int, list[float | None]] = {}
+    for run in runs:
+        for row in run.texts:
+            if row["text"] == text:
+                found.setdefault(row["context_length"], []).append(row["bits_per_byte"])
+    return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
+
+
+def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
+    """Returns {field: value} for those of `fields` that have the same value in all runs."""
+    first, *others = (run.config for run in runs)
+    return {field: first.get(field) for field in fields
+            if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}
+
+
+def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Returns {field: {run name: value}} for the fields in which the runs differ, except the seed."""
+    groups = group_by_name(runs)
+    fields = dict.fromkeys(field for run in runs for field in run.config)
+    table = {field: {name: group[0].config.get(field) for name, group in groups.items()} for field in fields}
+    return {field: values for field, values in table.items()
+            if field != "train.seed" and len(set(map(repr, values.values()))) > 1}

@@ -66,7 +66,7 @@ def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
 
 
 def experts(backend: str):
-    """Returns the forward pass of a mixture of experts, of which `choices_BxTxK` selects three per token."""
+    """Returns the forward pass of a mixture of experts; `choices_BxTxK` contains the three experts of each token."""
     def apply(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
         gates = jnp.full(choices_BxTxK.shape, 1 / 3)
         return grouped_matmul.grouped_experts(
@@ -115,8 +115,8 @@ def rows() -> dict[str, tuple]:
             training(lambda q, k, v, mask=causal: attention.attention(q, k, v, mask, backend="xla")), qkv)
         choices = jnp.asarray(np.argsort(rng.random((batch, 128, 16)))[..., :3])
         weights = normal(batch, 128, width), *(0.1 * normal(16, width, width) for _ in range(2))
-        for name, other in (("ragged_dot", experts("ragged")), ("dense MLP of equal FLOPs", dense_mlp)):
-            found[f"experts: blocks, beside a {name}, {label}"] = (
+        for name, other in (("ragged_dot", experts("ragged")), ("a dense MLP of equal FLOPs", dense_mlp)):
+            found[f"experts: blocks, compared with {name}, {label}"] = (
                 *(training(lambda x, up, down, form=form, choices=choices: form(x, choices, up, down))
                   for form in (other, experts("blocks"))), weights)
     qkv = tuple(normal(2, 4, 1024, 64) for _ in range(3))

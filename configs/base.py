@@ -40,7 +40,7 @@ def paper() -> ConfigDict:
     model.num_heads = 12  # attention heads per block; must divide d_model, unless head_dim is set
     model.d_model = 768  # width of the residual stream; in lgpt and cgpt, width of the first stage
     model.num_kv_heads = 0  # key–value heads per block (grouped-query attention); 0: as many as num_heads
-    model.head_dim = 0  # width of each head; 0: d_model / num_heads. If it is set, all stages of lgpt and cgpt have it
+    model.head_dim = 0  # width of each head; 0: d_model / num_heads. If set, all stages of lgpt and cgpt use it
     model.qk_norm = False  # apply RMSNorm to each head's queries and keys
     model.attention_windows = ()  # attention window of each block, in positions. 0 or an empty list: full attention.
     # If there are fewer windows than blocks, the windows are repeated: with (256, 0), blocks with a window of 256
@@ -49,7 +49,7 @@ def paper() -> ConfigDict:
     model.norm_position = "pre"  # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     model.norm_epsilon = 1e-5  # added to the variance
     model.mlp = "dense"  # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down |
-    # "moe": mixture of experts, which are such MLPs
+    # "moe": mixture of experts, each of which is a dense or gated MLP
     model.mlp_ratio = 4.0  # width of the MLP's inner layer / d_model; with "moe", width of one expert / d_model
     model.num_experts = 16  # "moe": number of routed experts per block
     model.experts_per_token = 3  # "moe": number of routed experts that each token uses

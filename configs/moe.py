@@ -5,8 +5,8 @@
 
 Each token uses the shared expert and three routed experts. The width of an expert is d_model, a quarter of the width of
 gpt's MLP. The model has 347,179,776 parameters. A token uses 163,154,688 of them, 0.1% more than in configs/gpt.py, and
-training takes 0.1% more FLOPs per token. The difference is the routers. This project has not trained the model at full
-size.
+training takes 0.1% more FLOPs per token. The routers cause the difference. This project has not trained the model at
+full size.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

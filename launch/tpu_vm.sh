@@ -6,8 +6,8 @@ usage() {
   cat <<'END'
 launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
 
-  watch     keeps a run going until it ends: creates the slice if it does not exist, and after each preemption deletes
-            and recreates it; does install and start. Takes the flags and ARGS of these commands
+  watch     keeps a run going until it ends: creates the slice if it does not exist, recreates it after each preemption;
+            then does install and start. Takes the flags and ARGS of create, install and start
   create    requests the slice, as a queued resource, and waits until it is active
   install   copies this repository's last commit to all workers and creates the environment there
   start     starts `python -m smallgpt_jax.main ARGS` on all workers, detached
@@ -32,8 +32,8 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   --bucket=NAME                Cloud Storage bucket to mount at ~/bucket; `start` copies the logs to its folder logs/NAME
                                (install, start)
   --stage=FROM:TO              first copy the folder FROM to the local folder TO on each worker (start)
-  --env=KEY=VALUE, --env=KEY   environment variable of the run, with the value that it has here if none is given; never
-                               printed; may be repeated (start)
+  --env=KEY=VALUE, --env=KEY   environment variable of the run; default: its value in this shell. The value is never
+                               printed. May be repeated (start)
   --worker=N                   default: 0 (logs)
   --yes                        do not ask for confirmation (delete)
 
@@ -75,7 +75,8 @@ run() {
 
 ### The state of the slice
 
-# Prints the answer of a gcloud command: one word, NOT_FOUND or UNKNOWN. Errors go to standard error.
+# Prints the output of a gcloud command. If the command fails, prints NOT_FOUND, or UNKNOWN and its errors (to standard
+# error).
 ask() {
   local answer errors
   errors=$(mktemp)
@@ -109,7 +110,7 @@ fail_with_reason() {
     "$(quoted gcloud compute tpus queued-resources describe "$name" "${where[@]}")"
 }
 
-# Fails if more than --max_wait minutes have passed since the time $1, in $SECONDS.
+# Fails if --max_wait minutes have passed since the time $1, which is a value of $SECONDS.
 check_wait() {
   ((SECONDS - $1 < 60 * max_wait)) ||
     fail "$name is still $state after $max_wait minutes (--max_wait); delete it, or wait again with resume or watch"

@@ -20,7 +20,7 @@ watch() { # ARGS
       ACTIVE) watch_run "$@" ;;
       FAILED) fail_with_reason ;;
       NOT_FOUND)
-        [[ $request != exists ]] || fail "$name was deleted elsewhere; nothing is left to watch"
+        [[ $request != exists ]] || fail "$name was deleted by another command; rerun watch to create it again"
         ! request_slice || request=exists
         ;;
       *)

@@ -91,7 +91,7 @@ start() { # LOGS (folder for copies of the log) ARGS
   echo "started on $(hostname)"
 }
 
-# Runs the training, and copies the part of the log that it writes to the folder LOGS. Writes the exit status to a file.
+# Runs the training, copies its part of the log to the folder LOGS, and writes its exit status to a file.
 supervise() { # LOGS ARGS
   local first copy='' pid copier='' status
   first=$(($(stat -c %s ~/smallgpt_jax.log) + 1))
@@ -100,7 +100,7 @@ supervise() { # LOGS ARGS
   .venv/bin/python -m smallgpt_jax.main "${@:2}" &
   pid=$!
   if [[ $copy ]]; then
-    mkdir -p "$1" || true # without the copy, the run goes on
+    mkdir -p "$1" || true # if it fails, the run continues without the copy
     while sleep "${LOG_SECONDS:-60}"; do copy_log "$first" "$copy"; done &
     copier=$!
   fi

@@ -151,7 +151,7 @@ def error_message(error: Exception) -> str:
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
-        return f"--{error.flagname}: overrides a field of --config, which is not given"
+        return f"--{error.flagname}: cannot override a field without --config; add --config=RECIPE or remove this flag"
     if isinstance(error, flags.UnrecognizedFlagError) and (fields := fields_named(error.flagname)):
         return f"no flag --{error.flagname}; did you mean {' or '.join(f'--config.{field}' for field in fields)}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

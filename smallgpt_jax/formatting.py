@@ -23,7 +23,7 @@ def millions(count: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Returns at most `width` bars, each as high as the mean of its share of the values: [9, 5, 2, 1] → '█▅▂▁'."""
+    """Returns at most `width` bars, each as high as the mean of consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
     count = min(width, len(values))
     means = [statistics.fmean(values[i * len(values) // count:(i + 1) * len(values) // count]) for i in range(count)]
     low, spread = min(means), (max(means) - min(means)) or 1

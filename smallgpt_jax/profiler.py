@@ -41,7 +41,7 @@ class Profiler:
                 jax.profiler.start_trace(str(self._folder))
             else:
                 jax.profiler.stop_trace()
-                self._log(f"wrote a profile to {self._folder}; to see it: pip install xprof && "
+                self._log(f"wrote a profile to {self._folder}; to view it: pip install xprof && "
                           f"xprof --logdir={self._folder}")
         except Exception as error:  # the profiler raises many types of exceptions
             self._traced, self._is_active = range(0), False

@@ -1,10 +1,10 @@
-"""Wall time of a session: how much of it goes to training steps, and what takes the rest."""
+"""Wall time of a session, by phase: training steps, starting, waiting for data, saving, evaluating."""
 
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
-# What takes time besides training steps → its name in the goodput message. "data_wait" is the time in which the host
+# {phase other than training steps: its name in the goodput message}. "data_wait" is the time in which the host
 # waits for batches; the devices may still be busy with the previous step.
 PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating"}
 
@@ -35,7 +35,7 @@ class RunClock:
             self.progress += phase != "data_wait"
 
     def wait_for(self, batches: Iterable) -> Iterator:
-        """Yields `batches`; counts the time until each batch is there as "data_wait"."""
+        """Yields `batches`; counts the time until each batch is available as "data_wait"."""
         batches = iter(batches)
         while True:
             with self.during("data_wait"):

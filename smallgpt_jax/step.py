@@ -135,7 +135,7 @@ def sown_metrics(collections) -> dict[str, Any]:
     """Returns the values that modules sowed into "metrics" and "layer_metrics", by metric name.
 
     Values of "metrics" are averaged over layers and paths. A value of "layer_metrics" is {path of the module: array},
-    where the array has leading axes for stacked layers and paths, as the module's parameters.
+    where the array has leading axes for stacked layers and paths, like the module's parameters.
     """
     values: dict[str, list] = {}
     for _, name, value in named_values(collections.get("metrics", {})):

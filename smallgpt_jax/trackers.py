@@ -113,4 +113,4 @@ def start_trackio(workdir: Path, run_id: str, config: dict):
 
     run = trackio.init(project=project("trackio"), name=f"{workdir.name}-{run_id}", resume="allow", config=config,
                        embed=False)
-    return run, run._next_step  # there is no public way to find it
+    return run, run._next_step  # no public attribute has this number

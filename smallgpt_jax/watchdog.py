@@ -1,4 +1,4 @@
-"""Ends a run that hangs, so that whatever started it can start it again."""
+"""Ends a run that hangs, so that a launch script or cluster can restart it."""
 
 import faulthandler
 import os
@@ -8,7 +8,7 @@ import time
 
 from smallgpt_jax.run_clock import RunClock
 
-STALLED_STATUS = 124  # exit status, as of the shell command `timeout`
+STALLED_STATUS = 124  # the exit status of the shell command `timeout`
 EXEMPT_PHASES = ("restart", "save", "evaluate")
 
 

@@ -2,10 +2,11 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/ladder.py --output=runs/ladder
 
-Each run adds one option to the run before it, except "relu2", which is a branch: "gated" also starts from "rms". The
+Each run adds one option to the run before it, with two exceptions: "relu2" and "gated" both start from "rms", and the
 last two runs are the paper's pgpt and lgpt with the options of "windows".
 
-The comparison trains more than 60 runs. config.train.steps is the number of steps of gpt, whose FLOPs all runs have.
+The comparison trains more than 60 runs. All runs have the FLOPs of the run "gpt", which trains for config.train.steps
+steps.
 """
 
 from configs.compare import base

@@ -19,8 +19,8 @@ def train_flops_per_token(model: LanguageModel) -> float:
     """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). The FLOPs do not depend on the backend of attention, see `ops.attention.counted`, nor on that of the
-    products of experts: the unused rows of blocks are not counted.
+    section 2.1). The FLOPs do not depend on the backend of attention, see `ops.attention.counted`, nor on the
+    backend of the experts' products: unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
@@ -31,7 +31,7 @@ def train_flops_per_token(model: LanguageModel) -> float:
 
 
 def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of the matrix products in an update of the model's parameters, which only Muon has."""
+    """Returns the FLOPs of the matrix products in an update of the model's parameters; zero except for Muon."""
     params = nn.unbox(abstract_params(model))
     return matmul_flops(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
 

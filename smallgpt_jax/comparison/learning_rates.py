@@ -26,7 +26,7 @@ class Grid:
 
     @property
     def best(self) -> float | None:
-        """The multiple with the lowest loss, and of several such multiples the lowest; None before all are finished."""
+        """The multiple with the lowest loss (in a tie, the lowest multiple); None until all runs are finished."""
         return min(self.losses, key=lambda multiple: (self.losses[multiple], multiple)) if self.is_finished else None
 
     @property
@@ -55,7 +55,7 @@ def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
         lowest, second, *_ = grid.losses
         *_, last_but_one, highest = grid.losses
         added = lowest * lowest / second if grid.edge == "lowest" else highest * highest / last_but_one
-        added = float(f"{added:.6g}")  # the name of a folder contains the multiple
+        added = float(f"{added:.6g}")  # rounded, because folder names contain the multiple
         grid = Grid(learning_rate, dict(sorted({**grid.losses, added: loss_of(added)}.items())))
     return grid
 

@@ -47,9 +47,10 @@ class Plan:
     def runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns the runs that the known losses determine, in training order.
 
-        First, the runs of all grids, with the first seed. Then all models with one seed before the next seed, each at
-        the best multiple of its grid. They include the best run of the grid. The models whose grids are not finished
-        are left out. A model that has diverged at every multiple is not trained with further seeds.
+        The list begins with the runs of all grids, which have the first seed. The runs of all models at the best
+        multiples of their grids follow, seed by seed. For the first seed, these are the best runs of the grids, which
+        are thus listed twice. Models whose grids are not finished are left out of the second part. A model that has
+        diverged at every multiple is not trained with further seeds.
         """
         grids = self.grids(losses)
         best = {name: grids[name].best if grids else 1.0 for name in self.models}

@@ -75,7 +75,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
             "with this seed. All other sections use only the runs at the best learning rate."),
             Plot("loss-learning-rate", figures.loss_against_learning_rate(grids, runs),
                  "Validation loss against the learning rate, with one seed. Filled: best rate. Crosses: diverged. "
-                 "Vertical lines: lowest to highest seed at the best rate."), grid_table(grids)]
+                 "Vertical lines: lowest to highest loss of all seeds at the best rate."), grid_table(grids)]
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)

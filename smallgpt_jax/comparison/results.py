@@ -215,7 +215,9 @@ def read_json(path: Path):
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs. A run's name is its folder's name without -seedN, which may precede -lrMx.
+    """Returns (name, workdir) pairs. A run's name is its folder's name without -seedN.
+
+    -seedN may be at the end of the folder's name or before -lrMx: "gpt-seed1-lr2x" becomes "gpt-lr2x".
 
     If two runs would get the same name but their configs differ in more than the seed, a number is appended to the name
     of the second.

@@ -15,7 +15,7 @@ from smallgpt_jax.files import file_lock
 
 
 def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
-    """Trains the runs of a plan, as far as no other process trains them. Returns {folder: loss} of the finished runs.
+    """Trains those runs of a plan that no other process trains. Returns {folder: loss} of the finished runs.
 
     The losses determine which runs follow. If another process is training a run, continues with the next run. When no
     other runs are left, waits for the grids that are not finished, because further runs depend on them.

@@ -1,4 +1,4 @@
-"""Config fields of models in other formats: reads them from a config.json, and tells whether a format has a field."""
+"""Reads the fields of config.json files, and tests whether another format can express a model config."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -55,8 +55,8 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
     """Whether a model config can be expressed in a format.
 
     The format supports all values of the fields `free`, and only one value, given in `fixed`, of other fields. All
-    fields in neither must have their default or a value with the same effect, so a new field is not expressible until
-    the format is extended.
+    remaining fields must have their default or a value with the same effect, so a new field is not supported until it
+    is added to the format.
     """
     config, free = with_defaults(config), {*free, *TRAINING_FIELDS}
     return all(getattr(config, field.name) == fixed.get(field.name, field.default)

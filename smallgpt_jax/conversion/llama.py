@@ -2,7 +2,7 @@
 
 Both have RMSNorm, rotary positions, a gated SiLU MLP, grouped-query attention and no biases. Qwen3 also normalizes the
 queries and keys of each head, before the rotation. Queries, keys and values have separate matrices; our `attention.qkv`
-is the three of them in one matrix, grouped by key–value head.
+combines the three in one matrix, grouped by key–value head.
 """
 
 import re

@@ -29,7 +29,7 @@ class HuggingFaceTokenizer:
         """`files` are TOKENIZER_JSON and those of SETTINGS_FILES that exist. Raises ValueError for damaged files."""
         self._files = dict(files)
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
-        # Ids may have gaps, so that the number of tokens can be smaller.
+        # Ids may have gaps, so the vocabulary may have fewer tokens than this.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.unknown = self._find_unknown()
         self.end_of_text_token = self._find_end_of_text()
@@ -58,7 +58,7 @@ class HuggingFaceTokenizer:
         named = [token["content"] if isinstance(token, dict) else token for token in named if token]
         known = [token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None]
         if not named and not known:
-            raise ValueError("no end-of-text token; name it as eos_token in a tokenizer_config.json beside it")
+            raise ValueError("no end-of-text token; set eos_token in a tokenizer_config.json in the same folder")
         token = (named or known)[0]
         if self._tokenizer.token_to_id(token) is None:
             raise ValueError(f"eos_token={token!r} is not in the vocabulary")
@@ -92,9 +92,9 @@ class HuggingFaceTokenizer:
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:
-    """Returns the tokenizer in the file `path`, with the settings in its folder. Raises UserError if it is damaged.
+    """Returns the tokenizer in the file `path`. Raises UserError if it is damaged.
 
-    Files other than `tokenizer.json` have no settings.
+    If the file is named `tokenizer.json`, the SETTINGS_FILES in its folder are read too.
     """
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
@@ -105,7 +105,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
 
 
 def without_prefix_space(step: dict | None) -> dict | None:
-    """Returns a normalizer or pre-tokenizer of a tokenizer.json that prepends nothing to a text."""
+    """Returns a normalizer or pre-tokenizer of a tokenizer.json, changed so that it prepends nothing to a text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Metaspace":

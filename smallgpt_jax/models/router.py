@@ -20,11 +20,11 @@ class Router(nn.Module):
 
     The biases b balance the experts without an auxiliary loss: after each update, b_i grows by `expert_bias_rate` if
     expert i got fewer tokens of the batch than the mean, and shrinks by it if the expert got more (section 2.1.2). The
-    state `load` counts the tokens over all microbatches. The biases change when the next update begins. Evaluation and
-    decoding use the changed biases.
+    state `load` counts the tokens over all microbatches. The biases are changed at the start of the next update;
+    evaluation and decoding also use the changed biases.
 
-    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). It is α for balanced
-    experts.
+    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). The loss is α for
+    balanced experts.
     """
 
     config: ModelConfig
@@ -82,8 +82,8 @@ class Router(nn.Module):
 def sequence_balance(scores_BxTxE, chosen_BxTxE):
     """Returns the mean over sequences of Σ f_i·P_i; see arXiv 2412.19437, equations 17 to 20.
 
-    f_i is the share of tokens that chose expert i, divided by its value K/E for balanced experts; P_i is the mean over
-    tokens of expert i's score divided by the token's sum of scores.
+    f_i is the share of tokens that chose expert i, divided by K/E, which is the share if the experts are balanced. P_i
+    is the mean over tokens of expert i's score divided by the token's sum of scores.
     """
     share_BxE = jnp.mean(chosen_BxTxE, axis=1)
     f_BxE = share_BxE / jnp.mean(share_BxE, axis=-1, keepdims=True)

@@ -173,7 +173,8 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
 def test_refuses_a_grid_for_existing_runs(tmp_path):
     done = call("compare", "--workdirs=a,b", GRID, f"--output={tmp_path / 'out'}")
     assert (done.returncode, done.stderr) == (
-        2, "error: --config.compare.learning_rates: overrides a field of --config, which is not given\n")
+        2, "error: --config.compare.learning_rates: cannot override a field without --config; "
+           "add --config=RECIPE or remove this flag\n")
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__
 
 
 def random_state(model, seed=0):
-    """Returns a model state with random biases and loads. The biases are large enough to change what is chosen."""
+    """Returns a model state with random biases and loads. The biases are large enough to change the chosen experts."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.float32(rng.uniform(0, 0.1, x.shape)), models.abstract_model_state(model))
 
@@ -195,7 +195,7 @@ def mesh(**axes):
     ("lgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots"}),
 ])
 def test_eight_devices_match_one_device(recipe, fields):
-    """Losses match, and so do the loads, exactly. The reference is scanned, without remat, with blocks of rows."""
+    """Losses match, and loads are equal. The reference uses scanned layers, no remat and the backend "blocks"."""
     plain = {name: value for name, value in fields.items() if name in ("model__balance_loss", "model__expert_mlp")}
     state, metrics = train(devices=8, recipe=recipe, **fields)
     expected_state, expected = train(recipe=recipe, **plain)
@@ -262,7 +262,7 @@ def test_biases_balance_a_skewed_router():
     ("gpt", {"position": "rope", "attention_windows": (5, 0)}), ("pgpt", {"expert_mlp": "gated"}),
     ("lgpt", {"norm_position": "deepnorm", "grouped_matmul": "ragged"})])
 def test_decoding_matches_the_forward_pass(recipe, fields):
-    """Rows of different lengths are decoded together, so that padding and other rows must not change what is chosen."""
+    """Rows of different lengths are decoded together, so padding and other rows must not change the chosen experts."""
     model = build(recipe, **{**MOE, "context_length": 24, "num_layers": 4, **fields})
     params, state = init(model), random_state(model)
     ids = [np.random.default_rng(n).integers(0, 512, n).tolist() for n in (3, 9)]

@@ -250,7 +250,7 @@ def test_refuses_damaged_weights(change, message, small_llama, tmp_path):
 
 
 def test_tensors_of_other_forms(small_llama, tmp_path):
-    """Some folders contain a copy of the tied embedding, masks of old versions, or names without a prefix."""
+    """Some folders contain a copy of the tied embedding, rotary frequencies (old versions), or unprefixed names."""
     folder = shutil.copytree(small_llama, tmp_path / "llama")
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": True}))

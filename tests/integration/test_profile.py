@@ -1,4 +1,4 @@
-"""Tests of what a run reports about its time: traces of steps, seconds in metrics.jsonl, the goodput line."""
+"""Tests of a run's time measurements: traces of steps, seconds in metrics.jsonl, the goodput line."""
 
 import re
 
@@ -21,7 +21,7 @@ def train_steps_in(folder) -> list[int]:
 
 @pytest.mark.slow
 def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
-    """One run traces steps 3 and 4, which have a checkpoint between them; another would trace more than its steps."""
+    """One run traces steps 3 and 4, with a checkpoint in between; another run ends before its trace would."""
     fields = dict(SMALL, train__steps=6, train__log_every=1, train__eval_every=6, train__checkpoint_every=3)
     plain, inside, over_end = (tmp_path / name for name in ("plain", "inside", "over_end"))
     train(config_for(text_file, **fields), str(plain))

@@ -1,4 +1,4 @@
-"""Tests of runs that hang: a process each."""
+"""Tests of runs that hang, each in its own process."""
 
 import os
 import subprocess

@@ -329,7 +329,7 @@ def test_tpu_watch_ends_when_the_request_is_deleted_elsewhere(cloud, first):
     cloud.states(first, "NOT_FOUND")
     result = cloud.tpu("watch", *WATCHED)
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == "error: gpt was deleted elsewhere; nothing is left to watch"
+    assert result.stderr.splitlines()[-1] == "error: gpt was deleted by another command; rerun watch to create it again"
     assert cloud.verbs() == (STARTED if first == "ACTIVE" else [])
 
 

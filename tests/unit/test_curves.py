@@ -1,4 +1,4 @@
-"""Tests of the plots and the bars that a run's metrics are shown as."""
+"""Tests of the plots and sparklines of a run's metrics."""
 
 import io
 import json

@@ -158,12 +158,12 @@ def test_refuses_bad_files(files, message, tmp_path):
 
 def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
     tokenizer = library.Tokenizer(library.models.BPE(vocab={"a": 0}, merges=[]))
-    with pytest.raises(UserError, match=r"no end-of-text token; name it as eos_token in a tokenizer_config\.json"):
+    with pytest.raises(UserError, match=r"no end-of-text token; set eos_token in a tokenizer_config\.json"):
         tokenizers.from_spec(str(save(tmp_path, tokenizer)), [])
 
 
 def test_settings_of_exported_tokenizers(tmp_path):
-    """transformers finds the end of text in these settings, and llama.cpp's converter whether a text gets a space."""
+    """transformers reads the end-of-text token from these settings; llama.cpp's converter reads add_prefix_space."""
     def settings(tokenizer) -> dict:
         files = tokenizer_files.hugging_face_files(tokenizer, 64)
         return json.loads(files.get("tokenizer_config.json", "{}"))

@@ -83,7 +83,7 @@ def test_a_model_that_always_diverges_is_not_trained_with_further_seeds(tmp_path
 
 
 def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
-    """Grids that are finished do not wait for others. The learning rates of the runs are scaled."""
+    """A model whose grid is finished does not wait for other grids. The learning rates of the runs are scaled."""
     folder = plan(tmp_path).output
     known = {run_folder(folder, "b", 7, multiple): loss for multiple, loss in parabola(1).items()}
     runs = plan(tmp_path).runs(known)

@@ -99,7 +99,7 @@ BLOCK = {"qkv": fused, "out": lambda axes: stacked(axes, 2), "up": lambda axes: 
     ("cgpt", {"blocks_per_stage": 1, "conv_kernel": 3}, 1, {"compress_0": stacked(0, 2), "compress_1": stacked(0, 2)}),
 ])
 def test_updates_match_newton_schulz_steps(architecture, fields, stacked_axes, others):
-    """The updates of all kernels at step 3 match. The gradients of a step differ in size by up to 10⁵."""
+    """The updates of all kernels at step 3 match. The gradients' scales differ by factors of up to 10⁵."""
     model = build(architecture, **{**SMALL, **fields}, use_bias=True)
     params = init(model)
     updates = update_of(models.abstract_params(model), params, steps=3)
@@ -197,7 +197,7 @@ def test_adamw_and_lion_are_those_of_optax(name, reference):
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Returns the FLOPs of five Newton–Schulz steps: the products x·xᵀ, a·a and (…)·x, where x has m ≤ n columns."""
+    """Returns the FLOPs of five Newton–Schulz steps: the products x·xᵀ, a·a and (…)·x for x of shape (m, n)."""
     m, n = min(rows, columns), max(rows, columns)
     return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 

@@ -28,7 +28,7 @@ def test_goodput(monkeypatch):
     with clock.during("evaluate"):
         time.now += 15
     assert clock.lap() == {"data_wait_seconds": 2, "save_seconds": 0}
-    assert clock.training_seconds() == 55  # with the time for data
+    assert clock.training_seconds() == 55  # including the wait for data
     assert clock.goodput_message() == (
         "goodput 50.0%: 50.0 of 100.0 s in training steps; 20.0 s starting, 5.0 s waiting for data, 10.0 s saving, "
         "15.0 s evaluating")

@@ -181,7 +181,7 @@ def leveldb_records(data: bytes):
 
 
 def read_trackio(tmp_path, folder, run_id):
-    """Returns {step: row} of trackio's database; fails if a step is there twice."""
+    """Returns {step: row} of trackio's database; fails if a step is stored twice."""
     command = ("import json, trackio; from trackio.sqlite_storage import SQLiteStorage; "
                f"print(json.dumps(SQLiteStorage.get_logs('smallgpt_jax', 'my run-{run_id}')))")
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}

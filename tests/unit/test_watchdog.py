@@ -1,4 +1,4 @@
-"""Tests of the stall watchdog on its own, with a limit of a fraction of a second and without ending the process."""
+"""Tests of the stall watchdog alone, with a limit of 0.2 seconds and without ending the process."""
 
 import os
 import time

@@ -182,7 +182,7 @@ def test_with_paths_cuts_params_and_state():
     ("lgpt", {"num_kv_heads": 1, "stage_heads": "scaled"}, ["num_kv_heads=1", "2^1=2 must divide"]),
     ("gpt", {"attention_windows": (4, -1)}, ["attention_windows=(4, -1)"]),
     ("gpt", {"norm": "batch"}, ["norm='batch'", "layer, rms"]),
-    ("gpt", {"mlp": "moe"}, ["mlp='moe'", "dense, gated"]),
+    ("gpt", {"mlp": "sparse"}, ["mlp='sparse'", "dense, gated, moe"]),
     ("gpt", {"norm_epsilon": 0.0}, ["norm_epsilon=0.0", "above 0"]),
     ("gpt", {"architecture": "no_such_package.module:Class"}, ["no module 'no_such_package'", "PYTHONPATH"]),
     ("gpt", {"architecture": "math:Class"}, ["math has no 'Class'"]),

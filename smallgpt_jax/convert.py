@@ -91,12 +91,13 @@ def export_model(source: Path, output: Path) -> None:
     model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value)
     if _PATHS.value != "all":
         chosen = inference.select_paths(model, params, _PATHS.value)
-        config, params, _ = with_paths(model.config, params, model_state, chosen)
+        config, params, model_state = with_paths(model.config, params, model_state, chosen)
         model = models.LanguageModel(config)
     form = hugging_face.find_format(model.config)
     card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value)
     with atomic_folder(output) as folder:
-        hugging_face.export_folder(folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card)
+        hugging_face.export_folder(
+            folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
           f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}")
 
@@ -109,7 +110,7 @@ def import_model(source: str, folder: Path) -> None:
     origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
-        model, params, tokenizer = hugging_face.read_folder(source, with_tokenizer=not _TOKENIZER.value)
+        model, params, tokenizer, model_state = hugging_face.read_folder(source, with_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
         # Records how the source run was trained. If its weights were imported, also records where they come from.

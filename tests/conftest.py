@@ -111,9 +111,9 @@ def init(model, seed: int = 0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(model, params, tokens_BxT):
+def forward(model, params, tokens_BxT, model_state=None):
     """Returns the model's logits, (B, T, V). The function is jitted because it is slower without jit."""
-    return model.apply({"params": params}, tokens_BxT)
+    return model.apply({"params": params, "state": model_state or {}}, tokens_BxT)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ class Imported(NamedTuple):
     model: models.LanguageModel
     params: dict
     tokenizer: Tokenizer | None  # None if the folder has no tokenizer
+    model_state: dict
 
 
 def find_format(config: models.ModelConfig):
@@ -44,15 +45,16 @@ def find_format(config: models.ModelConfig):
     return next((form for form in NATIVE if form.supports(config)), smallgpt)
 
 
-def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str) -> None:
-    """Writes a model to an empty folder; `card` becomes the folder's README.md.
+def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str,
+                  model_state=None) -> None:
+    """Writes a model to an empty folder; `card` becomes the folder's README.md. Only mixtures of experts have state.
 
     Raises UserError if libraries are missing, if the exported code does not support the model, or if the tokenizer
     cannot be exported.
     """
     config, form = model.config, find_format(model.config)
     described = form.to_config(config)
-    theirs = form.to_hugging_face(config, tensors.from_params(model, params))
+    theirs = form.to_hugging_face(config, tensors.from_params(model, params, model_state))
     import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
@@ -107,7 +109,8 @@ def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     params = tensors.to_params(model, weights, form.hugging_face_name, where)
-    return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None)
+    return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None,
+                    tensors.to_model_state(model, weights))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:

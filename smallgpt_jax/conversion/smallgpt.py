@@ -9,20 +9,21 @@ from collections.abc import Mapping
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.conversion.config_json import ConfigJson
+from smallgpt_jax.conversion.config_json import TRAINING_FIELDS, ConfigJson
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("smallgpt",)
-CODE = ("configuration_smallgpt.py", "modeling_smallgpt.py")
+CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
-# For these fields of the `model` config group, the exported PyTorch code supports only these values.
-SUPPORTED_VALUES = {"norm": "layer", "norm_position": "pre", "norm_epsilon": 1e-5, "mlp": "dense", "num_kv_heads": 0,
-                    "head_dim": 0, "qk_norm": False, "attention_windows": (), "rope_base": 10_000.0}
-ACTIVATIONS = ("gelu", "gelu_tanh")
+# Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
+SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
+                    "activation": ("gelu", "gelu_tanh", "silu", "relu2")}
 SAME_FIELDS = (
-    "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio",
-    "activation", "position", "use_bias")
+    "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_model",
+    "mlp", "mlp_ratio", "activation", "norm", "norm_position", "norm_epsilon", "qk_norm", "attention_windows",
+    "position", "rope_base", "use_bias", "num_experts", "experts_per_token", "num_shared_experts", "expert_mlp",
+    "expert_scale", "expert_bias_rate", "balance_loss")
 ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
     "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
@@ -51,11 +52,13 @@ def to_config(config: ModelConfig) -> dict:
     if config.architecture not in ARCHITECTURES:
         raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
                         "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
-    for field, value in SUPPORTED_VALUES.items():
-        if getattr(config, field) != value:
-            config.refuse(field, f"the exported PyTorch code supports only {value!r}")
-    if config.activation not in ACTIVATIONS:
-        config.refuse("activation", f"the exported PyTorch code supports only {', '.join(ACTIVATIONS)}")
+    for field, values in SUPPORTED_VALUES.items():
+        if getattr(config, field) not in values:
+            config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
+    known = {*SAME_FIELDS, *ARCHITECTURE_FIELDS, *RENAMED_FIELDS, *TRAINING_FIELDS}
+    for field in dataclasses.fields(config):
+        if field.name not in known and getattr(config, field.name) != field.default:
+            config.refuse(field.name, f"no PyTorch code for the export; it supports only {field.default!r}")
     fields = dataclasses.asdict(config)
     return {
         "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],

@@ -2,13 +2,19 @@
 
 Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights have
 the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The output axis of
-`attention.qkv` is a flattened (heads, 3, head width), where the axis of length 3 is query, key and value.
+`attention.qkv` is a flattened (key–value heads, query heads per key–value head + 2, head width). The second of these
+axes contains the query heads, the key head and the value head of a group. The matrices of routed experts keep their
+shape (experts, inputs, outputs).
+
+The only model state with tensors are the biases of routers. The tensors are the biases that evaluation uses; a model
+that reads them starts with a load of zero.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -17,6 +23,8 @@ from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.block import block_numbers, layer_configs
+from smallgpt_jax.models.router import ROUTER_AXES, move_biases
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
 STACKED = ("layers", "path")
@@ -33,18 +41,26 @@ class TensorSlot(NamedTuple):
     shape: tuple[int, ...]  # shape of the tensor in this project's layout
 
 
-def from_params(model: models.LanguageModel, params) -> dict[str, np.ndarray]:
-    """Returns all parameters of a model as {name: float32 tensor}, in PyTorch's layouts."""
+def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
+    """Returns all parameters of a model as {name: float32 tensor}, in PyTorch's layouts.
+
+    `model_state` is needed for mixtures of experts.
+    """
     arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
+    state = flax.traverse_util.flatten_dict(jax.device_get(model_state or {}))
+    for slot in router_bias_slots(model):
+        load = state[(*slot.path[:-1], "load")]
+        arrays.setdefault(slot.path, np.empty(load.shape, np.float32))[slot.index] = move_biases(
+            state[slot.path][slot.index], load[slot.index], model.config.expert_bias_rate)
     return {slot.name: to_torch(np.asarray(arrays[slot.path][slot.index], np.float32), slot)
-            for slot in tensor_slots(model)}
+            for slot in (*tensor_slots(model), *router_bias_slots(model))}
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} of a model's tensors, in PyTorch's layouts."""
     return {slot.name: jax.eval_shape(lambda x, slot=slot: to_torch(x, slot),
                                       jax.ShapeDtypeStruct(slot.shape, "float32")).shape
-            for slot in tensor_slots(model)}
+            for slot in (*tensor_slots(model), *router_bias_slots(model))}
 
 
 def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
@@ -74,15 +90,34 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     return flax.traverse_util.unflatten_dict(arrays)
 
 
-def tensor_slots(model: models.LanguageModel) -> Iterator[TensorSlot]:
-    """Yields a slot for every tensor of a model, in the order of its parameters."""
+def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
+    """Returns the model state with the routers' biases in `tensors`, which `to_params` has checked."""
+    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model))
+    arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
+    for slot in router_bias_slots(model):
+        arrays[slot.path][slot.index] = tensors[slot.name]
+    return flax.traverse_util.unflatten_dict(arrays)
+
+
+def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
+    """Returns a slot for the biases of each router. Their place in the model state is that of the kernel."""
+    return tuple(TensorSlot(slot.name.removesuffix("weight") + "bias", (*slot.path[:-1], "bias"), slot.index,
+                            slot.axes[1:], slot.shape[1:])
+                 for slot in tensor_slots(model) if slot.axes == ROUTER_AXES)
+
+
+@functools.cache
+def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
+    """Returns a slot for every parameter tensor of a model, in the order of its parameters."""
+    slots = []
     for name, part in models.abstract_params(model).items():
         children = part.items() if name == "trunk" else [("", part)]
         for child, tree in children:
-            yield from _tensor_slots(tree, tuple(filter(None, (name, child))), (), "")
+            slots += _tensor_slots(model.config, tree, tuple(filter(None, (name, child))), (), "")
+    return tuple(slots)
 
 
-def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
+def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
     """Yields the slots of the subtree at `path` in the parameter tree.
 
     The leading axes of an array in this tree can be the layers, the parallel paths of a pgpt, or both. `index` has one
@@ -93,19 +128,35 @@ def _tensor_slots(tree, path: tuple[str, ...], index: tuple[int, ...], prefix: s
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
     name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
     if len(stacked) == 1 and stacked <= set(STACKED):
-        for i in range(boxes[0].value.shape[len(index)]):
-            yield from _children(tree, path, (*index, i), f"{name}.{i}")
+        for number, stack, stack_path, i in stacked_modules(config, tree, path, len(index)):
+            yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
     else:
-        yield from _children(tree, path, index, name)
+        yield from _children(config, tree, path, index, name)
 
 
-def _children(tree, path, index, name) -> Iterator[TensorSlot]:
+def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
     if isinstance(tree, nn.Partitioned):
         yield TensorSlot(tensor_name(path[-1], name), path, index, tree.names[len(index):],
                          tree.value.shape[len(index):])
         return
     for child, part in tree.items():
-        yield from _tensor_slots(part, (*path, child), index, name)
+        yield from _tensor_slots(config, part, (*path, child), index, name)
+
+
+def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
+    """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked along `axis`.
+
+    `path` is the path of `tree`. Usually, `tree` is the only stack. If blocks have different attention windows, `tree`
+    contains several stacks, in the layout that models/block.py describes.
+    """
+    if not all(child.isdigit() for child in tree):
+        yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))
+        return
+    length = sum(jax.tree.leaves(stack)[0].shape[axis] for stack in tree.values())
+    stage = re.search(r"_(\d+)$", path[-1])  # all stages of an lgpt or cgpt have the same number of blocks
+    configs = layer_configs(config, length, first=int(stage[1]) * length if stage else 0)
+    for child, numbers in enumerate(block_numbers(configs)):
+        yield from ((number, tree[str(child)], (*path, str(child)), i) for i, number in enumerate(numbers))
 
 
 def dotted(path: tuple[str, ...]) -> str:

@@ -39,4 +39,6 @@ def upgrade_fields(fields: dict) -> dict:
         defaults["path_weights"] = "learned"
     kept = {name: value for name, value in fields.items() if value is not None or name not in FORMERLY_NULL}
     upgraded = defaults | kept
-    return upgraded | {"attention_windows": tuple(upgraded["attention_windows"])}  # a list in JSON
+    if isinstance(upgraded["attention_windows"], list):  # from JSON
+        upgraded["attention_windows"] = tuple(upgraded["attention_windows"])
+    return upgraded

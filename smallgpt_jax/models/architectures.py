@@ -73,9 +73,9 @@ def make_config(**fields) -> ModelConfig:
     if missing := [name for name in required if name not in fields]:
         raise UserError(f"config.model.{missing[0]}: {architecture} needs a value for this field; set it")
     config = config_class(**fields)
+    config.validate()
     for field, table in CHOICES.items():
         config.validate_choice(field, table)
-    config.validate()
     if config.tie_embeddings and config.output_width != config.d_model:
         config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
                       f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set "

@@ -12,7 +12,7 @@ Scanning and rematerialization do not change the layout.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -88,14 +88,33 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
     signature of `Block`. With `config.scan_layers`, blocks with equal configs run in a loop, so that compile time does
     not grow with depth. Otherwise the loop is unrolled.
     """
-    pattern = next(p for p in range(1, len(configs) + 1)
-                   if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
-    if pattern == 1:
+    period = period_of(configs)
+    if period == 1:
         return stack_equal_blocks(block(configs[0], name=name), len(configs), context)
-    if pattern < len(configs):
-        return stack_equal_blocks(Pattern(tuple(configs[:pattern]), block, name=name), len(configs) // pattern, context)
+    if period < len(configs):
+        return stack_equal_blocks(Pattern(tuple(configs[:period]), block, name=name), len(configs) // period, context)
     block_runs = BlockRuns(tuple(configs), block, name=name)
     return lambda x_BxTxD: block_runs(x_BxTxD, context)
+
+
+def block_numbers(configs: list[ModelConfig]) -> list[range]:
+    """Returns the numbers of the blocks in each stack, in the layout of this module's docstring."""
+    period = period_of(configs)
+    if period < len(configs):
+        return [range(start, len(configs), period) for start in range(period)]
+    return [range(start, end) for start, end in runs_of_equal_configs(configs)]
+
+
+def period_of(configs: Sequence[ModelConfig]) -> int:
+    """Returns the period with which the configs repeat; the number of configs if they do not repeat."""
+    return next(p for p in range(1, len(configs) + 1)
+                if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
+
+
+def runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
+    """Returns (start, end) of each run of consecutive blocks with the same config."""
+    starts = [i for i, config in enumerate(configs) if i == 0 or config != configs[i - 1]]
+    return list(zip(starts, [*starts[1:], len(configs)]))
 
 
 class Pattern(nn.Module):
@@ -123,8 +142,7 @@ class BlockRuns(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        starts = [i for i, config in enumerate(self.configs) if i == 0 or config != self.configs[i - 1]]
-        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(self.configs)])):
+        for number, (start, end) in enumerate(runs_of_equal_configs(self.configs)):
             block = self.block(self.configs[start], name=str(number))
             x_BxTxD = stack_equal_blocks(block, end - start, context)(x_BxTxD)
         return x_BxTxD

@@ -64,7 +64,7 @@ class Router(nn.Module):
         shape = (self.config.num_experts,)
         bias_E = self.variable("state", "bias", jnp.zeros, shape).value
         load_E = self.variable("state", "load", jnp.zeros, shape).value
-        moved_E = bias_E + self.config.expert_bias_rate * jnp.sign(jnp.mean(load_E) - load_E)
+        moved_E = move_biases(bias_E, load_E, self.config.expert_bias_rate)
         begins = context.begins_update
         return jnp.where(begins, moved_E, bias_E), jnp.where(begins, 0, load_E)
 
@@ -77,6 +77,11 @@ class Router(nn.Module):
         relative_E = counts_E / jnp.mean(counts_E)
         self.sow("metrics", "expert_load_max", jnp.max(relative_E))
         self.sow("layer_metrics", "expert_load", relative_E)
+
+
+def move_biases(bias_E, load_E, rate: float):
+    """Returns the biases of the next update and of evaluation, (E,), for the load of the previous update, (E,)."""
+    return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E)
 
 
 def sequence_balance(scores_BxTxE, chosen_BxTxE):

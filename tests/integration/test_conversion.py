@@ -1,6 +1,7 @@
-"""Import and export of models, compared with PyTorch and `transformers`.
+"""Import of models, compared with PyTorch and `transformers`, exported tokenizers, and the command.
 
-The tests cover `.pt` files of the paper's released code, and Hugging Face folders.
+The tests cover `.pt` files of the paper's released code, and Hugging Face folders. Exported models are tested in
+test_export.py.
 """
 
 import dataclasses
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
+from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
 from smallgpt_jax import inference, models, train, workdir
-from smallgpt_jax.conversion import gpt_variations, hugging_face, smallgpt, tokenizer_files
+from smallgpt_jax.conversion import gpt_variations, hugging_face, tokenizer_files
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import read_lines
@@ -29,53 +31,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors = pytest.importorskip("safetensors.numpy")
-
-GPT2 = dict(use_bias=True, tie_embeddings=True, activation="gelu_tanh")
-# The variants cover every setting. If an architecture treats a position encoding in its own way, a variant combines
-# this architecture with this position encoding.
-VARIANTS = {
-    "gpt of GPT-2's shape": ("gpt", GPT2),
-    "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
-    "gpt without position encoding": ("gpt", dict(position="none", mlp_ratio=2.0)),
-    "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
-    "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
-    "pgpt with equal path weights and RoPE": ("pgpt", dict(path_weights="equal", position="rope", tie_embeddings=True)),
-    "lgpt": ("lgpt", {}),
-    "lgpt with scaled stage heads and ALiBi": (
-        "lgpt", dict(position="alibi", stage_heads="scaled", compress_last_stage=False)),
-    "cgpt": ("cgpt", dict(conv_kernel=1)),
-    "cgpt with a kernel of 3 and ALiBi": (
-        "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
-}
-
-
-def build_variant(variant: str) -> models.LanguageModel:
-    name, fields = VARIANTS[variant]
-    stages = dict(blocks_per_stage=1) if name in ("lgpt", "cgpt") else {}
-    return build(name, **{**dict(num_layers=2, d_model=32, num_heads=4, context_length=32, vocab_size=96), **stages,
-                          **fields})
-
-
-def export(folder: Path, model, params, tokenizer=None) -> Path:
-    folder.mkdir()
-    hugging_face.export_folder(folder, model, params, tokenizer, "# a card\n")
-    return folder
-
-
-def load_in_torch(folder: Path):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-
-
-def random_tokens(model, rows: int = 3, seed: int = 0) -> np.ndarray:
-    size = (rows, model.config.context_length)
-    return np.random.default_rng(seed).integers(0, model.config.vocab_size, size)
-
-
-def assert_bitwise_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
-               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
-
 
 # ---------------------------------------------------------------------- The paper's files
 
@@ -108,76 +63,6 @@ def test_logits_of_single_paths(path, shared_data):
 
 # ---------------------------------------------------------------------- Hugging Face
 
-def test_refuses_architectures_without_pytorch_code(tmp_path):
-    config = dataclasses.replace(build("gpt").config, architecture="mine")
-    with pytest.raises(UserError, match="architecture='mine': no PyTorch code"):
-        hugging_face.export_folder(tmp_path, models.LanguageModel(config), {}, None, "")
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
-    def fail(folder, *_):
-        (folder / "config.json").touch()
-        raise UserError("safetensors is not installed")
-
-    monkeypatch.setattr(hugging_face, "export_folder", fail)
-    (tmp_path / "existing").mkdir()
-    for output in ("new/folder/export", "existing/export"):
-        result = call("convert", "--to=hf", f"--workdir={trained_run()}", f"--output={tmp_path / output}")
-        assert (result.returncode, result.stderr) == (1, "error: safetensors is not installed\n")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "existing"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_export_and_import(variant, tmp_path):
-    """An exported model has the same loss and logits in PyTorch.
-
-    The logits are the same with cache, without cache, and after PyTorch has saved the model again. A left-padded row
-    generates the same tokens as the row alone. The imported model has bitwise equal parameters, and the same config
-    except for scan_layers=False.
-    """
-    model = build_variant(variant)
-    params = init(model)
-    folder = export(tmp_path / "out", model, params)
-    theirs = load_in_torch(folder)
-    assert type(theirs).__name__ == ("GPT2LMHeadModel" if VARIANTS[variant][1] == GPT2 else "SmallGPTForCausalLM")
-    assert theirs.generation_config.max_length == model.config.context_length
-    tokens = random_tokens(model)
-    ours = np.asarray(forward(model, params, jnp.asarray(tokens)))
-    with torch.no_grad():
-        whole = theirs(torch.tensor(tokens), use_cache=False).logits
-        np.testing.assert_allclose(whole, ours, atol=1e-4)
-        # Four calls that share a cache give the same logits as one call without a cache.
-        cache, pieces = None, []
-        for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
-            output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            pieces.append(output.logits)
-        np.testing.assert_allclose(torch.cat(pieces, 1), ours, atol=1e-4)
-        # A left-padded row in a batch generates the same tokens as the row alone.
-        short, pad = tokens[:1, :9], 4
-        rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
-        mask = np.ones_like(rows)
-        mask[0, :pad] = 0
-        settings = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = theirs.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **settings)
-        alone = theirs.generate(torch.tensor(short), **settings)
-        uncached = theirs.generate(torch.tensor(short), use_cache=False, **settings)
-        assert batch[0, pad:].tolist() == alone[0].tolist() == uncached[0].tolist()
-        loss = theirs(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
-        log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(ours))[:, :-1], tokens[:, 1:, None], 2)
-        assert loss == pytest.approx(-log_p.mean(), abs=1e-4)
-    theirs.save_pretrained(tmp_path / "again")
-    with torch.no_grad():
-        assert torch.equal(load_in_torch(tmp_path / "again")(torch.tensor(tokens), use_cache=False).logits, whole)
-    for source in ("out", "again"):
-        back = hugging_face.read_folder(str(tmp_path / source))
-        assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
-        expected = {**vars(model.config), "scan_layers": False}
-        assert vars(back.model.config) == expected
-
-
 @pytest.mark.parametrize("fields", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
 def test_imports_gpt2(tmp_path, fields):
     config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3, **fields)
@@ -185,7 +70,7 @@ def test_imports_gpt2(tmp_path, fields):
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path / "theirs")
-    model, params, tokenizer = hugging_face.read_folder(str(tmp_path / "theirs"))
+    model, params, tokenizer, _ = hugging_face.read_folder(str(tmp_path / "theirs"))
     assert tokenizer is None and models.num_parameters(model) == sum(p.numel() for p in theirs.parameters())
     tokens = random_tokens(model)
     with torch.no_grad():
@@ -231,14 +116,20 @@ def exported_gpt(tmp_path_factory):
     return export(tmp_path_factory.mktemp("exported") / "gpt", model, params), model, params
 
 
-def test_folders_without_a_position_field_have_learned_positions(exported_gpt, tmp_path):
-    """Such folders were exported before config.json had the field `position`."""
+def test_folders_without_newer_fields(exported_gpt, tmp_path):
+    """Folders that older versions exported lack these fields in config.json; the defaults are the older behaviour."""
     source, model, params = exported_gpt
     folder = shutil.copytree(source, tmp_path / "out")
     described = json.loads((folder / "config.json").read_text())
-    assert described.pop("position") == "learned"
+    for field, value in dict(position="learned", norm="layer", norm_position="pre", norm_epsilon=1e-5, mlp="dense",
+                             num_kv_heads=0, qk_norm=False, attention_windows=[], rope_base=10_000.0, head_dim=0,
+                             num_experts=16, experts_per_token=3, num_shared_experts=1, expert_mlp="dense",
+                             expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0).items():
+        assert described.pop(field) == value
     (folder / "config.json").write_text(json.dumps(described))
-    assert_bitwise_equal(hugging_face.read_folder(str(folder)).params, jax.tree.map(np.asarray, params))
+    back = hugging_face.read_folder(str(folder))
+    assert back.model.config == dataclasses.replace(model.config, scan_layers=False)
+    assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
     tokens = random_tokens(model)
     with torch.no_grad():
         np.testing.assert_allclose(load_in_torch(folder)(torch.tensor(tokens)).logits,
@@ -261,6 +152,10 @@ def test_folders_without_a_position_field_have_learned_positions(exported_gpt, t
     (lambda f: set_config(f, num_layers=2.5), r"num_layers=2\.5: must be an integer"),
     (lambda f: set_config(f, num_heads=True), "num_heads=True: must be an integer"),
     (lambda f: set_config(f, activation=["gelu"]), r"activation=\['gelu'\]: must be a string"),
+    (lambda f: set_config(f, norm=["rms"]), r"norm=\['rms'\]: must be a string"),
+    (lambda f: set_config(f, norm="batch"), r"config\.json: config\.model\.norm='batch': must be one of layer, rms"),
+    (lambda f: set_config(f, attention_windows=5), "attention_windows=5: must be integers"),
+    (lambda f: set_config(f, attention_windows=None), "attention_windows=None: must be integers"),
     (lambda f: set_config(f, use_bias="no"), "use_bias='no': must be true or false"),
     (lambda f: set_config(f, training_dropout=None), "dropout=None: must be a number"),
     (lambda f: set_config(f, architecture=["gpt"]), r"architecture=\['gpt'\]: must be one of"),
@@ -349,6 +244,19 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 
 # ---------------------------------------------------------------------- The command
+
+def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
+    def fail(folder, *_):
+        (folder / "config.json").touch()
+        raise UserError("safetensors is not installed")
+
+    monkeypatch.setattr(hugging_face, "export_folder", fail)
+    (tmp_path / "existing").mkdir()
+    for output in ("new/folder/export", "existing/export"):
+        result = call("convert", "--to=hf", f"--workdir={trained_run()}", f"--output={tmp_path / output}")
+        assert (result.returncode, result.stderr) == (1, "error: safetensors is not installed\n")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "existing"]
+
 
 @pytest.mark.slow
 def test_a_run_survives_every_conversion(text_file, tmp_path):
@@ -458,8 +366,3 @@ def test_bad_flags(flags, substrings, tmp_path, shared_data, monkeypatch):
     assert result.returncode == 1 and result.stderr.count("\n") <= 2, result.stderr
     assert all(s.replace("HERE", str(tmp_path)) in result.stderr for s in substrings), result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_all_architectures_have_a_variant():
-    """Each architecture with PyTorch code in conversion/exported/ needs an entry in VARIANTS."""
-    assert {name for name, _ in VARIANTS.values()} == set(smallgpt.ARCHITECTURES)

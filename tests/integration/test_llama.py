@@ -1,7 +1,5 @@
 """Tests of the Llama recipe: logits (compared with transformers), training on a mesh, decoding and planning."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,6 @@ from conftest import forward, init, load_config
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.conversion import hugging_face
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.decoding_check import check_decoding
@@ -102,10 +98,3 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     assert session.cache_bytes() == 2 * 64 * 2 * 16 * 4
     planned = estimate(build_program(config))
     assert planned.parameters == models.num_parameters(trained.model) and planned.fits
-
-
-def test_export_refuses_unsupported_parts(tmp_path):
-    model = llama()
-    model = model.clone(config=dataclasses.replace(model.config, attention_windows=(8, 0)))
-    with pytest.raises(UserError, match=r"config.model.norm='rms': the exported PyTorch code supports only 'layer'"):
-        hugging_face.export_folder(tmp_path, model, {}, None, "")

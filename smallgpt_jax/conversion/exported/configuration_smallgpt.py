@@ -17,7 +17,10 @@ class SmallGPTConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
-                 d_model=768, mlp_ratio=4, activation="gelu", position="learned", use_bias=False,
+                 num_kv_heads=0, head_dim=0, d_model=768, mlp="dense", mlp_ratio=4, activation="gelu", norm="layer",
+                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_windows=(), position="learned",
+                 rope_base=10_000.0, use_bias=False, num_experts=16, experts_per_token=3, num_shared_experts=1,
+                 expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
                  num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
                  stage_heads=None, conv_kernel=None,
                  training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False,
@@ -27,11 +30,27 @@ class SmallGPTConfig(PretrainedConfig):
         self.context_length = context_length
         self.num_layers = num_layers
         self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.d_model = d_model
+        self.mlp = mlp
         self.mlp_ratio = mlp_ratio
         self.activation = activation
+        self.norm = norm
+        self.norm_position = norm_position
+        self.norm_epsilon = norm_epsilon
+        self.qk_norm = qk_norm
+        self.attention_windows = list(attention_windows)
         self.position = position
+        self.rope_base = rope_base
         self.use_bias = use_bias
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.num_shared_experts = num_shared_experts
+        self.expert_mlp = expert_mlp
+        self.expert_scale = expert_scale
+        self.expert_bias_rate = expert_bias_rate  # only smallgpt_jax's training uses this field and the next
+        self.balance_loss = balance_loss
         self.num_paths = num_paths
         self.path_weights = path_weights
         self.blocks_per_stage = blocks_per_stage
@@ -56,7 +75,22 @@ class SmallGPTConfig(PretrainedConfig):
             return 0
         return self.num_stages if self.compress_last_stage else self.num_stages - 1
 
-    def stage(self, number: int) -> tuple[int, int]:
-        """Returns (width, number of heads) of the blocks of stage `number`."""
-        heads = self.num_heads // 2**number if self.stage_heads == "scaled" else self.num_heads
-        return self.d_model // 2**number, heads
+    @property
+    def depth(self) -> int:
+        """The number of blocks in sequence."""
+        return self.num_layers // (self.num_paths or 1)
+
+    @property
+    def ends_with_norm(self) -> bool:
+        """Whether the trunk ends with a norm, so that the model has no final norm."""
+        return self.norm_position != "pre" and not self.compress_last_stage
+
+    def stage(self, number: int) -> tuple[int, int, int, int]:
+        """Returns (width, number of heads, number of key–value heads, head width) of the blocks of stage `number`."""
+        divisor = 2**number if self.stage_heads == "scaled" else 1
+        width, heads = self.d_model // 2**number, self.num_heads // divisor
+        return width, heads, self.num_kv_heads // divisor or heads, self.head_dim or width // heads
+
+    def window(self, number: int) -> int:
+        """Returns the attention window of block `number`, in positions; 0: full attention."""
+        return self.attention_windows[number % len(self.attention_windows)] if self.attention_windows else 0

@@ -1,6 +1,7 @@
 """The models of smallgpt_jax in PyTorch, for Hugging Face's transformers.
 
-Shapes in comments: B batch size, T new positions, S cached and new positions, D width, H heads, K head width.
+Shapes in comments: B batch size, T new positions, S cached and new positions, D width, H heads, G key–value heads, K
+head width.
 """
 
 from typing import NamedTuple
@@ -13,84 +14,102 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_smallgpt import SmallGPTConfig
+from .mlp_smallgpt import MLPS
 
 
 class AttentionInputs(NamedTuple):
     """The attention mask and positions of a forward pass."""
 
-    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key
+    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key, if the attention window is unlimited
+    distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
-    key_positions: torch.Tensor  # (B or 1, S): positions of the keys, both cached and new, in their texts
 
 
-def apply_rope(x, positions):
-    """Returns queries or keys (B, H, T, K) with rotary positions (arXiv 2104.09864).
+def make_norm(config, width):
+    if config.norm == "rms":
+        return nn.RMSNorm(width, eps=config.norm_epsilon)
+    return nn.LayerNorm(width, eps=config.norm_epsilon, bias=config.use_bias)
 
-    Entries i and i + K/2 form a pair, which is rotated by the angle position · 10000^(−2i/K).
+
+def apply_rope(x, positions, base):
+    """Returns queries or keys (B, H or G, T, K) with rotary positions (arXiv 2104.09864).
+
+    Entries i and i + K/2 form a pair, which is rotated by the angle position · base^(−2i/K).
     """
     half = x.shape[-1] // 2
-    frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    frequencies = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device)
     angles = positions[:, None, :, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().split(half, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def alibi_bias(inputs, heads):
+def alibi_bias(mask, distances, heads):
     """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked keys get −∞."""
-    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=inputs.mask.device) / heads)
-    distances = (inputs.key_positions[:, None, -inputs.mask.shape[2]:, None]
-                 - inputs.key_positions[:, None, None])
-    return (-slopes[:, None, None] * distances).masked_fill(~inputs.mask, -torch.inf)
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=mask.device) / heads)
+    return (-slopes[:, None, None] * distances).masked_fill(~mask, -torch.inf)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `qkv` returns query, key and value of the first head, then those of the second, and so on."""
+    """Causal self-attention. Each of the G key–value heads is shared by H/G heads.
 
-    def __init__(self, config, width, heads, layer):
+    `qkv` returns the H/G queries, the key and the value of the first key–value head, then those of the second, and so
+    on. With a window of w positions, a query attends to its own position and the w − 1 positions before.
+    """
+
+    def __init__(self, config, layer, window, stage):
         super().__init__()
-        self.heads, self.layer, self.position = heads, layer, config.position
-        self.qkv = nn.Linear(width, 3 * width, bias=config.use_bias)
-        self.out = nn.Linear(width, width, bias=config.use_bias)
+        width, self.heads, self.kv_heads, head_width = config.stage(stage)
+        self.layer, self.window, self.position, self.rope_base = layer, window, config.position, config.rope_base
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * head_width, bias=config.use_bias)
+        self.q_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.out = nn.Linear(self.heads * head_width, width, bias=config.use_bias)
 
     def forward(self, x, inputs, cache):  # (B, T, D)
-        batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, self.heads, 3, -1)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, K) each
+        batch, time, _ = x.shape
+        shared = self.heads // self.kv_heads
+        qkv = self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1).transpose(1, 2)  # (B, G, T, H/G + 2, K)
+        q = self.q_norm(qkv[..., :-2, :].transpose(2, 3).flatten(1, 2))  # (B, H, T, K)
+        k, v = self.k_norm(qkv[..., -2, :]), qkv[..., -1, :]  # (B, G, T, K)
         if self.position == "rope":
-            q, k = apply_rope(q, inputs.positions), apply_rope(k, inputs.positions)
+            q, k = (apply_rope(x, inputs.positions, self.rope_base) for x in (q, k))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        mask = alibi_bias(inputs, self.heads).to(q.dtype) if self.position == "alibi" else inputs.mask
+        if shared > 1:
+            k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+        mask = inputs.mask & (inputs.distances < self.window) if self.window else inputs.mask
+        if self.position == "alibi":
+            mask = alibi_bias(mask, inputs.distances, self.heads).to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(y.transpose(1, 2).reshape(batch, time, width))
-
-
-class MLP(nn.Module):
-    def __init__(self, config, width):
-        super().__init__()
-        inner = round(config.mlp_ratio * width)
-        self.up = nn.Linear(width, inner, bias=config.use_bias)
-        self.down = nn.Linear(inner, width, bias=config.use_bias)
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 class Block(nn.Module):
-    """x + attention(LN(x)), then x + MLP(LN(x))."""
+    """Attention, then an MLP, each with a residual connection and a norm.
 
-    def __init__(self, config, width, heads, layer):
+    `layer` is the number of the block's cache, `window` its attention window (0: unlimited).
+    """
+
+    def __init__(self, config, layer, window, stage=0):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width, bias=config.use_bias)
-        self.attention = Attention(config, width, heads, layer)
-        self.mlp_norm = nn.LayerNorm(width, bias=config.use_bias)
-        self.mlp = MLP(config, width)
+        width = config.stage(stage)[0]
+        self.norm_position = config.norm_position
+        self.alpha = (2 * config.depth) ** 0.25 if config.norm_position == "deepnorm" else 1
+        self.attention_norm = make_norm(config, width)
+        self.attention = Attention(config, layer, window, stage)
+        self.mlp_norm = make_norm(config, width)
+        self.mlp = MLPS[config.mlp](config, width, round(config.mlp_ratio * width))
 
     def forward(self, x, inputs, cache):
-        x = x + self.attention(self.attention_norm(x), inputs, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.add(x, self.attention_norm, lambda x: self.attention(x, inputs, cache))
+        return self.add(x, self.mlp_norm, self.mlp)
+
+    def add(self, x, norm, f):
+        """Returns the sum of x and f(x), normalized before f ("pre") or after the sum ("post", "deepnorm")."""
+        if self.norm_position == "pre":
+            return x + f(norm(x))
+        return norm(self.alpha * x + f(x))  # DeepNorm: arXiv 2203.00555
 
 
 class CausalConv(nn.Conv1d):
@@ -118,7 +137,7 @@ class Path(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.d_model, config.d_model)
         self.blocks = nn.ModuleList(
-            Block(config, config.d_model, config.num_heads, first_layer + i) for i in range(length))
+            Block(config, first_layer + i, config.window(i)) for i in range(length))
 
     def forward(self, x, inputs, cache):
         x = self.dense(x)
@@ -128,30 +147,30 @@ class Path(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The layers between the embedding and the final LayerNorm."""
+    """The layers between the embedding and the final norm."""
 
     def __init__(self, config):
         super().__init__()
         self.architecture = config.architecture
         if config.architecture == "gpt":
             self.blocks = nn.ModuleList(
-                Block(config, config.d_model, config.num_heads, i) for i in range(config.num_layers))
+                Block(config, i, config.window(i)) for i in range(config.num_layers))
         elif config.architecture == "pgpt":
             length = config.num_layers // config.num_paths
             self.paths = nn.ModuleList(Path(config, p * length, length) for p in range(config.num_paths))
             if config.num_paths > 1 and config.path_weights == "learned":
                 self.path_logits = nn.Parameter(torch.full((config.num_paths - 1,), 0.5))
         else:
+            length = config.blocks_per_stage
             self.stage = nn.ModuleList(
-                nn.ModuleList(Block(config, *config.stage(s), s * config.blocks_per_stage + i)
-                              for i in range(config.blocks_per_stage))
+                nn.ModuleList(Block(config, i, config.window(i), s) for i in range(s * length, (s + 1) * length))
                 for s in range(config.num_stages))
             self.compress = nn.ModuleList(
                 self.compression(config, s) for s in range(config.num_compressions))
 
     @staticmethod
     def compression(config, stage):
-        width, _ = config.stage(stage)
+        width = config.stage(stage)[0]
         if config.architecture == "lgpt":
             return nn.Linear(width, width // 2)
         return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
@@ -179,7 +198,7 @@ class Trunk(nn.Module):
 
 
 class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token and position embeddings, a trunk, the final LayerNorm, and an output head."""
+    """Token and position embeddings, a trunk, the final norm, and an output head."""
 
     config_class = SmallGPTConfig
     base_model_prefix = ""
@@ -195,7 +214,7 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         self.trunk = Trunk(config)
         width = config.d_model // 2**config.num_compressions
-        self.final_norm = nn.LayerNorm(width, bias=config.use_bias)
+        self.final_norm = nn.Identity() if config.ends_with_norm else make_norm(config, width)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.post_init()
 
@@ -237,7 +256,8 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
-        x = self.final_norm(self.trunk(x, AttentionInputs(mask, position_ids, key_positions), is_text, past_key_values))
+        distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
+        x = self.final_norm(self.trunk(x, AttentionInputs(mask, distances, position_ids), is_text, past_key_values))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
         loss = None

@@ -1,0 +1,93 @@
+"""The MLPs of smallgpt_jax in PyTorch: dense, gated, mixture of experts.
+
+`width` is the width of an MLP's input and output. `inner` is the width of its inner layer, or of one expert's.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def relu2(x):
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu, "relu2": relu2}
+
+
+class MLP(nn.Module):
+    def __init__(self, config, width, inner):
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=config.use_bias)
+        self.down = nn.Linear(inner, width, bias=config.use_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(MLP):
+    """A gated MLP (arXiv 2002.05202)."""
+
+    def __init__(self, config, width, inner):
+        super().__init__(config, width, inner)
+        self.gate = nn.Linear(width, inner, bias=config.use_bias)
+
+    def forward(self, x):
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Router(nn.Linear):
+    """Returns the factors of the experts for each token, (N, E); they are 0 for experts that the token does not use.
+
+    The biases balance the experts: they change which experts are chosen, but not their factors (arXiv 2412.19437,
+    section 2.1.2).
+    """
+
+    def __init__(self, config, width):
+        super().__init__(width, config.num_experts)
+        self.experts_per_token, self.scale = config.experts_per_token, config.expert_scale
+
+    def forward(self, x):  # (N, D)
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        chosen = (scores + self.bias).topk(self.experts_per_token).indices
+        gates = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+        return self.scale * gates / gates.sum(1, keepdim=True)
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of shared experts and of the routed experts that the router chooses for each token."""
+
+    def __init__(self, config, width, inner):
+        super().__init__()
+        experts = config.num_experts
+        self.router = Router(config, width)
+        self.activation, self.is_gated = ACTIVATIONS[config.activation], config.expert_mlp == "gated"
+        if self.is_gated:
+            self.gate = nn.Parameter(0.02 * torch.randn(experts, width, inner))
+        self.up = nn.Parameter(0.02 * torch.randn(experts, width, inner))
+        self.down = nn.Parameter(0.02 * torch.randn(experts, inner, width))
+        self.shared = None
+        if config.num_shared_experts:  # together, they are one MLP
+            self.shared = MLPS[config.expert_mlp](config, width, config.num_shared_experts * inner)
+
+    def forward(self, x):  # (B, T, D)
+        tokens = x.flatten(0, 1)
+        gates = self.router(tokens).to(x.dtype)
+        y = torch.zeros_like(tokens)
+        for e in range(len(self.up)):
+            chosen, = gates[:, e].nonzero(as_tuple=True)
+            y = y.index_add(0, chosen, gates[chosen, e, None] * self.expert(e, tokens[chosen]))
+        y = y.view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def expert(self, e, x):
+        h = x @ self.up[e]
+        h = self.activation(x @ self.gate[e]) * h if self.is_gated else self.activation(h)
+        return h @ self.down[e]
+
+
+MLPS = {"dense": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}
+

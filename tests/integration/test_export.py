@@ -1,0 +1,150 @@
+"""Export of models to Hugging Face folders: logits and texts in PyTorch, and import of the exported folders."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build, forward, init
+from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
+
+from smallgpt_jax import models
+from smallgpt_jax.conversion import hugging_face, smallgpt
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import layers
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2)
+# The variants cover every setting. If an architecture treats a setting in its own way, a variant combines the two. Some
+# norm_epsilon are large, so that another value would change the logits. The attention windows repeat in different ways,
+# because this determines how blocks are stacked (models/block.py).
+VARIANTS = {
+    "gpt of GPT-2's shape": ("gpt", GPT2),
+    "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
+    "gpt with Llama's block and windows": ("gpt", dict(
+        position="rope", rope_base=300.0, norm="rms", norm_epsilon=1e-3, mlp="gated", mlp_ratio=8 / 3,
+        activation="silu", num_kv_heads=2, qk_norm=True, num_layers=4, attention_windows=(5, 0))),
+    "post-norm gpt without position encoding": ("gpt", dict(
+        position="none", mlp_ratio=2.0, norm_position="post", norm_epsilon=1e-3, activation="relu2", num_kv_heads=1,
+        head_dim=12, num_layers=4, attention_windows=(6, 6, 3))),
+    "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
+    "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
+    "DeepNorm pgpt with equal path weights and RoPE": ("pgpt", dict(
+        path_weights="equal", position="rope", tie_embeddings=True, norm_position="deepnorm", norm="rms", num_layers=6,
+        attention_windows=(4, 0), **EXPERTS, expert_mlp="gated", num_shared_experts=2, balance_loss=0.01)),
+    "lgpt": ("lgpt", {}),
+    "post-norm lgpt with scaled stage heads and ALiBi": ("lgpt", dict(
+        position="alibi", stage_heads="scaled", compress_last_stage=False, norm_position="post", num_kv_heads=2,
+        head_dim=6, qk_norm=True, num_layers=8, blocks_per_stage=4, attention_windows=(4, 4, 0, 0, 4, 0, 4, 0))),
+    "DeepNorm cgpt": ("cgpt", dict(
+        conv_kernel=1, norm_position="deepnorm", num_kv_heads=2, activation="silu", attention_windows=(3,), **EXPERTS,
+        num_shared_experts=0)),
+    "cgpt with a kernel of 3 and ALiBi": (
+        "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
+}
+
+
+def build_variant(variant: str) -> models.LanguageModel:
+    name, fields = VARIANTS[variant]
+    stages = dict(blocks_per_stage=1) if name in ("lgpt", "cgpt") else {}
+    return build(name, **{**dict(num_layers=2, d_model=32, num_heads=4, context_length=32, vocab_size=96), **stages,
+                          **fields})
+
+
+def random_state(model):
+    """Returns a model state with random loads, and with biases that affect which experts are chosen."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.float32(rng.uniform(0, 0.3, x.shape)), models.abstract_model_state(model))
+
+
+def test_refuses_architectures_without_pytorch_code(tmp_path):
+    config = dataclasses.replace(build("gpt").config, architecture="mine")
+    with pytest.raises(UserError, match="architecture='mine': no PyTorch code"):
+        hugging_face.export_folder(tmp_path, models.LanguageModel(config), {}, None, "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_refuses_parts_without_pytorch_code(tmp_path, monkeypatch):
+    monkeypatch.setitem(layers.NORMS, "mine", layers.rms_norm)
+    with pytest.raises(UserError, match=r"config.model.norm='mine': no PyTorch code for the export; .* layer, rms"):
+        hugging_face.export_folder(tmp_path, build("gpt", norm="mine"), {}, None, "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_refuses_fields_without_pytorch_code(tmp_path, monkeypatch):
+    """A field that the PyTorch code does not know must have its default."""
+    monkeypatch.setattr(smallgpt, "SAME_FIELDS", [name for name in smallgpt.SAME_FIELDS if name != "rope_base"])
+    assert "rope_base" not in smallgpt.to_config(build("gpt").config)
+    with pytest.raises(UserError, match=r"config.model.rope_base=500.0: no PyTorch code .* only 10000.0"):
+        hugging_face.export_folder(tmp_path, build("gpt", rope_base=500.0), {}, None, "")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_export_and_import(variant, tmp_path):
+    """An exported model has the same loss and logits in PyTorch.
+
+    The logits are the same with cache, without cache, and after PyTorch has saved the model again. A left-padded row
+    has the same logits and generates the same tokens as the row alone. The imported model has bitwise equal parameters,
+    and the same config except for scan_layers=False.
+    """
+    model, is_gpt2 = build_variant(variant), VARIANTS[variant][1] == GPT2
+    params, model_state = init(model), random_state(model)
+    folder = export(tmp_path / "out", model, params, model_state=model_state)
+    theirs = load_in_torch(folder)
+    assert type(theirs).__name__ == ("GPT2LMHeadModel" if is_gpt2 else "SmallGPTForCausalLM")
+    assert theirs.generation_config.max_length == model.config.context_length
+    tokens = random_tokens(model)
+    ours = np.asarray(forward(model, params, jnp.asarray(tokens), model_state))
+    with torch.no_grad():
+        whole = theirs(torch.tensor(tokens), use_cache=False).logits
+        np.testing.assert_allclose(whole, ours, atol=1e-4)
+        # Four calls that share a cache give the same logits as one call without a cache.
+        cache, pieces = None, []
+        for start, end in ((0, 7), (7, 8), (8, 20), (20, tokens.shape[1])):
+            output = theirs(torch.tensor(tokens[:, start:end]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits)
+        np.testing.assert_allclose(torch.cat(pieces, 1), ours, atol=1e-4)
+        # A left-padded row in a batch has the same logits and generates the same tokens as the row alone.
+        short, pad = tokens[:1, :9], 4
+        rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
+        mask = np.ones_like(rows)
+        mask[0, :pad] = 0
+        if not is_gpt2:  # only in `generate` does GPT2LMHeadModel infer positions from the mask
+            padded = theirs(torch.tensor(rows), attention_mask=torch.tensor(mask)).logits
+            np.testing.assert_allclose(padded[0, pad:], ours[0, :9], atol=1e-4)
+            np.testing.assert_allclose(padded[1], ours[1, :9 + pad], atol=1e-4)
+        settings = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        batch = theirs.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **settings)
+        alone = theirs.generate(torch.tensor(short), **settings)
+        uncached = theirs.generate(torch.tensor(short), use_cache=False, **settings)
+        assert batch[0, pad:].tolist() == alone[0].tolist() == uncached[0].tolist()
+        loss = theirs(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+        log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(ours))[:, :-1], tokens[:, 1:, None], 2)
+        assert loss == pytest.approx(-log_p.mean(), abs=1e-4)
+    theirs.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(load_in_torch(tmp_path / "again")(torch.tensor(tokens), use_cache=False).logits, whole)
+    for source in ("out", "again"):
+        back = hugging_face.read_folder(str(tmp_path / source))
+        assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
+        expected = {**vars(model.config), "scan_layers": False}
+        assert vars(back.model.config) == expected
+        assert jax.tree.structure(back.model_state) == jax.tree.structure(model_state)
+        if model_state:
+            logits = forward(back.model, back.params, jnp.asarray(tokens), back.model_state)
+            np.testing.assert_allclose(logits, ours, atol=1e-5)
+
+
+
+def test_variants_cover_the_pytorch_code():
+    """Each architecture and each part with PyTorch code in conversion/exported/ needs an entry in VARIANTS."""
+    assert {name for name, _ in VARIANTS.values()} == set(smallgpt.ARCHITECTURES)
+    configs = [build_variant(variant).config for variant in VARIANTS]
+    for field, values in smallgpt.SUPPORTED_VALUES.items():
+        assert {getattr(config, field) for config in configs} == set(values)

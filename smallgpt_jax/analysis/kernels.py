@@ -8,8 +8,7 @@ from smallgpt_jax.analysis.chips import Chip
 # {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
 # attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
 # scores (its first operand) into attention weights and multiplies the weights by the values.
-KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2,
-                   "splash_mqa_dq": 3, "splash_mqa_dkv": 4, "online-softmax": 1}
+KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:

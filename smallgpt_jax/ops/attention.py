@@ -194,18 +194,17 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     def on_one_device(queries, k_BxGxTxK, v_BxGxTxK, segment_ids_BxT=None):
         segments = () if segment_ids_BxT is None else (
             splash_attention_kernel.SegmentIds(segment_ids_BxT, segment_ids_BxT),)
-        kernel = splash_kernel(queries.shape[-3], time, head_width, mask.window, heads > groups, interpret)
-        if heads > groups:
-            kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None)[:3 + len(segments)])
-        return jax.vmap(kernel)(queries, k_BxGxTxK, v_BxGxTxK, *segments)
+        q_BxHxTxK = queries.reshape(len(queries), -1, time, head_width)
+        kernel = splash_kernel(q_BxHxTxK.shape[1], time, head_width, mask.window, interpret)
+        return jax.vmap(kernel)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, *segments).reshape(queries.shape)
 
     return sharding.per_device(on_one_device, tuple(names))(*arguments).reshape(q_BxHxTxK.shape)
 
 
-def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_keys: bool, interpret: bool):
+def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret: bool):
     """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask.
 
-    If `shares_keys` is true, all heads attend to the same (time, head width) keys and values.
+    There may be fewer keys and values, (key–value heads, time, head width).
     """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
@@ -214,9 +213,7 @@ def splash_kernel(heads: int, time: int, head_width: int, window: int, shares_ke
     block = math.gcd(time, 4 * lanes)
     mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
             splash_attention_mask.CausalMask((time, time)))
-    make = (splash_attention_kernel.make_splash_mqa_single_device if shares_keys else
-            splash_attention_kernel.make_splash_mha_single_device)
-    return make(
+    return splash_attention_kernel.make_splash_mha_single_device(
         mask=splash_attention_mask.MultiHeadMask([mask] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,

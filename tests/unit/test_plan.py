@@ -332,7 +332,7 @@ def test_roofline_of_a_grouped_product():
 @pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
 def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
     """The mask of JAX's kernel is nonzero for the blocks that the kernel computes. A block has 512 × 512 scores."""
-    kernel = splash_kernel(2, 2048, 64, window, False, True)
+    kernel = splash_kernel(2, 2048, 64, window, True)
     for name, info in (("fwd", kernel.fwd_mask_info), ("dq", kernel.dq_mask_info), ("dkv", kernel.dkv_mask_info)):
         shape = ",".join(map(str, info.data_next.shape))
         line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "

@@ -38,17 +38,22 @@ class QKVProjection(Dense):
         if one_product_is_faster(context.decode):
             return split_heads(super().__call__(x_BxTxD, context))
         kernel_DxGxJxK = self.kernel(x_BxTxD.shape[2:])
-        _, parts, _ = self.features
         x_BxTxD = x_BxTxD.astype(self.dtype)
-        y = [jnp.einsum("btd,dgk->bgtk", x_BxTxD, kernel_DxGxJxK[:, :, j]) for j in range(parts)]
         if self.use_bias:
             bias_GxJxK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
-            y = [part + bias_GxJxK[None, :, j, None] for j, part in enumerate(y)]
-        *queries, k, v = y
-        if len(queries) == 1:
-            return queries[0], k, v
-        q_BxGxRxTxK = jnp.stack(queries, axis=2)
-        return q_BxGxRxTxK.reshape(len(x_BxTxD), -1, *q_BxGxRxTxK.shape[3:]), k, v
+        queries_keys_values = []
+        for part in (slice(-2), slice(-2, -1), slice(-1, None)):
+            kernel_DxHxK = merge_axes(kernel_DxGxJxK[:, :, part], 1)
+            y_BxHxTxK = jnp.einsum("btd,dhk->bhtk", x_BxTxD, kernel_DxHxK)
+            if self.use_bias:
+                y_BxHxTxK += merge_axes(bias_GxJxK[:, part], 0)[None, :, None]
+            queries_keys_values.append(y_BxHxTxK)
+        return tuple(queries_keys_values)
+
+
+def merge_axes(x, axis: int):
+    """Returns `x` with axes `axis` and `axis` + 1 merged into one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
 
 
 def split_heads(y_BxTxGxJxK):

@@ -15,7 +15,6 @@ import dataclasses
 import math
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from smallgpt_jax import sharding
 from smallgpt_jax.models.config import ModelConfig
@@ -30,8 +29,7 @@ from smallgpt_jax.ops.matmul import matmul
 class Dense(nn.Module):
     """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
 
-    `axes` are the logical names of the kernel's axes. Inputs and kernel are reshaped to matrices, because XLA's CPU
-    compiler turns three-dimensional products into loops, which are slower than matrix products.
+    `axes` are the logical names of the kernel's axes.
     """
 
     features: tuple[int, ...]
@@ -44,10 +42,9 @@ class Dense(nn.Module):
     def __call__(self, x, context: Context):
         batch_and_time, inputs = x.shape[:2], x.shape[2:]
         kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
-        x_RxI = x.reshape(-1, len(kernel_IxO)).astype(self.dtype)
-        # `matmul` speeds up the computation of the gradient. Decoding computes no gradient.
-        y_RxO = jnp.dot(x_RxI, kernel_IxO) if context.decode else matmul(x_RxI, kernel_IxO)
-        return self.with_bias(y_RxO.reshape(*batch_and_time, *self.features))
+        x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(self.dtype)
+        y_BxTxO = matmul(x_BxTxI, kernel_IxO, context.decode)
+        return self.with_bias(y_BxTxO.reshape(*batch_and_time, *self.features))
 
     def kernel(self, inputs: tuple[int, ...]):
         weight = self.param("kernel", self.kernel_init(), inputs + self.features)

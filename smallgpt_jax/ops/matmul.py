@@ -6,18 +6,27 @@ import jax.numpy as jnp
 from smallgpt_jax.ops.platform import platform
 
 
-def matmul(x_RxI, w_IxO):
-    """Returns x·w, (R, O).
+def matmul(x_BxTxI, w_IxO, decode: bool):
+    """Returns x·w, (B, T, O).
+
+    On CPUs, the product is computed on matrices, because XLA's CPU compiler turns three-dimensional products into
+    loops, which are slower. On TPUs, a reshape would keep XLA from fusing the product with the activation function that
+    follows it.
 
     On CPUs, a tall `w` is transposed before the product. The gradient of `w` is then a product with a wide result,
     which XLA computes faster than one with a tall result (see the table in `ops/__init__.py`). The optimization barrier
-    keeps XLA from removing the transposition.
+    keeps XLA from removing the transposition. Decoding computes no gradient.
     """
+    if platform() != "cpu":
+        return jnp.dot(x_BxTxI, w_IxO)
     inputs, outputs = w_IxO.shape
-    if platform() == "cpu" and inputs > outputs:
+    x_RxI = x_BxTxI.reshape(-1, inputs)
+    if inputs > outputs and not decode:
         contract_last = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x_RxI, jax.lax.optimization_barrier(w_IxO.T), contract_last)
-    return jnp.dot(x_RxI, w_IxO)
+        y_RxO = jax.lax.dot_general(x_RxI, jax.lax.optimization_barrier(w_IxO.T), contract_last)
+    else:
+        y_RxO = jnp.dot(x_RxI, w_IxO)
+    return y_RxO.reshape(*x_BxTxI.shape[:2], outputs)
 
 
 def one_product_is_faster(decode: bool) -> bool:

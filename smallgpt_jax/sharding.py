@@ -25,6 +25,8 @@ RULES = (
     ("path_embed", "tensor"),
     ("path", "path"),
 )
+# The rules in a function called by `sum_over_data_shards`, which gets only the rows of one shard of `data`.
+RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
 
 def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
@@ -50,8 +52,8 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
     """Returns the number of shards into which `mesh` (default: the current mesh) splits the rows of a batch."""
-    shape = (mesh or jax.sharding.get_abstract_mesh()).shape
-    return shape.get("data", 1) * shape.get("fsdp", 1)
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in ("data", "fsdp") if axis in auto_axes(mesh))
 
 
 def use_mesh(mesh: Mesh):
@@ -83,7 +85,8 @@ def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Part
 
     An axis is replicated if its length is not divisible by the number of shards.
     """
-    spec = nn.logical_to_mesh_axes(names, RULES)
+    rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
+    spec = nn.logical_to_mesh_axes(names, rules)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
     return PartitionSpec(*(axes if size % length == 0 else None
                            for axes, size, length in zip(spec, shape, lengths)))
@@ -113,10 +116,18 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
         transform_non_params=lambda _: replicated(mesh), is_leaf=lambda x: not isinstance(x, dict))
 
 
+def auto_axes(mesh) -> set[str]:
+    """Returns the mesh axes over which the compiler partitions; inside shard_map, these are the axes not mapped."""
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
+
+
 def current_mesh():
-    """Returns the mesh over which the traced function is partitioned, or None on one device and inside shard_map."""
+    """Returns the mesh over which the compiler partitions the traced function, or None if it does not partition it.
+
+    The compiler does not partition functions on one device and inside a shard_map over all axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.size <= 1 or AxisType.Manual in mesh.axis_types else mesh  # size 0: no mesh
+    return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
 
 
 def gather_fsdp(weight, names: tuple[str, ...]):
@@ -154,9 +165,31 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
             return jax.lax.psum(y, tuple(summed_axes)) if summed_axes else y
 
         return jax.shard_map(
-            on_one_device, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)
+            on_one_device, in_specs=specs, out_specs=specs[0], axis_names=auto_axes(mesh), check_vma=False)(*arguments)
 
     return mapped
+
+
+def sum_over_data_shards(function, dtype):
+    """Returns `function` under shard_map: each shard of the mesh axis `data` calls it, and the results are summed once.
+
+    `function` returns a tree of sums over the rows of a batch; its arguments are parameters, model state and batch. If
+    the function sums gradients in a loop, the compiler would sum them over the devices in every iteration. Arrays of
+    two or more dimensions are sent as `dtype`.
+    """
+    mesh = current_mesh()
+    if not mesh or mesh.shape["data"] == 1:
+        return function
+
+    def total(x):
+        return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)
+
+    def mapped(*arguments):
+        with nn.logical_axis_rules(RULES_IN_DATA_SHARD):
+            return jax.tree.map(total, function(*arguments))
+
+    return jax.shard_map(mapped, in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+                         out_specs=PartitionSpec(), axis_names={"data"}, check_vma=False)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:

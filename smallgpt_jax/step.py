@@ -2,11 +2,13 @@
 
 from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
+from smallgpt_jax import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.cross_entropy import cross_entropy
@@ -73,8 +75,9 @@ def train_step(
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
-    The batch is split into `microbatches` parts, whose gradients are summed in float32. If loss or gradient is not
-    finite, the update is skipped: parameters, optimizer state and model state do not change. Metrics:
+    The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
+    independent, the shards of the mesh axis `data` sum their own gradients and exchange only these sums. If loss or
+    gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change. Metrics:
 
     - loss: mean over the targets in the loss mask, in nats, plus the values that modules sowed into "losses"
     - grad_norm: norm of the gradient before clipping
@@ -97,16 +100,20 @@ def train_step(
             loss += jnp.sum(sown) / microbatches
         return loss, (collections.get("state", model_state), sown_metrics(collections))
 
-    def add_microbatch(carry, indexed_microbatch):
-        sums, model_state = carry
-        (loss, (model_state, metrics)), gradients = jax.value_and_grad(microbatch_loss, has_aux=True)(
-            state.params, model_state, *indexed_microbatch)
-        return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), metrics
+    def sum_microbatches(params, model_state, batch):
+        def add_microbatch(carry, indexed_microbatch):
+            sums, model_state = carry
+            (loss, (model_state, metrics)), gradients = jax.value_and_grad(microbatch_loss, has_aux=True)(
+                params, model_state, *indexed_microbatch)
+            return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), metrics
 
-    zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-    indexed_microbatches = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
-    ((loss, gradients), model_state), sown = jax.lax.scan(
-        add_microbatch, (zero, state.model_state), indexed_microbatches)
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        indexed_microbatches = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
+        return jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
+
+    if microbatches > 1 and rows_are_independent(model, state, batch):
+        sum_microbatches = sharding.sum_over_data_shards(sum_microbatches, model.config.dtype)
+    ((loss, gradients), model_state), sown = sum_microbatches(state.params, state.model_state, batch)
 
     grad_norm = optax.tree.norm(gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
@@ -120,6 +127,22 @@ def train_step(
                "is_finite": is_applied & all_finite(params), "skipped": state.step + 1 - count - is_applied,
                **jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)}
     return TrainState(state.step + 1, params, opt_state, model_state), metrics
+
+
+def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
+    """Returns whether the loss of a batch is a sum over its rows: the model has no dropout, no state and sows nothing.
+
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. State and sown values can be
+    nonlinear functions of the batch, such as a router's balance.
+    """
+    def collections(params):
+        return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
+                           Context(train=True), method="hidden", mutable=["state", *SOWN])[1]
+
+    try:
+        return not jax.tree.leaves(jax.eval_shape(collections, state.params))
+    except flax.errors.InvalidRngError:  # the model draws random numbers
+        return False
 
 
 def all_finite(tree) -> jax.Array:

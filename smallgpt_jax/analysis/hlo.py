@@ -90,7 +90,9 @@ class Program:
         For each kind, such as "all-reduce", "count" is the number of executions, and "bytes" is the total size of their
         results. Collectives of groups of a single device are not counted.
         """
-        channels = {}  # an asynchronous collective has several instructions with the same channel
+        # An asynchronous collective has several instructions with the same channel and result. Collectives of the same
+        # shard_map have the same channel.
+        channels = {}
         for times, instruction in self.executed():
             # An asynchronous collective is counted at its "-done" instruction, because the result of its "-start"
             # instruction also includes the operands.
@@ -98,7 +100,7 @@ class Program:
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES and not instruction.is_local:
-                channels[instruction.channel] = kind, times, times * instruction.result_bytes
+                channels[instruction.channel, instruction.shape] = kind, times, times * instruction.result_bytes
         found = {}
         for kind, times, size in channels.values():
             entry = found.setdefault(kind, {"count": 0, "bytes": 0})

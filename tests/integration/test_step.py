@@ -103,12 +103,32 @@ def test_z_loss_is_added_to_the_training_loss():
     assert found - plain == pytest.approx(expected, rel=1e-5)
 
 
-def test_data_parallel_traffic_is_the_gradients_alone():
-    program, step = compiled_program("gpt", 8, **mesh(data=8))
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_data_parallel_traffic_is_the_gradients_alone(microbatches):
+    program, step = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
     traffic = hlo.Program(step.as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # up to 16 bytes are scalars, such as the loss
+
+
+def test_packed_rows_in_microbatches_on_eight_devices():
+    """Loss and gradient norm match one microbatch on one device. The microbatches have different numbers of targets."""
+    rng = np.random.default_rng(0)
+    batch = Batch(rng.integers(0, 64, (4, 129), np.int32),
+                  np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32),
+                  rng.random((4, 128)) < [[0.9], [0.1], [0.5], [0.3]], rng.integers(0, 64, (4, 128), np.int32))
+    found = []
+    for devices, fields in ((1, {}), (8, {**mesh(data=2, tensor=2, path=2), "train__microbatches": 2,
+                                          "model__attention": "splash"})):
+        program, step = compiled_program("pgpt", devices, **{
+            "model__context_length": 128, "train__batch_size": 4, "data__packing": "best_fit",
+            "data__separate_documents": True, **fields})
+        params = jax.device_put(init(program.model), program.shardings.params)
+        state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
+        _, metrics = program.runnable(step)(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def test_paths_are_joined_by_one_all_reduce():

@@ -112,21 +112,21 @@ def test_own_blocks_and_mixers(architecture, fields):
 def test_own_losses_metrics_and_state():
     """The training step uses the loss, the metric and the state that the example `Calm` defines.
 
-    Covers scanned layers without microbatches, and unscanned layers with two microbatches.
+    Covers scanned layers without microbatches on one device, and unscanned layers with two microbatches on two devices.
     """
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
-    for scan, microbatches in ((True, 1), (False, 2)):
+    for scan, microbatches, devices in ((True, 1, 1), (False, 2, 2)):
         config = own_config("my_models.calm:Calm", model__scan_layers=scan, model__remat="full",
                             train__microbatches=microbatches, train__batch_size=4)
-        program = build_program(config, jax.devices()[:1])
+        program = build_program(config, jax.devices()[:devices])
         state = program.initial_state()
         # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of the total loss. So
         # the test enlarges the kernels.
         state = state._replace(params=jax.tree_util.tree_map_with_path(
             lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
-        nats, targets = plain(same, {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool)))
+        nats, targets = plain(jax.device_get(same), {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool)))
         step = program.compile_train_step()
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])

@@ -12,6 +12,7 @@ from smallgpt_jax import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.ops.platform import exchange_dtype
 
 SOWN = ("losses", "metrics", "layer_metrics")  # variable collections that modules sow values into during training
 
@@ -112,7 +113,7 @@ def train_step(
         return jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
 
     if microbatches > 1 and rows_are_independent(model, state, batch):
-        sum_microbatches = sharding.sum_over_data_shards(sum_microbatches, model.config.dtype)
+        sum_microbatches = sharding.sum_over_data_shards(sum_microbatches, exchange_dtype(model.config.dtype))
     ((loss, gradients), model_state), sown = sum_microbatches(state.params, state.model_state, batch)
 
     grad_norm = optax.tree.norm(gradients)

@@ -11,3 +11,12 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
+
+
+def exchange_dtype(dtype: str) -> str:
+    """Returns the dtype in which shards of `data` exchange gradients that are computed in `dtype`: `dtype` or float32.
+
+    XLA's CPU compiler aborts if a function that is mapped over some mesh axes sums bfloat16 arrays over them (jaxlib
+    0.10.2: "Invalid binary instruction opcode copy").
+    """
+    return "float32" if platform() == "cpu" else dtype

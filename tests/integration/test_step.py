@@ -92,6 +92,11 @@ def test_muon_on_eight_devices_matches_one_device(architecture, axes):
     np.testing.assert_allclose(found, first_metrics(architecture, **fields), rtol=1e-5)
 
 
+def test_bfloat16_microbatches_on_eight_devices():
+    found = first_metrics("gpt", devices=8, **mesh(data=4, tensor=2), model__dtype="bfloat16", train__microbatches=2)
+    np.testing.assert_allclose(found, first_metrics("gpt"), rtol=0.01)
+
+
 def test_z_loss_is_added_to_the_training_loss():
     """The added term is train.z_loss times the mean of log(Σ exp(logits))², also with microbatches."""
     program, _ = compiled_program("gpt", 1)

@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, forward, init
+from conftest import build, call, forward, init
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
-from smallgpt_jax import models
+from smallgpt_jax import inference, models, workdir
 from smallgpt_jax.conversion import hugging_face, smallgpt
+from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2)
+EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2,
+               scan_layers=False)
 # The variants cover every setting. If an architecture treats a setting in its own way, a variant combines the two. Some
 # norm_epsilon are large, so that another value would change the logits. The attention windows repeat in different ways,
 # because this determines how blocks are stacked (models/block.py).
@@ -140,6 +142,26 @@ def test_export_and_import(variant, tmp_path):
             logits = forward(back.model, back.params, jnp.asarray(tokens), back.model_state)
             np.testing.assert_allclose(logits, ours, atol=1e-5)
 
+
+
+@pytest.mark.slow
+def test_commands_keep_the_biases_of_experts(tmp_path):
+    """An imported model has the biases that evaluation of the exported model uses, and a load of zero."""
+    model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
+    model_state, run = random_state(model), tmp_path / "run"
+    run.mkdir()
+    workdir.write_imported(run, model, init(model), model_state, tokenizers.Bytes(), {})
+    before = jax.tree.map(np.asarray, model_state["trunk"]["paths"]["blocks"]["mlp"]["router"])
+    biases = before["bias"] + 0.2 * np.sign(before["load"].mean(-1, keepdims=True) - before["load"])
+    for flag, paths in (("all", [0, 1]), ("1", [1])):
+        out, back = tmp_path / f"out {flag}", tmp_path / f"back {flag}"
+        for arguments in (["--to=hf", f"--workdir={run}", f"--output={out}", f"--paths={flag}"],
+                          ["--from=hf", f"--workdir={back}", f"--input={out}"]):
+            result = call("convert", *arguments)
+            assert result.returncode == 0 and not result.stderr, result.stderr
+        router = inference.load_trained(back).model_state["trunk"]["paths"]["blocks"]["mlp"]["router"]
+        np.testing.assert_allclose(router["bias"], biases[paths], atol=1e-6)
+        assert np.array_equal(router["load"], np.zeros_like(biases[paths]))
 
 
 def test_variants_cover_the_pytorch_code():

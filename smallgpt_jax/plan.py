@@ -109,7 +109,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
     rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
     if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads and not c.head_dim:
-        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,} in attention, MLP and token embedding")
+        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,.0f} in attention, MLP and token embedding")
     return lines
 
 

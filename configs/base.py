@@ -59,6 +59,9 @@ def paper() -> ConfigDict:
     model.expert_bias_rate = 0.001  # "moe": change per step of the biases that balance the routed experts; 0: no biases
     model.balance_loss = 0.0  # "moe": weight of the sequence-wise balance loss; DeepSeek-V3 uses 1e-4; 0: none
     model.grouped_matmul = "auto"  # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
+    model.rank_ratio = 0.0  # 0: full matrices. Above 0 and below 1: each matrix of attention and MLP is the product of
+    # two factors that have at most rank_ratio times as many parameters as the matrix. The factors of an (m, n) matrix
+    # are (m, r) and (r, n), with rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. Routed experts have full matrices
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".

@@ -4,13 +4,14 @@
     python -m smallgpt_jax.convert --from=hf --input=gpt2 --workdir=runs/gpt2
     python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
     python -m smallgpt_jax.convert --from=run --input=runs/pgpt --workdir=runs/pgpt-tuned
+    python -m smallgpt_jax.convert --from=run --input=runs/pgpt --workdir=runs/pgpt-low-rank --rank_ratio=0.33
 
 Formats:
 
     hf              a Hugging Face folder; --from=hf reads GPT-2, Llama and Qwen3 models and the exports of this
                     command, and also accepts the name of a model on the hub
     gpt_variations  a .pt file of the paper's released code
-    run             another workdir, to train its model further on other text
+    run             another workdir, to train its model further on other text, or with matrices of low rank
 
 With --from, this command writes a workdir. The workdir can be given to smallgpt_jax.generate, smallgpt_jax.evaluate
 and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=run:WORKDIR.
@@ -23,7 +24,7 @@ from pathlib import Path
 from absl import flags
 
 from smallgpt_jax import cli, inference, models, workdir
-from smallgpt_jax.conversion import gpt_variations, hugging_face, model_card
+from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import atomic_folder, local_path
@@ -42,13 +43,16 @@ _TOKENIZER = flags.DEFINE_string(
 _STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the checkpoint. Default: the newest.")
 _PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: which of the model's parallel paths to export: "
                              "all, best (the path with the largest weight), or indices such as 0,1.")
+_RANK_RATIO = flags.DEFINE_float(
+    "rank_ratio", None, "With --from=run: replace the matrices of attention and MLPs by two factors with at most this "
+    "fraction of their parameters (below 1); 0: multiply the factors of such a model. Default: as in the run.")
 flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
     "--to=hf": ("output", "tokenizer", "step", "paths"),
     "--from=hf": ("input", "tokenizer"),
     "--from=gpt_variations": ("input", "tokenizer"),
-    "--from=run": ("input", "step"),
+    "--from=run": ("input", "step", "rank_ratio"),
 }
 
 
@@ -56,7 +60,7 @@ def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
         raise UserError("give either --to=hf or --from=hf|gpt_variations|run; see --help")
     direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
-    for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS):
+    for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _RANK_RATIO):
         if flag.present and flag.name not in FLAGS_BY_DIRECTION[direction]:
             raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
     if _TO.value and _TOKENIZER.value not in (None, "skip"):
@@ -93,13 +97,17 @@ def export_model(source: Path, output: Path) -> None:
         chosen = inference.select_paths(model, params, _PATHS.value)
         config, params, model_state = with_paths(model.config, params, model_state, chosen)
         model = models.LanguageModel(config)
+    rank_ratio = model.config.rank_ratio
+    if rank_ratio:
+        model, params = low_rank.with_rank_ratio(model, params, 0.0)
     form = hugging_face.find_format(model.config)
     card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(
             folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
-          f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}")
+          f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}"
+          + (f"; the factors of config.model.rank_ratio={rank_ratio:g} are multiplied" if rank_ratio else ""))
 
 
 def import_model(source: str, folder: Path) -> None:
@@ -115,6 +123,9 @@ def import_model(source: str, folder: Path) -> None:
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
         # Records how the source run was trained. If its weights were imported, also records where they come from.
         origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
+        if _RANK_RATIO.value is not None:
+            model, params = low_rank.with_rank_ratio(model, params, _RANK_RATIO.value)
+            origin["rank_ratio"] = _RANK_RATIO.value
     else:
         model, params, facts = gpt_variations.read_checkpoint(Path(source).expanduser())
         origin, tokenizer = origin | facts, None

@@ -135,11 +135,12 @@ def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransfor
 def dimension_numbers(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers:
     """Returns which axes of a weight are the inputs and which are the outputs of its matrices.
 
-    Axes in STACKED are neither. The outputs are the axes after "embed". If "embed" is the last axis, or if there is no
-    such axis, only the last axis is an output.
+    Axes in STACKED are neither. The outputs are the axes after "embed", or after the "rank" of the second of two
+    factors. If these are the last axis, or if there is no such axis, only the last axis is an output.
     """
     axes = [i for i, name in enumerate(names) if name not in STACKED]
-    inputs = next((n for n, i in enumerate(axes[:-1], start=1) if names[i] == "embed"), len(axes) - 1)
+    inputs = next((n for n, i in enumerate(axes[:-1], start=1) if names[i] in ("embed", "rank")),
+                  len(axes) - 1)
     return optax.contrib.MuonDimensionNumbers(tuple(axes[:inputs]), tuple(axes[inputs:]))
 
 

@@ -50,7 +50,7 @@ NEWER_FIELDS = {
     "model": {
         "norm_position": "pre", "head_dim": 0, "num_experts": 16, "experts_per_token": 3, "num_shared_experts": 1,
         "expert_mlp": "dense", "expert_scale": 1.0, "expert_bias_rate": 0.001, "balance_loss": 0.0,
-        "grouped_matmul": "auto"},
+        "grouped_matmul": "auto", "rank_ratio": 0.0},
 }
 
 # Fields that may change on resumption. They affect the result of a step only through rounding. A change of

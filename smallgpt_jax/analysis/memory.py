@@ -20,6 +20,8 @@ A training step of a GPT needs these bytes per device:
     block activations      L·S·B·D·e·(4 + (4 + 2F)/T)
       with remat "dots"    L·S·B·D·e·(3 + (4 + F)/T)
       with remat "full"    L·S·B·D·e
+    products with the first of two factors, with a rank_ratio
+                           S·B·e·(sum of all ranks), without remat "full"
     attention weights      L·B·S·(S + Q)/2·H·e/T, with XLA's attention and without rematerialization
     logits                 S·B·V·(4 + e)/(T·chunks)
 
@@ -64,12 +66,22 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
             if layers.window:
                 keys = min(keys, layers.window + min(c.context_length, QUERIES) - 1)
             activations += layers.count * positions * keys * layers.heads * element / tensor
+    if c.remat != "full":
+        activations += positions * element * sum_of_ranks(model) / mesh.shape["path"]
     weights = bytes_on_device(state.params)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
             "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
+
+
+def sum_of_ranks(model: LanguageModel) -> int:
+    """Returns the sum of the ranks of all matrices that are stored as two factors."""
+    first_factors = [box for box in jax.tree.leaves(
+        abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)) if box.names[-1:] == ("rank",)]
+    return sum(math.prod(size for name, size in zip(box.names, box.value.shape) if name in ("layers", "path", "rank"))
+               for box in first_factors)
 
 
 def bytes_on_device(tree) -> int:
@@ -103,12 +115,14 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
     """Returns the attention layers of a model. Finds them in any architecture, by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
+    modules: dict[tuple, dict[str, int]] = {}  # path of a module → sizes of the axes of all its weights
     for path, box in jax.tree_util.tree_leaves_with_path(
             abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
-        sizes = dict(zip(box.names, box.value.shape))
+        modules.setdefault(path[:-1], {}).update(zip(box.names, box.value.shape))
+    for path, sizes in modules.items():
         if "qkv" not in sizes or "embed" not in sizes:
             continue
-        window = windows.get(tuple(key.key for key in path[:-2]), 0)
+        window = windows.get(tuple(key.key for key in path[:-1]), 0)
         backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
             dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi")

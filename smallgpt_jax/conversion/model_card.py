@@ -74,6 +74,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g} to "
          f"{optimizer.final_learning_rate:g}, weight decay {optimizer.weight_decay:g}"),
         ("compute dtype", config.model.dtype), ("seed", str(train.seed))]
+    if config.model.rank_ratio:
+        facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
     evaluated = [line for line in read_lines(folder / METRICS_FILE)
                  if line["split"] == "eval" and line["step"] == step and line["loss"] is not None]
     if evaluated:

@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, residual_std, rms_norm, zeros
+from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, project, residual_std, rms_norm, zeros
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import attention as ops
 from smallgpt_jax.ops.matmul import one_product_is_faster
@@ -21,13 +21,14 @@ class QKVProjection(Dense):
 
     H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
     (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
-    so that a mesh can shard it. The initial weights of the value heads are multiplied by `value_gain`.
+    so that a mesh can shard it. The initial weights of the value heads are multiplied by `value_gain`. With a
+    `rank_ratio`, queries, keys and values share the first factor, (D, r); the second is (r, G, H/G + 2, K).
     """
 
     value_gain: float = 1.0
 
-    def kernel_init(self):
-        initializer = super().kernel_init()
+    def kernel_init(self, std: float, axes: tuple[str, ...]):
+        initializer = super().kernel_init(std, axes)
         if self.value_gain == 1:
             return initializer
         return lambda *arguments: jax.tree.map(
@@ -37,14 +38,16 @@ class QKVProjection(Dense):
     def __call__(self, x_BxTxD, context: Context):
         if one_product_is_faster(context.decode):
             return split_heads(super().__call__(x_BxTxD, context))
-        kernel_DxGxJxK = self.kernel(x_BxTxD.shape[2:])
-        x_BxTxD = x_BxTxD.astype(self.dtype)
+        *first_factor, kernel_IxGxJxK = self.kernels(x_BxTxD.shape[2:])  # I is D, or the rank of two factors
+        x_BxTxI = x_BxTxD.astype(self.dtype)
+        for factor_DxI in first_factor:
+            x_BxTxI = project(x_BxTxI, factor_DxI, context)
         if self.use_bias:
             bias_GxJxK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
         queries_keys_values = []
         for part in (slice(-2), slice(-2, -1), slice(-1, None)):
-            kernel_DxHxK = merge_axes(kernel_DxGxJxK[:, :, part], 1)
-            y_BxHxTxK = jnp.einsum("btd,dhk->bhtk", x_BxTxD, kernel_DxHxK)
+            kernel_IxHxK = merge_axes(kernel_IxGxJxK[:, :, part], 1)
+            y_BxHxTxK = jnp.einsum("bti,ihk->bhtk", x_BxTxI, kernel_IxHxK)
             if self.use_bias:
                 y_BxHxTxK += merge_axes(bias_GxJxK[:, part], 0)[None, :, None]
             queries_keys_values.append(y_BxHxTxK)
@@ -75,9 +78,11 @@ class OutputProjection(Dense):
         if context.decode:
             return super().__call__(jnp.swapaxes(x_BxHxTxK, 1, 2), context)
         _, heads, _, head_width = x_BxHxTxK.shape
-        kernel_HxKxD = self.kernel((heads, head_width))
-        return self.with_bias(
-            jnp.einsum("bhtk,hkd->btd", x_BxHxTxK.astype(self.dtype), kernel_HxKxD))
+        kernel_HxKxO, *second_factor = self.kernels((heads, head_width))  # O is D, or the rank of two factors
+        y_BxTxO = jnp.einsum("bhtk,hko->bto", x_BxHxTxK.astype(self.dtype), kernel_HxKxO)
+        for factor_OxD in second_factor:
+            y_BxTxO = project(y_BxTxO, factor_OxD, context)
+        return self.with_bias(y_BxTxO)
 
 
 class Attention(nn.Module):
@@ -95,7 +100,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = QKVProjection(
             (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width), ("embed", "heads", "qkv", "head_width"),
-            INIT_STD, c.use_bias, c.dtype, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
+            INIT_STD, c.use_bias, c.dtype, c.rank_ratio, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
         if c.qk_norm:
             q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
         if c.position == "rope":
@@ -109,7 +114,7 @@ class Attention(nn.Module):
             y_BxHxTxK = ops.attention(q, k, v, mask, slopes_H, backend=c.attention)
         return OutputProjection(
             (c.d_model,), ("heads", "head_width", "embed"),
-            residual_std(c), c.use_bias, c.dtype, name="out")(y_BxHxTxK, context)
+            residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).

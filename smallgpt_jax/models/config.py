@@ -48,6 +48,7 @@ class ModelConfig:
     attention_windows: tuple[int, ...] = ()
     rope_base: float = 10_000.0
     head_dim: int = 0
+    rank_ratio: float = 0.0
     num_experts: int = 16
     experts_per_token: int = 3
     num_shared_experts: int = 1
@@ -121,6 +122,9 @@ class ModelConfig:
                 self.refuse(field, "must be above 0")
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
+        if not 0 <= self.rank_ratio < 1:
+            self.refuse("rank_ratio", "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
+                        "parameters as their matrix, or more, save nothing")
         for field, default in (("num_kv_heads", "num_heads"), ("head_dim", "d_model / num_heads")):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
@@ -161,7 +165,7 @@ class ModelConfig:
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
-        """Raises UserError if num_heads, num_kv_heads, position or mlp_ratio is invalid for blocks of width d_model."""
+        """Raises UserError for fields that are invalid for blocks of width d_model."""
         if not self.head_dim and self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
                         "is set")
@@ -172,3 +176,6 @@ class ModelConfig:
                         f"{self.head_width}; change config.model.{'head_dim' if self.head_dim else 'num_heads'}")
         if self.mlp_width < 1:
             self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")
+        width = min(self.d_model, self.num_heads * self.head_width)  # no matrix is smaller than W × W
+        if self.rank_ratio and width < 3:  # factors of rank 1 would have 2·W parameters
+            self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

@@ -26,10 +26,29 @@ from smallgpt_jax.ops.grouped_matmul import grouped_experts
 from smallgpt_jax.ops.matmul import matmul
 
 
+def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
+    """Returns the rank r of the two factors, (inputs, r) and (r, outputs), of an (inputs, outputs) matrix.
+
+    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, at least 1: the largest rank with which the factors have
+    at most rank_ratio times as many parameters as the matrix (PELA, arXiv 2310.10700, whose c is 1 / rank_ratio).
+    """
+    return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
+
+
+def project(x, kernel, context: Context):
+    """Returns the product of (B, T, *inputs) activations and a (*inputs, *features) kernel, (B, T, *features)."""
+    batch_and_time, inputs = x.shape[:2], x.shape[2:]
+    kernel_IxO = kernel.reshape(math.prod(inputs), -1)
+    x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(kernel.dtype)
+    y_BxTxO = matmul(x_BxTxI, kernel_IxO, context.decode)
+    return y_BxTxO.reshape(*batch_and_time, *kernel.shape[len(inputs):])
+
+
 class Dense(nn.Module):
     """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
 
-    `axes` are the logical names of the kernel's axes.
+    `axes` are the logical names of the kernel's axes. With a `rank_ratio` above 0, the layer has two factors instead of
+    the kernel: `kernel_in`, (*inputs, r), and `kernel_out`, (r, *features), with the rank r of `factor_rank`.
     """
 
     features: tuple[int, ...]
@@ -37,21 +56,31 @@ class Dense(nn.Module):
     init_std: float
     use_bias: bool
     dtype: str
+    rank_ratio: float = 0.0
 
     @nn.compact
     def __call__(self, x, context: Context):
-        batch_and_time, inputs = x.shape[:2], x.shape[2:]
-        kernel_IxO = self.kernel(inputs).reshape(math.prod(inputs), -1)
-        x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(self.dtype)
-        y_BxTxO = matmul(x_BxTxI, kernel_IxO, context.decode)
-        return self.with_bias(y_BxTxO.reshape(*batch_and_time, *self.features))
+        for kernel in self.kernels(x.shape[2:]):
+            x = project(x, kernel, context)
+        return self.with_bias(x)
 
-    def kernel(self, inputs: tuple[int, ...]):
-        weight = self.param("kernel", self.kernel_init(), inputs + self.features)
-        return sharding.gather_fsdp(weight.astype(self.dtype), self.axes)
+    def kernels(self, inputs: tuple[int, ...]) -> list:
+        """Returns [kernel] or [kernel_in, kernel_out], in the compute dtype."""
+        if not self.rank_ratio:
+            initializer = self.kernel_init(self.init_std, self.axes)
+            return [self.weight("kernel", initializer, inputs + self.features, self.axes)]
+        rank = factor_rank(self.rank_ratio, math.prod(inputs), math.prod(self.features))
+        std = math.sqrt(self.init_std / math.sqrt(rank))  # entries of the product have variance rank·std⁴ = init_std²
+        axes_in, axes_out = (*self.axes[:len(inputs)], "rank"), ("rank", *self.axes[len(inputs):])
+        return [self.weight("kernel_in", normal(std, *axes_in), (*inputs, rank), axes_in),
+                self.weight("kernel_out", self.kernel_init(std, axes_out), (rank, *self.features), axes_out)]
 
-    def kernel_init(self):
-        return normal(self.init_std, *self.axes)
+    def weight(self, name: str, initializer, shape: tuple[int, ...], axes: tuple[str, ...]):
+        return sharding.gather_fsdp(self.param(name, initializer, shape).astype(self.dtype), axes)
+
+    def kernel_init(self, std: float, axes: tuple[str, ...]):
+        """Returns the initializer of the kernel, or of its second factor."""
+        return normal(std, *axes)
 
     def with_bias(self, y_BxTxO):
         if not self.use_bias:
@@ -98,8 +127,9 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         std = INIT_STD * deepnorm_gain(c)
-        h_BxTxF = Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, name="up")(x_BxTxD, context)
-        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, name="down")(
+        h_BxTxF = Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, c.rank_ratio, name="up")(
+            x_BxTxD, context)
+        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="down")(
             ACTIVATIONS[c.activation](h_BxTxF), context)
 
 
@@ -113,9 +143,9 @@ class GatedMLP(nn.Module):
         c = self.config
         std = INIT_STD * deepnorm_gain(c)
         gate_BxTxF, up_BxTxF = (
-            Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, name=name)(x_BxTxD, context)
+            Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, c.rank_ratio, name=name)(x_BxTxD, context)
             for name in ("gate", "up"))
-        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, name="down")(
+        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="down")(
             ACTIVATIONS[c.activation](gate_BxTxF) * up_BxTxF, context)
 
 

@@ -35,6 +35,8 @@ VARIANTS = [
     ("lgpt", {"num_layers": 4, "blocks_per_stage": 2, "norm_position": "deepnorm", "activation": "relu2"}),
     ("cgpt", {"conv_kernel": 1, "position": "rope"}),
     ("cgpt", {"conv_kernel": 5}),
+    ("gpt", {"rank_ratio": 0.5, "use_bias": True, "num_kv_heads": 2}),
+    ("pgpt", {"rank_ratio": 0.3}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, build, forward, init, load_config
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis import hlo
@@ -95,6 +96,23 @@ def test_muon_on_eight_devices_matches_one_device(architecture, axes):
 def test_bfloat16_microbatches_on_eight_devices():
     found = first_metrics("gpt", devices=8, **mesh(data=4, tensor=2), model__dtype="bfloat16", train__microbatches=2)
     np.testing.assert_allclose(found, first_metrics("gpt"), rtol=0.01)
+
+
+@pytest.mark.parametrize("architecture, axes", [
+    ("gpt", dict(data=2, fsdp=2, tensor=2)), ("pgpt", dict(fsdp=2, tensor=2, path=2))])
+def test_factored_matrices_on_eight_devices(architecture, axes):
+    """Factors of matrices are sharded like their matrices; the axis of the rank is replicated."""
+    fields = {"model__rank_ratio": 0.5}
+    np.testing.assert_allclose(first_metrics(architecture, devices=8, **fields, **mesh(**axes)),
+                               first_metrics(architecture, **fields), rtol=1e-5)
+    program, _ = compiled_program(architecture, 8, **fields, **mesh(**axes))
+    trunk = program.shardings.params["trunk"]
+    block = trunk.get("paths", trunk)["blocks"]
+    stack = ("path", None) if architecture == "pgpt" else (None,)
+    assert block["attention"]["qkv"]["kernel_in"].spec == P(*stack, "fsdp", None)
+    assert block["attention"]["qkv"]["kernel_out"].spec == P(*stack, None, "tensor", None, None)
+    assert block["mlp"]["down"]["kernel_in"].spec == P(*stack, "tensor", None)
+    assert block["mlp"]["down"]["kernel_out"].spec == P(*stack, None, "fsdp")
 
 
 def test_z_loss_is_added_to_the_training_loss():

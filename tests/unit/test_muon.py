@@ -94,6 +94,7 @@ BLOCK = {"qkv": fused, "out": lambda axes: stacked(axes, 2), "up": lambda axes: 
 @pytest.mark.parametrize("architecture, fields, stacked_axes, others", [
     ("gpt", {}, 1, {}),
     ("gpt", {"num_kv_heads": 2, "mlp": "gated"}, 1, {}),  # two query heads per key–value head
+    ("gpt", {"num_kv_heads": 2, "rank_ratio": 0.5}, 1, {}),  # two factors per matrix
     ("pgpt", {"num_layers": 4}, 2, {"dense": stacked(1, 1)}),
     ("lgpt", {"blocks_per_stage": 1}, 1, {"compress_0": stacked(0, 1), "compress_1": stacked(0, 1)}),
     ("cgpt", {"blocks_per_stage": 1, "conv_kernel": 3}, 1, {"compress_0": stacked(0, 2), "compress_1": stacked(0, 2)}),
@@ -105,12 +106,14 @@ def test_updates_match_newton_schulz_steps(architecture, fields, stacked_axes, o
     updates = update_of(models.abstract_params(model), params, steps=3)
     gradients = [gradients_like(params, step) for step in range(3)]
     kinds = {name: kind(stacked_axes) for name, kind in BLOCK.items()} | others
+    one_input = stacked(stacked_axes, 1)
+    kinds = {"kernel": kinds, "kernel_in": {**kinds, "qkv": one_input}, "kernel_out": {**kinds, "out": one_input}}
     found = set()
     for (path, update), param, *own in zip(
             jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(params), *map(jax.tree.leaves, gradients)):
-        if path[-1].key == "kernel":
+        if path[-1].key in kinds:
             found.add(path[-2].key)
-            expected = expected_update(own, param, kinds[path[-2].key])
+            expected = expected_update(own, param, kinds[path[-1].key][path[-2].key])
             assert np.isfinite(expected).all()
             np.testing.assert_allclose(update, expected, atol=1e-3 * RATE, err_msg=jax.tree_util.keystr(path))
     assert found >= {"qkv", "out", "up", "down", *others}

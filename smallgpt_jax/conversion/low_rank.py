@@ -1,0 +1,68 @@
+"""Replaces the matrices of a trained model by products of two factors, W ≈ A·B, and the reverse.
+
+This is the first step of PELA (Guo et al., arXiv 2310.10700): a truncated singular value decomposition of every matrix,
+which is the closest matrix of this rank in the Frobenius norm. Queries, keys and values are one matrix, as in the
+released code of PELA, and the heads of the other projections are flattened. The second step, training further, is
+an ordinary run.
+"""
+
+import dataclasses
+
+import flax
+import jax
+import numpy as np
+from flax import linen as nn
+
+from smallgpt_jax import models
+from smallgpt_jax.conversion.tensors import STACKED
+
+
+def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
+    """Returns the model with another `rank_ratio`, and its parameters. With 0, all matrices are full.
+
+    The factors of `params`, if any, are multiplied first. Raises UserError for an invalid ratio, and for a custom
+    architecture without a layer that can be factored.
+    """
+    converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
+    if rank_ratio and not factored_modules(converted):
+        converted.config.refuse("rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0")
+    arrays = flatten(jax.device_get(params))
+    full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
+    for module, stacked in factored_modules(model).items():
+        full[*module, "kernel"] = multiply(arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], stacked)
+    shapes = flatten(nn.unbox(models.abstract_params(converted)))
+    for module, stacked in factored_modules(converted).items():
+        shape_in, shape_out = shapes[*module, "kernel_in"].shape, shapes[*module, "kernel_out"].shape
+        matrix = full.pop((*module, "kernel")).reshape(
+            *shape_in[:stacked], np.prod(shape_in[stacked:-1]), np.prod(shape_out[stacked + 1:]))
+        left, right = factor(matrix, rank=shape_in[-1])
+        full[*module, "kernel_in"], full[*module, "kernel_out"] = left.reshape(shape_in), right.reshape(shape_out)
+    return converted, flax.traverse_util.unflatten_dict({path: full[path] for path in shapes})
+
+
+def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the factors U√S, (…, m, rank), and √S·Vᵀ, (…, rank, n), of a matrix (…, m, n), in float32.
+
+    Their product is the truncated singular value decomposition, computed in float64. `rank` is at most min(m, n).
+    """
+    u, s, v = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    root = np.sqrt(s[..., None, :rank])
+    return (np.float32(u[..., :rank] * root), np.float32(np.swapaxes(root, -1, -2) * v[..., :rank, :]))
+
+
+def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
+    """Returns the full kernel, (*stack, *inputs, *features) float32, for arrays with `stacked` leading stack axes."""
+    stack, rank = kernel_in.shape[:stacked], kernel_in.shape[-1]
+    product = (kernel_in.reshape(*stack, -1, rank).astype(np.float64)
+               @ kernel_out.reshape(*stack, rank, -1).astype(np.float64))
+    return np.float32(product).reshape(*kernel_in.shape[:-1], *kernel_out.shape[stacked + 1:])
+
+
+def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
+    """Returns {path of a module with two factors: number of leading axes along which layers and paths are stacked}."""
+    return {path[:-1]: sum(name in STACKED for name in box.names)
+            for path, box in flatten(models.abstract_params(model)).items() if path[-1] == "kernel_in"}
+
+
+def flatten(tree) -> dict[tuple[str, ...], object]:
+    return flax.traverse_util.flatten_dict(tree)

@@ -51,7 +51,8 @@ def ragged_dot_flops(line: str, operands: str) -> float:
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
     left, right = (tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands))
-    return 2 * tiles * tile * left[-1] * right[-1]
+    # The right operand is a matrix per group or, in the gradient of the matrices, one row per row of the left operand.
+    return 2 * tiles * tile * (math.prod(right[-2:]) if len(right) > 2 else left[-1] * right[-1])
 
 
 def computed_blocks(operands: str) -> float:

@@ -153,9 +153,10 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * shards, 1
     program = build_program(config)
     eval_step = program.runnable(program.compile_eval_step())
-    params = jax.device_put(trained.params, program.shardings.params)
+    params, model_state = (jax.device_put(*pair) for pair in (
+        (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
     batch_sharding = sharding.batch_sharding(mesh)
-    nats, targets = mean_loss(functools.partial(eval_step, params, trained.model_state), (
+    nats, targets = mean_loss(functools.partial(eval_step, params, model_state), (
         jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
     return {"loss": nats, "bits_per_byte": nats / math.log(2) / sample.bytes_per_token,
             "tokens": targets}

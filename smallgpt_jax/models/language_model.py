@@ -137,5 +137,6 @@ def num_active_parameters(model: LanguageModel, boxed_params=None) -> int:
     """
     boxes = jax.tree.leaves(boxed_params or abstract_params(model),
                             is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
-    used = model.config.experts_per_token / model.config.num_experts
-    return sum(round(used * box.value.size) if "expert" in box.names else box.value.size for box in boxes)
+    c = model.config
+    return sum(box.value.size * c.experts_per_token // c.num_experts if "expert" in box.names else box.value.size
+               for box in boxes)

@@ -297,7 +297,8 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
     def program(config):
         mesh = sharding.make_mesh(**config.mesh)
         return SimpleNamespace(
-            mesh=mesh, shardings=SimpleNamespace(params=sharding.replicated(mesh)), runnable=lambda step: step,
+            mesh=mesh, runnable=lambda step: step,
+            shardings=SimpleNamespace(params=sharding.replicated(mesh), model_state=sharding.replicated(mesh)),
             compile_eval_step=lambda: eval_step if config.train.microbatches == 1 else None)
 
     monkeypatch.setattr(measure, "build_program", program)

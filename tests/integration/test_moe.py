@@ -13,10 +13,12 @@ import pytest
 from conftest import build, init, load_config
 from scipy.special import erf
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import data, models, sharding
+from smallgpt_jax import train as run
 from smallgpt_jax.analysis import hlo
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
 from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
@@ -283,7 +285,8 @@ def test_parameters_and_flops():
     assert models.num_parameters(moe) - models.num_parameters(gpt) == 12 * (17 * 2 * width**2 - 8 * width**2 + router)
     assert models.num_active_parameters(moe) - models.num_parameters(gpt) == 12 * router
     assert train_flops_per_token(moe) - train_flops_per_token(gpt) == 6 * 12 * router
-    assert models.num_active_parameters(gpt) == models.num_parameters(gpt)
+    without = build("gpt", num_experts=0)
+    assert models.num_active_parameters(without) == models.num_parameters(without)
 
 
 def test_flops_of_unknown_grouped_products_are_refused():
@@ -313,13 +316,15 @@ def test_impossible_fields_are_refused(fields, message):
 
 @pytest.mark.slow
 def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
+    """The run, on eight devices, can also be measured by `compare`."""
     config = load_config("moe", data__source=str(text_file), data__validation_fraction=0.2, model__num_layers=2,
                          train__steps=2, train__log_every=1, train__eval_every=2, train__eval_steps=1)
-    from smallgpt_jax.train import train as run
-    run(config, str(tmp_path))
+    run.train(config, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     loads = [np.array(line["expert_load"]["trunk/blocks/mlp/router"]) for line in lines if line["split"] == "train"]
     assert len(loads) == 2 and all(load.shape == (2, 16) for load in loads)
     np.testing.assert_allclose([load.mean() for load in loads], 1, atol=1e-3)
     assert all(line["expert_load_max"] == pytest.approx(load.max(axis=1).mean(), abs=1e-3)
                for line, load in zip(lines, loads))
+    sample = measure.TextSample(data.load_or_prepare(config.data), config, (1,), "own")
+    assert 0 < measure.measure_loss(tmp_path, sample, 1)["loss"] < 10

@@ -116,7 +116,29 @@ def grouped_matmul(x_SxI, w_GxIxO, grouping: Grouping, backend: str):
         return jax.lax.ragged_dot(x_SxI, w_GxIxO, grouping.group_sizes_G)
     slots, num_blocks = len(x_SxI), len(grouping.group_of_block_N)
     x_NxbxI = x_SxI.reshape(num_blocks, slots // num_blocks, -1)
-    return jnp.einsum("nbi,nio->nbo", x_NxbxI, w_GxIxO[grouping.group_of_block_N]).reshape(slots, -1)
+    return _block_matmul(x_NxbxI, w_GxIxO, grouping.group_of_block_N).reshape(slots, -1)
+
+
+@jax.custom_vjp
+def _block_matmul(x_NxbxI, w_GxIxO, group_of_block_N):
+    """Returns the product of each block with the matrix of its group, (N, b, O)."""
+    return jnp.einsum("nbi,nio->nbo", x_NxbxI, w_GxIxO[group_of_block_N])
+
+
+def _block_matmul_forward(x_NxbxI, w_GxIxO, group_of_block_N):
+    return _block_matmul(x_NxbxI, w_GxIxO, group_of_block_N), (x_NxbxI, w_GxIxO, group_of_block_N)
+
+
+def _block_matmul_backward(residuals, ct_NxbxO):
+    """Returns the gradients. The gradient of a matrix is summed over its blocks in float32, whatever its dtype."""
+    x_NxbxI, w_GxIxO, group_of_block_N = residuals
+    dx_NxbxI = jnp.einsum("nbo,nio->nbi", ct_NxbxO, w_GxIxO[group_of_block_N])
+    dw_NxIxO = jnp.einsum("nbi,nbo->nio", x_NxbxI, ct_NxbxO, preferred_element_type=jnp.float32)
+    dw_GxIxO = jax.ops.segment_sum(dw_NxIxO, group_of_block_N, len(w_GxIxO), indices_are_sorted=True)
+    return dx_NxbxI, dw_GxIxO.astype(w_GxIxO.dtype), None
+
+
+_block_matmul.defvjp(_block_matmul_forward, _block_matmul_backward)
 
 
 def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str):

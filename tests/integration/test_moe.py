@@ -146,6 +146,23 @@ def test_no_row_is_dropped(backend, rows, skew):
 
 
 @pytest.mark.parametrize("backend", ["blocks", "ragged"])
+def test_gradients_in_bfloat16_are_summed_in_float32(backend):
+    """A matrix's gradient is the sum over 4,096 rows, in many blocks, and is rounded to bfloat16 only once."""
+    rng = np.random.default_rng(0)
+    x, ct = (jnp.asarray(1 + 0.1 * rng.standard_normal((4096, 4)), jnp.bfloat16) for _ in range(2))
+
+    def product(w):
+        grouping = grouped_matmul.group_rows(
+            jnp.zeros(4096, jnp.int32), 256, grouped_matmul.block_size(backend, 4096, 256))
+        slots = grouped_matmul.into_slots(x, grouping)
+        return grouped_matmul.from_slots(grouped_matmul.grouped_matmul(slots, w, grouping, backend), grouping)
+
+    _, gradient = jax.vjp(product, jnp.zeros((256, 4, 4), jnp.bfloat16))
+    expected = np.float64(x).T @ np.float64(ct)
+    np.testing.assert_allclose(np.float64(gradient(ct)[0][0]), expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("backend", ["blocks", "ragged"])
 def test_a_single_expert_equals_the_dense_mlp(backend):
     dense = build("gpt", num_layers=1)
     moe = build("gpt", num_layers=1, mlp="moe", num_experts=1, experts_per_token=1, num_shared_experts=0,

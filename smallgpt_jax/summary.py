@@ -28,8 +28,8 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     """Returns lines that describe the model, devices, steps and data, followed by the `fallback_messages`."""
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
-    parameters = sum(x.size for x in jax.tree.leaves(program.abstract_params))
-    active = models.num_active_parameters(model, program.abstract_params)
+    parameters, active = (count(model, program.abstract_params)
+                          for count in (models.num_parameters, models.num_active_parameters))
     lines = [f"{model.config.architecture}, {parameter_count(parameters, active)} parameters, on {mesh.size} "
              f"{device} device{'s' if mesh.size > 1 else ''}"
              + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")

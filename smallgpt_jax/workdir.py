@@ -43,14 +43,12 @@ EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
 # Fields that newer versions have added, by config group, and values with which these fields have no effect on the
-# result. The model's fields are listed only for `comparison.budget.config_digest`, because ModelConfig has their
-# defaults.
+# result. The model's fields are listed only for `comparison.budget.config_digest`: older fields are part of its hash.
 NEWER_FIELDS = {
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},
-    "model": {
-        "norm_position": "pre", "head_dim": 0, "num_experts": 16, "experts_per_token": 3, "num_shared_experts": 1,
-        "expert_mlp": "dense", "expert_scale": 1.0, "expert_bias_rate": 0.001, "balance_loss": 0.0,
-        "grouped_matmul": "auto", "rank_ratio": 0.0},
+    "model": {field: models.default_fields()[field] for field in (
+        "norm_position", "head_dim", "num_experts", "experts_per_token", "num_shared_experts", "expert_mlp",
+        "expert_scale", "expert_bias_rate", "balance_loss", "grouped_matmul", "rank_ratio")},
 }
 
 # Fields that may change on resumption. They affect the result of a step only through rounding. A change of

@@ -13,7 +13,8 @@ from smallgpt_jax.models.language_model import (
 )
 
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "build", "field_names", "find_architecture", "num_active_parameters", "num_parameters", "upgrade_fields"]
+           "build", "default_fields", "field_names", "find_architecture", "num_active_parameters", "num_parameters",
+           "upgrade_fields"]
 
 # Fields that only some architectures have. Older versions stored these fields as null for all other architectures.
 FORMERLY_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
@@ -27,14 +28,19 @@ def build(**fields) -> LanguageModel:
     return LanguageModel(make_config(**fields))
 
 
+def default_fields() -> dict:
+    """Returns the defaults of the shared fields that were added after the first release."""
+    return {field.name: field.default for field in dataclasses.fields(ModelConfig)
+            if field.default is not dataclasses.MISSING}
+
+
 def upgrade_fields(fields: dict) -> dict:
     """Returns the `model` group of an older version's config, converted to the current format.
 
     Missing fields get the values that match the older version's behavior. Fields in FORMERLY_NULL are dropped if they
     are null.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)
-                if field.default is not dataclasses.MISSING}
+    defaults = default_fields()
     if fields.get("architecture") == "pgpt":
         defaults["path_weights"] = "learned"
     kept = {name: value for name, value in fields.items() if value is not None or name not in FORMERLY_NULL}

@@ -126,14 +126,15 @@ def abstract_variables(model: LanguageModel):
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
 
 
-def num_parameters(model: LanguageModel) -> int:
-    return sum(x.size for x in jax.tree.leaves(abstract_params(model)))
+def num_parameters(model: LanguageModel, boxed_params=None) -> int:
+    """Returns the number of parameters; `boxed_params` is `abstract_params(model)`, which is computed if not given."""
+    return sum(x.size for x in jax.tree.leaves(boxed_params or abstract_params(model)))
 
 
 def num_active_parameters(model: LanguageModel, boxed_params=None) -> int:
     """Returns the number of parameters that one token uses: all except those of the experts that it does not use.
 
-    `boxed_params` is `abstract_params(model)`, which is computed if it is not given.
+    `boxed_params` is as in `num_parameters`.
     """
     boxes = jax.tree.leaves(boxed_params or abstract_params(model),
                             is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))

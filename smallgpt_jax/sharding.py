@@ -170,6 +170,12 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
     return mapped
 
 
+def has_data_shards() -> bool:
+    """Returns whether the current mesh splits batches over the mesh axis `data`."""
+    mesh = current_mesh()
+    return mesh is not None and mesh.shape["data"] > 1
+
+
 def sum_over_data_shards(function, dtype):
     """Returns `function` under shard_map: each shard of the mesh axis `data` calls it, and the results are summed once.
 
@@ -177,10 +183,6 @@ def sum_over_data_shards(function, dtype):
     the function sums gradients in a loop, the compiler would sum them over the devices in every iteration. Arrays of
     two or more dimensions are sent as `dtype`.
     """
-    mesh = current_mesh()
-    if not mesh or mesh.shape["data"] == 1:
-        return function
-
     def total(x):
         return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)
 

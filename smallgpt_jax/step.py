@@ -112,7 +112,7 @@ def train_step(
         indexed_microbatches = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
         return jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
 
-    if microbatches > 1 and rows_are_independent(model, state, batch):
+    if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
         sum_microbatches = sharding.sum_over_data_shards(sum_microbatches, exchange_dtype(model.config.dtype))
     ((loss, gradients), model_state), sown = sum_microbatches(state.params, state.model_state, batch)
 
@@ -125,8 +125,10 @@ def train_step(
     # The number of updates applied so far; skipped updates do not advance the schedule.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
-               "is_finite": is_applied & all_finite(params), "skipped": state.step + 1 - count - is_applied,
-               **jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)}
+               "is_finite": is_applied & all_finite(params), "skipped": state.step + 1 - count - is_applied}
+    if taken := metrics.keys() & sown.keys():
+        raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
+    metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     return TrainState(state.step + 1, params, opt_state, model_state), metrics
 
 

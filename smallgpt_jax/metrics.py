@@ -230,8 +230,11 @@ class MetricsWriter:
 
 
 def to_json(value):
-    """Returns a number as a float, and an array as nested lists of numbers with four decimals."""
-    return np.round(np.float64(value), 4).tolist() if np.ndim(value) else float(value)
+    """Returns a number as a float, and an array as nested lists of numbers with four decimals; None if not finite."""
+    if not np.ndim(value):
+        return float(value)
+    rounded = np.round(np.float64(value), 4)
+    return np.where(np.isfinite(rounded), rounded, None).tolist()
 
 
 def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:

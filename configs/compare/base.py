@@ -43,8 +43,8 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     group.learning_rates = ()  # multiples of the runs' own learning rates (learning_rate and final_learning_rate), for
     # example (0.5, 1, 2). With the first seed, each run is trained at all multiples. With the other seeds, it is
     # trained at the multiple with the lowest validation loss after the last step. (): multiple 1 with all seeds
-    group.max_added_learning_rates = 4  # maximum number of multiples that are added per run. While the lowest or
-    # highest multiple is the best one, the next one beyond it is also trained
+    group.max_added_learning_rates = 4  # maximum number of multiples that are added per run. While the best multiple is
+    # the lowest or the highest, the next multiple beyond it is also trained
     group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length
     group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
     group.decoding = True  # measure the decoding speed of finished runs

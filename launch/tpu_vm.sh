@@ -91,8 +91,8 @@ ask() {
   rm -f "$errors"
 }
 
-# Sets $state to the state of the request. A request can stay ACTIVE after its node is gone, so an ACTIVE request whose
-# node is not READY has the state of the node, such as NODE_PREEMPTED.
+# Sets $state to the state of the request. A request can stay ACTIVE after its node is gone. If the node of an ACTIVE
+# request is not READY, $state is therefore the state of the node, such as NODE_PREEMPTED.
 query() {
   local before=$state node
   state=$(ask "${describe[@]}")

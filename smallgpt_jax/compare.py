@@ -73,8 +73,8 @@ def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
 def find_runs(output: Path) -> list[tuple[str, Path]]:
     """Returns (name, folder) for each run in --workdirs.
 
-    Raises UserError if --workdirs is empty, or if `output` is the folder of a comparison that trained its own runs and
-    --workdirs includes a run outside `output`.
+    Raises UserError if --workdirs is empty. Also raises it if `output` is the folder of a comparison that trained its
+    own runs, and --workdirs includes a run outside `output`.
     """
     for pattern in _WORKDIRS.value:
         local_path("--workdirs", pattern)

@@ -44,8 +44,9 @@ _STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the
 _PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: which of the model's parallel paths to export: "
                              "all, best (the path with the largest weight), or indices such as 0,1.")
 _RANK_RATIO = flags.DEFINE_float(
-    "rank_ratio", None, "With --from=run: replace the matrices of attention and MLPs by two factors with at most this "
-    "fraction of their parameters (below 1); 0: multiply the factors of such a model. Default: as in the run.")
+    "rank_ratio", None, "With --from=run: replace each matrix of attention and MLP by two factors, which together have "
+    "at most this fraction (below 1) of its parameters. 0: multiply the factors of the run. Default: change no "
+    "matrices.")
 flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir

@@ -99,10 +99,11 @@ def uses_muon(path: tuple, names: tuple[str | None, ...]) -> bool:
 def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransformation:
     """Returns the transformation of gradients into Muon's updates, without decay and learning rate.
 
-    With Nesterov momentum, the update is U = β·m + (1 − β)·g for m ← β·m + (1 − β)·g; both terms are corrected for
-    their bias. Five Newton–Schulz steps from U/‖U‖ bring the singular values of U near 1 (Jordan et al.,
-    github.com/KellerJordan/Muon). The result is multiplied by 0.2·√max(fan_in, fan_out). It then has the RMS of AdamW's
-    updates, so that AdamW's learning rates and weight decay can be used (Liu et al., arXiv 2502.16982, section 2.2).
+    The momentum of the gradients g is m ← β·m + (1 − β)·g. Nesterov's momentum is U = β·m + (1 − β)·g, in which both
+    terms are corrected for their bias. Five Newton–Schulz steps from U/‖U‖ bring the singular values of U near 1
+    (Jordan et al., github.com/KellerJordan/Muon). The result is multiplied by 0.2·√max(fan_in, fan_out). It then has
+    the RMS of AdamW's updates, so that AdamW's learning rates and weight decay can be used (Liu et al., arXiv
+    2502.16982, section 2.2).
 
     Layers, paths, experts, queries, keys and values are separate matrices. `names` are the axis names of each
     parameter, by path.
@@ -135,8 +136,8 @@ def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransfor
 def dimension_numbers(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers:
     """Returns which axes of a weight are the inputs and which are the outputs of its matrices.
 
-    Axes in STACKED are neither. The outputs are the axes after "embed", or after the "rank" of the second of two
-    factors. If these are the last axis, or if there is no such axis, only the last axis is an output.
+    Axes in STACKED are neither. The outputs are the axes after "embed" (in the second of two low-rank factors: after
+    "rank"). If this axis is the last one, or if there is none, only the last axis is an output.
     """
     axes = [i for i, name in enumerate(names) if name not in STACKED]
     inputs = next((n for n, i in enumerate(axes[:-1], start=1) if names[i] in ("embed", "rank")),

@@ -25,7 +25,8 @@ RULES = (
     ("path_embed", "tensor"),
     ("path", "path"),
 )
-# The rules in a function called by `sum_over_data_shards`, which gets only the rows of one shard of `data`.
+# The rules inside a function that `sum_over_data_shards` calls. The function gets only the rows of one shard of the
+# mesh axis `data`.
 RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
 
@@ -179,9 +180,9 @@ def has_data_shards() -> bool:
 def sum_over_data_shards(function, dtype):
     """Returns `function` under shard_map: each shard of the mesh axis `data` calls it, and the results are summed once.
 
-    `function` returns a tree of sums over the rows of a batch; its arguments are parameters, model state and batch. If
-    the function sums gradients in a loop, the compiler would sum them over the devices in every iteration. Arrays of
-    two or more dimensions are sent as `dtype`.
+    `function` returns a tree of sums over the rows of a batch; its arguments are parameters, model state and batch.
+    Without shard_map, if the function sums gradients in a loop, the compiler would sum them over the devices in every
+    iteration. Arrays of two or more dimensions are sent as `dtype`.
     """
     def total(x):
         return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)

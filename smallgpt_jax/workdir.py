@@ -7,8 +7,8 @@
 
 Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`.
 
-The workdir of an imported model (`smallgpt_jax.convert`) that has not been trained contains only a `config.json` with
-the `model` group, `tokenizer/`, `origin.json` and a checkpoint of step 0.
+Until it is trained, the workdir of an imported model (`smallgpt_jax.convert`) contains only a `config.json` with the
+`model` group, `tokenizer/`, `origin.json` and a checkpoint of step 0.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
 # Fields that newer versions have added, by config group, and values with which these fields have no effect on the
-# result. The model's fields are listed only for `comparison.budget.config_digest`: older fields are part of its hash.
+# result. The model's fields are listed only for `comparison.budget.config_digest`, which omits fields with these
+# values.
 NEWER_FIELDS = {
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},
     "model": {field: models.default_fields()[field] for field in (

@@ -19,8 +19,8 @@ def train_flops_per_token(model: LanguageModel) -> float:
     """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). The FLOPs do not depend on the backend of attention, see `ops.attention.counted`, nor on the
-    backend of the experts' products: unused rows are not counted.
+    section 2.1). The FLOPs do not depend on the backend of attention; see `ops.attention.counted`. They do not depend
+    on the backend of the experts' products either, because unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))

@@ -45,23 +45,26 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
 def ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
-    The kernel multiplies tiles of rows. A tile with rows of several groups is computed once per group, so the number of
-    tiles is at most rows / tile + groups − 1, which is the length of the operand that lists the group of each tile.
+    The kernel multiplies tiles of rows. A tile with rows of several groups is computed once per group. The number of
+    computed tiles is therefore at most rows / tile + groups − 1. One operand lists the group of each computed tile and
+    has this length.
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
     left, right = (tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands))
-    # The right operand is a matrix per group or, in the gradient of the matrices, one row per row of the left operand.
+    # The right operand has one matrix per group. In the gradient of the matrices, it has one row per row of the left
+    # operand instead.
     return 2 * tiles * tile * (math.prod(right[-2:]) if len(right) > 2 else left[-1] * right[-1])
 
 
 def computed_blocks(operands: str) -> float:
     """Returns the fraction of the blocks of scores that a splash kernel computes.
 
-    `operands` is the text of the types of the kernel's operands. The first operand lists, for each of the n blocks of
-    queries, the blocks of keys to compute (in the kernel "dkv": for each block of keys, the blocks of queries). Its
-    shape is (1, n, m), in "dkv" (1, m, n), where m is the length of the longest list. Without an attention window,
-    m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i from 0 to n − 1.
+    `operands` is the text of the types of the kernel's operands. The first operand contains one list per block of
+    queries: the blocks of keys to compute. In the kernel "dkv", it contains one list per block of keys: the blocks of
+    queries. Its shape is (1, n, m), in "dkv" (1, m, n), where n is the number of lists and m is the length of the
+    longest list. Without an attention window, m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i
+    from 0 to n − 1.
     """
     sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
     longest, blocks = sorted(map(int, sizes))

@@ -20,7 +20,7 @@ A training step of a GPT needs these bytes per device:
     block activations      L·S·B·D·e·(4 + (4 + 2F)/T)
       with remat "dots"    L·S·B·D·e·(3 + (4 + F)/T)
       with remat "full"    L·S·B·D·e
-    products with the first of two factors, with a rank_ratio
+    outputs of the first factors, with a rank_ratio
                            S·B·e·(sum of all ranks), without remat "full"
     attention weights      L·B·S·(S + Q)/2·H·e/T, with XLA's attention and without rematerialization
     logits                 S·B·V·(4 + e)/(T·chunks)

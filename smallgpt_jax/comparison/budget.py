@@ -144,8 +144,8 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "
-                                "be compared; train all runs on the same text; config.compare.texts can name more "
-                                "texts to evaluate them on")
+                                "be compared; train all runs on the same text, and list texts for evaluation in "
+                                "config.compare.texts")
 
 
 def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:

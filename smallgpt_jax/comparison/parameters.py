@@ -57,7 +57,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
     parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
     width. If the number of heads changes, the head width (width / number of heads) may change by less than a factor of
-    two. If config.model.head_dim is set, the number of heads is kept, because the number of parameters depends on it.
+    two. If config.model.head_dim is set, the number of heads is kept, because it then affects the number of parameters.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.

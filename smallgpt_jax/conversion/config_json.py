@@ -45,7 +45,7 @@ class ConfigJson(NamedTuple):
         return found
 
     def require(self, supported: Mapping) -> None:
-        """Checks that fields have the only values that our model supports. Fields may be missing."""
+        """Raises UserError if a field has another value than in `supported`. Fields may be missing."""
         for name, value in supported.items():
             if self.fields.get(name) not in (None, value):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")
@@ -64,7 +64,7 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
 
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
-    """Returns a config in which values with the effect of the default are replaced by the default."""
+    """Returns a config in which each value with the effect of its field's default is replaced by this default."""
     return dataclasses.replace(
         config, num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,

@@ -2,7 +2,7 @@
 
 A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the released code's class
 models.GPTConfig), "step" and "val_loss". Sizes are inferred from the tensors, because the saved config of an lgpt or
-cgpt has the wrong width: while the released code builds the model, it overwrites the config's width with the width of
+cgpt has the wrong width. While the released code builds the model, it overwrites the config's width with the width of
 the last stage. Only the number of heads comes from the config, because no tensor's shape depends on it.
 """
 

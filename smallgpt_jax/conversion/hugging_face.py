@@ -47,10 +47,10 @@ def find_format(config: models.ModelConfig):
 
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str,
                   model_state=None) -> None:
-    """Writes a model to an empty folder; `card` becomes the folder's README.md. Only mixtures of experts have state.
+    """Writes a model to an empty folder; `card` becomes the folder's README.md.
 
-    Raises UserError if libraries are missing, if the exported code does not support the model, or if the tokenizer
-    cannot be exported.
+    `model_state` is needed only for mixtures of experts. Raises UserError if libraries are missing, if the exported
+    code does not support the model, or if the tokenizer cannot be exported.
     """
     config, form = model.config, find_format(model.config)
     described = form.to_config(config)

@@ -1,9 +1,9 @@
 """Replaces the matrices of a trained model by products of two factors, W ≈ A·B, and the reverse.
 
-This is the first step of PELA (Guo et al., arXiv 2310.10700): a truncated singular value decomposition of every matrix,
-which is the closest matrix of this rank in the Frobenius norm. Queries, keys and values are one matrix, as in the
-released code of PELA, and the heads of the other projections are flattened. The second step, training further, is
-an ordinary run.
+This is the first step of PELA (Guo et al., arXiv 2310.10700). The product A·B is the truncated singular value
+decomposition of W: no other matrix of the same rank is closer to W in the Frobenius norm. The projections to queries,
+keys and values are one matrix, as in the released code of PELA. The heads of the output projection are flattened. In
+the second step, an ordinary run trains the model further.
 """
 
 import dataclasses

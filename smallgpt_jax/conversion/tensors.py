@@ -6,8 +6,8 @@ the shape (outputs, inputs), and convolution weights the shape (outputs, inputs,
 axes contains the query heads, the key head and the value head of a group. The matrices of routed experts keep their
 shape (experts, inputs, outputs).
 
-The only model state with tensors are the biases of routers. The tensors are the biases that evaluation uses; a model
-that reads them starts with a load of zero.
+The routers' biases are the only part of the model state that is converted. Their tensors contain the biases that
+evaluation uses; see `models.router.move_biases`. An imported model starts with a load of zero.
 """
 
 import functools
@@ -100,7 +100,10 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
-    """Returns a slot for the biases of each router. Their place in the model state is that of the kernel."""
+    """Returns a slot for the biases of each router.
+
+    The path of the biases in the model state is that of the router's kernel in the parameter tree, except its last key.
+    """
     return tuple(TensorSlot(slot.name.removesuffix("weight") + "bias", (*slot.path[:-1], "bias"), slot.index,
                             slot.axes[1:], slot.shape[1:])
                  for slot in tensor_slots(model) if slot.axes == ROUTER_AXES)

@@ -18,9 +18,9 @@ PROBES = [
 def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
     """Returns {file name: content} of the tokenizer.json and tokenizer_config.json to export.
 
-    Those that are among the tokenizer's own files are left out. The exported tokenizer encodes `<|endoftext|>` in a
-    text as ordinary text, not as the special token. A HuggingFaceTokenizer is exported unchanged. Raises UserError if
-    the `tokenizers` library cannot reproduce the tokenizer.
+    A file is left out if the tokenizer's own files include one of this name. The exported tokenizer encodes
+    `<|endoftext|>` in a text as ordinary text, not as the special token. A HuggingFaceTokenizer is exported unchanged.
+    Raises UserError if the `tokenizers` library cannot reproduce the tokenizer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files = {"tokenizer_config.json": settings(tokenizer.end_of_text_token, context_length)}

@@ -58,7 +58,7 @@ class Corpus:
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two `Corpus.description`s describe the same tokens, even if the sources of the tokens differ.
+    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ.
 
     Compares the fingerprints of the stores. A store that was prepared by an older version of this project has no
     fingerprints. In this case, compares all other metadata of the stores instead.

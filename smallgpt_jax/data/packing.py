@@ -109,9 +109,10 @@ class BestFit:
             offset = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # `text` is one token longer than the piece, because it includes the target of the piece's last token:
-                # the next token if the document is cut here, else the end-of-text that begins the next document. At
-                # the end of the split no token follows, and the target keeps its initial value, end-of-text.
+                # `text` is one token longer than the piece, because it includes the target of the piece's last token.
+                # If the document is cut here, this target is the document's next token. Otherwise it is the end-of-text
+                # that begins the next document. At the end of the split no token follows, and the target keeps its
+                # initial value, end-of-text.
                 text = stream[start:start + length + 1]
                 tokens[offset:offset + len(text)] = text
                 targets[offset:offset + len(text) - 1] = text[1:]

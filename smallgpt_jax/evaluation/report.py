@@ -21,7 +21,7 @@ LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of the scores in LOGGED; all
 FOOTNOTE = (
     "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "
     "For the other six tasks, their code sums the log-probabilities of the whole vocabulary at every position and "
-    "never looks up the option's own tokens, so those numbers are near or below chance and do not rank models. Here, "
+    "never looks up the option's own tokens. Their accuracies are near or below chance and do not rank models. Here, "
     "as in lm-evaluation-harness, `acc` scores an option by the log-likelihood of its tokens given the question; "
     "`acc_norm` divides this log-likelihood by the option's length in characters.")
 

@@ -128,7 +128,7 @@ class DecodeSession:
     cache is computed again.
 
     For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype. The sum is over the blocks; S is the number of
-    positions that a block caches, at most its attention window, G is its number of key–value heads, and K is their
+    positions that a block caches (at most its attention window), G is its number of key–value heads, and K is their
     width. In a cgpt, the cache has another B·(conv_kernel − 1)·ΣD elements; the sum is over the convolutions, and D is
     the input width of a convolution.
     """

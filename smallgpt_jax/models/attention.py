@@ -22,7 +22,8 @@ class QKVProjection(Dense):
     H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
     (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
     so that a mesh can shard it. The initial weights of the value heads are multiplied by `value_gain`. With a
-    `rank_ratio`, queries, keys and values share the first factor, (D, r); the second is (r, G, H/G + 2, K).
+    `rank_ratio`, queries, keys and values share the first factor, (D, r). The second factor has shape
+    (r, G, H/G + 2, K).
     """
 
     value_gain: float = 1.0
@@ -119,7 +120,7 @@ class Attention(nn.Module):
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).
 
-        If the attention window is shorter than `context.cache_length`, the cache is a rolling one: it has one slot per
+        If the attention window is shorter than `context.cache_length`, the cache is a rolling one. It has one slot per
         position of the window and holds the newest positions; see `ops.rolling_positions`. Otherwise, slot s of the
         cache holds position s. Rows with fewer new tokens than other rows are padded. A cache that is not rolling also
         stores this padding, but later tokens overwrite the padding before it is read.

@@ -176,6 +176,6 @@ class ModelConfig:
                         f"{self.head_width}; change config.model.{'head_dim' if self.head_dim else 'num_heads'}")
         if self.mlp_width < 1:
             self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")
-        width = min(self.d_model, self.num_heads * self.head_width)  # no matrix is smaller than W × W
-        if self.rank_ratio and width < 3:  # factors of rank 1 would have 2·W parameters
+        width = min(self.d_model, self.num_heads * self.head_width)  # no matrix has fewer rows or columns
+        if self.rank_ratio and width < 3:  # factors of rank 1 have 2·W parameters, the matrix W²
             self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

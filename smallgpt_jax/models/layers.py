@@ -29,8 +29,9 @@ from smallgpt_jax.ops.matmul import matmul
 def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
     """Returns the rank r of the two factors, (inputs, r) and (r, outputs), of an (inputs, outputs) matrix.
 
-    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, at least 1: the largest rank with which the factors have
-    at most rank_ratio times as many parameters as the matrix (PELA, arXiv 2310.10700, whose c is 1 / rank_ratio).
+    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, at least 1. This is the largest rank with which the
+    factors have at most rank_ratio times as many parameters as the matrix. The c of PELA (arXiv 2310.10700) is
+    1 / rank_ratio.
     """
     return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
 

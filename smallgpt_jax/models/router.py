@@ -15,13 +15,14 @@ ROUTER_AXES = ("embed", "router")
 class Router(nn.Module):
     """Chooses `experts_per_token` of the E routed experts for each token, as DeepSeek-V3 does.
 
-    The score of an expert is s_i = sigmoid(x·e_i), computed in float32. The K experts with the largest s_i + b_i are
-    chosen. Their gates are their scores divided by the sum of the K scores (arXiv 2412.19437, equations 13 to 16).
+    The score of expert i is s_i = sigmoid(x·e_i), computed in float32, where e_i is a learned vector. The K experts
+    with the largest s_i + b_i are chosen. Their gates are their scores divided by the sum of the K scores (arXiv
+    2412.19437, equations 13 to 16).
 
-    The biases b balance the experts without an auxiliary loss: after each update, b_i grows by `expert_bias_rate` if
-    expert i got fewer tokens of the batch than the mean, and shrinks by it if the expert got more (section 2.1.2). The
-    state `load` counts the tokens over all microbatches. The biases are changed at the start of the next update;
-    evaluation and decoding also use the changed biases.
+    The biases b balance the experts without an auxiliary loss (section 2.1.2). After each update, b_i grows by
+    `expert_bias_rate` if expert i got fewer tokens of the batch than the mean. It shrinks by this rate if the expert
+    got more. The state `load` counts the tokens of each expert over all microbatches. The biases are changed at the
+    start of the next update; evaluation and decoding also use the changed biases.
 
     With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). The loss is α for
     balanced experts.
@@ -56,7 +57,7 @@ class Router(nn.Module):
         def on_one_device(biased_BxTxE):
             return jax.lax.top_k(biased_BxTxE, self.config.experts_per_token)[1]
 
-        # The compiler would gather the scores of all devices, because it does not partition top_k.
+        # Without `per_device`, the compiler would gather the scores of all devices: it does not partition top_k.
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
     def balance(self, context: Context):
@@ -80,7 +81,7 @@ class Router(nn.Module):
 
 
 def move_biases(bias_E, load_E, rate: float):
-    """Returns the biases of the next update and of evaluation, (E,), for the load of the previous update, (E,)."""
+    """Returns the biases after an update, (E,), given its biases and its load. Evaluation uses the result, too."""
     return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E)
 
 

@@ -11,9 +11,9 @@ Backends (`config.model.grouped_matmul`):
   rows per group.
 - "auto": "ragged" on TPUs, otherwise "blocks".
 
-Speed of "blocks" relative to "ragged" and to a dense MLP of equal FLOPs, in the forward and backward pass of 3 of 16
-experts, measured with `python benchmarks/ops.py --only=experts` in float32 on two cores of an AMD EPYC, jax 0.10.2,
-2026-11-22:
+The table shows the speed of "blocks" relative to that of "ragged" and to that of a dense MLP of equal FLOPs, for the
+forward and backward pass. Each row is multiplied by 3 of 16 experts. Measured with
+`python benchmarks/ops.py --only=experts` in float32 on two cores of an AMD EPYC, jax 0.10.2, 2026-11-22:
 
     shapes                                "ragged"           dense MLP
     1,024 rows of width 128               16.2               0.46

@@ -14,9 +14,10 @@ def platform() -> str:
 
 
 def exchange_dtype(dtype: str) -> str:
-    """Returns the dtype in which shards of `data` exchange gradients that are computed in `dtype`: `dtype` or float32.
+    """Returns the dtype of the gradients that the shards of the mesh axis `data` exchange: `dtype` or float32.
 
-    XLA's CPU compiler aborts if a function that is mapped over some mesh axes sums bfloat16 arrays over them (jaxlib
-    0.10.2: "Invalid binary instruction opcode copy").
+    `dtype` is the compute dtype. On CPUs, the result is float32, because XLA's CPU compiler aborts if a function that
+    is mapped over some of the mesh axes sums bfloat16 arrays over these axes (jaxlib 0.10.2: "Invalid binary
+    instruction opcode copy").
     """
     return "float32" if platform() == "cpu" else dtype

@@ -19,13 +19,13 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   delete    deletes the slice
 
   --name=NAME, --zone=ZONE     the slice (all commands)
-  --project=PROJECT            default: gcloud's (all commands)
+  --project=PROJECT            Google Cloud project; default: gcloud's (all commands)
   --dry-run                    print the commands without running them (all commands)
   --accelerator_type=TYPE      type and size, such as v5litepod-8 (create)
   --runtime_version=VERSION    image of the VMs: v2-alpha-tpuv5-lite for v5e (create)
   --spot                       cheaper VMs that can be preempted (create)
   --create_flag=FLAG           further flag of `gcloud compute tpus queued-resources create`, may be repeated (create)
-  --no_wait                    do not wait (create)
+  --no_wait                    do not wait until the slice is active (create)
   --max_wait=MINUTES           how long to wait for the slice; default: 1440, one day (create)
   --repo=URL                   clone this repository instead of copying the local one (install)
   --extras=NAMES               extras of setup.py to install, separated by commas (install)
@@ -34,7 +34,7 @@ launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- ARGS]
   --stage=FROM:TO              first copy the folder FROM to the local folder TO on each worker (start)
   --env=KEY=VALUE, --env=KEY   environment variable of the run; default: its value in this shell. The value is never
                                printed. May be repeated (start)
-  --worker=N                   default: 0 (logs)
+  --worker=N                   worker whose log is shown; default: 0 (logs)
   --yes                        do not ask for confirmation (delete)
 
 ~/ at the start of a value in ARGS is the home folder on the workers; /dev/shm is their memory:

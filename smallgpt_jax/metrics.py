@@ -230,7 +230,10 @@ class MetricsWriter:
 
 
 def to_json(value):
-    """Returns a number as a float, and an array as nested lists of numbers with four decimals; None if not finite."""
+    """Returns a number as a float, and an array as nested lists of numbers with four decimals.
+
+    Non-finite elements of an array become None.
+    """
     if not np.ndim(value):
         return float(value)
     rounded = np.round(np.float64(value), 4)

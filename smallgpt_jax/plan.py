@@ -114,7 +114,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Returns the lines of a table of the memory per device.
+    """Returns a table of the memory per device, as lines of text.
 
     The table shows the compiler's figures beside those of the formula in analysis/memory.py.
     """

@@ -1,4 +1,7 @@
-"""Wall time of a session, by phase: training steps, starting, waiting for data, saving, evaluating."""
+"""Wall time of a session, by phase: training steps, starting, waiting for data, saving, evaluating.
+
+A session begins when a run is started or resumed, and ends when the run finishes, stops or fails.
+"""
 
 import contextlib
 import time

@@ -36,7 +36,7 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
                   z_loss: float = 0.0, dropout_key=None, begins_update=True):
-    """Returns the weighted sum of the losses of a batch, in nats, and the variable collections that modules wrote to.
+    """Returns a batch's weighted sum of losses, in nats, and the variable collections that modules wrote to.
 
     `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode.
     """
@@ -180,7 +180,7 @@ def named_values(collection) -> list[tuple[str, str, jax.Array]]:
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):
-    """Returns the sum of the losses of the targets in the loss mask, in nats, and the number of these targets.
+    """Returns the summed loss, in nats, over the targets in the loss mask, and the number of these targets.
 
     The batch is split into `microbatches`, as in training, to limit the memory of activations.
     """

@@ -60,7 +60,7 @@ def ragged_dot_flops(line: str, operands: str) -> float:
 def computed_blocks(operands: str) -> float:
     """Returns the fraction of the blocks of scores that a splash kernel computes.
 
-    `operands` is the text of the types of the kernel's operands. The first operand contains one list per block of
+    `operands` is HLO text that gives the types of the operands. The first operand contains one list per block of
     queries: the blocks of keys to compute. In the kernel "dkv", it contains one list per block of keys: the blocks of
     queries. Its shape is (1, n, m), in "dkv" (1, m, n), where n is the number of lists and m is the length of the
     longest list. Without an attention window, m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i

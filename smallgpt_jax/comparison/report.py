@@ -183,7 +183,7 @@ def conclusion(groups: dict[str, list[Run]]) -> str:
         return f"{text}. With fewer than two common seeds, chance cannot be ruled out."
     differences = [last_losses[second][seed] - last_losses[first][seed] for seed in seeds]
     if not any(differences):
-        return f"{text}. They are equal for each of the {len(seeds)} common seeds."
+        return f"{text}. The two losses are equal for each of the {len(seeds)} common seeds."
     lower, low, high = sum(difference > 0 for difference in differences), min(differences), max(differences)
     text = f"{text}. Of the {len(seeds)} common seeds, {first} is lower for {lower}"
     if lower == len(seeds):

@@ -88,8 +88,9 @@ def move_biases(bias_E, load_E, rate: float):
 def sequence_balance(scores_BxTxE, chosen_BxTxE):
     """Returns the mean over sequences of Σ f_i·P_i; see arXiv 2412.19437, equations 17 to 20.
 
-    f_i is the share of tokens that chose expert i, divided by K/E, which is the share if the experts are balanced. P_i
-    is the mean over tokens of expert i's score divided by the token's sum of scores.
+    f_i is the share of tokens that chose expert i, divided by K/E, the share of each of balanced experts. P_i is the
+    mean over tokens of the relative score of expert i. A relative score is a score divided by the sum of the token's
+    scores.
     """
     share_BxE = jnp.mean(chosen_BxTxE, axis=1)
     f_BxE = share_BxE / jnp.mean(share_BxE, axis=-1, keepdims=True)

@@ -18,8 +18,9 @@ FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "confi
 def find_recipe(value: str) -> str:
     """Returns a value of --config in which the name of a recipe is replaced by its path: gpt:tiny → FOLDER/gpt.py:tiny.
 
-    `value` is PATH or PATH:ARGUMENT of an existing file, which is returned unchanged, or NAME or NAME:ARGUMENT of a
-    recipe in FOLDER. Raises UserError if there is no such file or recipe; the message suggests the most similar name.
+    `value` is PATH or PATH:ARGUMENT of an existing file, or NAME or NAME:ARGUMENT of a recipe in FOLDER. The path of an
+    existing file is returned unchanged. Raises UserError if there is no such file or recipe; the message suggests the
+    most similar name.
     """
     local_path("--config", value)
     name, colon, argument = value.partition(":")

@@ -175,6 +175,13 @@ def test_checksums_do_not_depend_on_the_mesh():
     assert all(sums == {"['a']": expected} for sums in sharded.values())
 
 
+@pytest.mark.parametrize("dtype, view", [("bfloat16", "uint16"), ("int8", "uint8"), ("bool", "uint8")])
+def test_checksums_of_narrow_dtypes(dtype, view):
+    x = jnp.asarray([[0, 1, 1], [1, 0, 1]], dtype)
+    bits = np.asarray(x).reshape(-1).view(view).astype(object)
+    assert bit_checksums({"a": x}) == {"['a']": (bits * np.array([1, 3, 5, 7, 9, 11], object)).sum() % 2**32}
+
+
 def test_chaos_finds_every_difference(tmp_path):
     """`chaos.differences` finds a changed weight, a changed loss and a duplicate line of metrics.jsonl.
 

@@ -1,5 +1,7 @@
 """Tests that compare attention backends with a plain formula in float64, on one device and on a mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,3 +194,26 @@ def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called
     q, k, v, _ = (x.astype("bfloat16") for x in inputs())
     attention(q, k, v, AttentionMask())
     assert calls == [called]
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_cudnn_is_lowered_for_cuda(monkeypatch, window):
+    """The program for CUDA calls cuDNN's kernels, forward and backward, with the mask, the scale and grouped heads.
+
+    Only the lowering is tested, because the kernels need a GPU. JAX asks for the version of cuDNN while it lowers; the
+    test answers in its place.
+    """
+    kernels = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
+    q, k = (jax.ShapeDtypeStruct((2, heads, TIME, 64), jnp.bfloat16) for heads in (4, 2))
+
+    def total(q, k, v):
+        return jnp.sum(ops.cudnn(q, k, v, AttentionMask(window), None).astype(jnp.float32))
+
+    text = jax.jit(jax.grad(total, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line.replace("\\22", '"') for line in text.splitlines() if "@__cudnn" in line]
+    assert [re.search(r"@(\S+)\(", call)[1] for call in calls] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    for call in calls:
+        assert '"mask_type": "CAUSAL"' in call and '"fmha_scale": 1.0' in call
+        assert f'"sliding_window_length": {window}' in call
+        assert f"tensor<2x{TIME}x4x64xbf16>, tensor<2x{TIME}x2x64xbf16>" in call

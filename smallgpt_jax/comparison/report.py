@@ -63,7 +63,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
-                    + has_seeds * " Lines: means over seeds; bands: lowest to highest seed.")
+                    + has_seeds * " Lines: means over seeds; bands: range over seeds.")
                for axis, label in figures.AXES.items()]
     if len(groups) > 1:
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
@@ -75,7 +75,7 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
             "with this seed. All other sections use only the runs at the best learning rate."),
             Plot("loss-learning-rate", figures.loss_against_learning_rate(grids, runs),
                  "Validation loss against the learning rate, with one seed. Filled: best rate. Crosses: diverged. "
-                 "Vertical lines: lowest to highest loss of all seeds at the best rate."), grid_table(grids)]
+                 "Vertical lines: range over seeds at the best rate."), grid_table(grids)]
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)

@@ -2,8 +2,9 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/ladder.py --output=runs/ladder
 
-Each run adds one option to the run before it, with two exceptions: "relu2" and "gated" both start from "rms", and the
-last two runs are the paper's pgpt and lgpt with the options of "windows".
+Each run adds one option to the run before it, with three exceptions: "relu2" and "gated" both start from "rms";
+"experts-adamw" is "windows" with experts, without Muon; and the last two runs are the paper's pgpt and lgpt with the
+options of "windows".
 
 The comparison trains more than 60 runs. All runs have the FLOPs of the run "gpt", which trains for config.train.steps
 steps.
@@ -35,6 +36,7 @@ def get_config(size: str = "quickstart"):
         runs[name] = fields
         if name == "rms":
             runs["relu2"] = merged(fields, {"model": {"activation": "relu2"}})
+    runs["experts-adamw"] = merged(runs["windows"], STEPS["experts"])
     for name in ("pgpt", "lgpt"):
         runs[name] = merged(base.differences(base.recipe(name, size), gpt), runs["windows"])
     return base.comparison(common, runs, budget="flops", seeds=3, learning_rates=(0.5, 1.0, 2.0), decoding=False)

@@ -147,7 +147,7 @@ class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl to a tracker.
 
     `first_step` is the number of steps that are already done. Lines that metrics.jsonl already has for later steps are
-    removed, because the run repeats these steps. `start_tracker` is called with the lines before any are removed.
+    removed, because the run repeats these steps. `start_tracker` is called with all lines, including the removed ones.
 
     Write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries again when it writes
     the next line. After an error in the event file, no more events are written. `log` is called with a message when

@@ -74,7 +74,7 @@ def name_file_in_errors(path: Path):
     """Context manager for reading the file at `path`. If reading fails, raises a UserError that begins with `path`."""
     try:
         yield
-    # gzip raises OSError, EOFError and zlib.error; pyarrow's errors are a ValueError and a NotImplementedError, too.
+    # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and NotImplementedError.
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno:  # an error from the operating system; the file is not damaged
             raise UserError(f"{path}: {error.strerror}") from None

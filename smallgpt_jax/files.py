@@ -67,7 +67,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if not folder.exists():
-            with contextlib.suppress(OSError):  # another process has written to the new parents
+            with contextlib.suppress(OSError):  # another process has put files into the new parents
                 for parent in missing_parents:
                     parent.rmdir()
 

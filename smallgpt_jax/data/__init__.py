@@ -42,7 +42,7 @@ class Corpus:
                             for store, weight in zip(self.stores, self.weights)]}
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash that covers the weights of all stores and the content of `split` in each store."""
+        """Returns a hash that covers the sampling weights of all stores and the content of `split` in each store."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
         parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]

@@ -52,7 +52,7 @@ def test_factors_match_the_truncated_svd(shape, rank):
     pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
     pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow)])
 def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
-    """Factors of full rank have the same logits as the model. Multiplied again, they are the model's parameters."""
+    """Factors of full rank have the same logits as the model. Their products are the model's parameters."""
     model = build(architecture, **fields)
     params = init(model)
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), models.abstract_model_state(model))

@@ -208,7 +208,7 @@ def test_slurm_python_can_be_a_container_command(machine, python, words):
     assert commands(result.stdout) == [[*SRUN, *words, *MAIN, "--x"]]
 
 
-# A run that needs a second to save, in place of srun. The signal of scancel goes to the run, not to srun. As in a real
+# Replaces srun by a run that takes one second to save. The signal of scancel goes to the run, not to srun. As in a real
 # cluster, requeueing ends the run at once.
 SAVING = """
 def save(*_):

@@ -33,8 +33,8 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    # Two corrections of MULTIPLIED cancel: −2·D for pgpt's weighted sum, which has only 1 parameter (the + 1 below),
-    # and +2·D for the biases of pgpt's dense layers.
+    # The weighted sum of pgpt's paths has 1 parameter but 2·D multiplications. Its dense layers have 2·D biases, which
+    # multiply nothing. So the two differences cancel, apart from the 1.
     "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }

@@ -1,6 +1,7 @@
 """The MLPs of smallgpt_jax in PyTorch: dense, gated, mixture of experts.
 
-`width` is the width of an MLP's input and output. `inner` is the width of its inner layer, or of the inner layer of one expert.
+`width` is the width of an MLP's input and output. `inner` is the width of its inner layer, or of the inner layer of one
+expert.
 """
 
 from functools import partial

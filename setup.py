@@ -37,7 +37,7 @@ setup(
         "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",
         "optax>=0.2.5",  # optax.tree.norm
-        "orbax-checkpoint>=0.11.25,<1",  # the oldest version that was tried; version 1 replaces the API of CheckpointManager
+        "orbax-checkpoint>=0.11.25,<1",  # the oldest version tried; 1.0 replaces CheckpointManager
         "sentencepiece>=0.2",  # sentencepiece_model_pb2 for protobuf 4 and newer, which grain needs
         "tensorboardX>=2.6.1",  # protobuf 4 and newer, which grain needs
         "tiktoken>=0.9",  # Encoding.encode_to_numpy

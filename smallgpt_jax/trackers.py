@@ -83,7 +83,7 @@ class Tracker:
 
 
 def run_id(workdir: Path) -> str:
-    """Returns the id of the run in `workdir`, which its first session chooses."""
+    """Returns the tracker's id of the run in `workdir`. The first session of the run creates the id."""
     path = workdir / TRACKER_FILE
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:8]}) + "\n")

@@ -177,5 +177,5 @@ class ModelConfig:
         if self.mlp_width < 1:
             self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")
         width = min(self.d_model, self.num_heads * self.head_width)  # no matrix has fewer rows or columns
-        if self.rank_ratio and width < 3:  # the factors would have 2·W or more parameters
+        if self.rank_ratio and width < 3:  # factors of rank 1 would have 2·W parameters; the matrix itself has W²
             self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

@@ -6,10 +6,10 @@
 
 The measurements run one after the other, each in its own process:
 
-- attention: the largest error of cuDNN's attention (outputs and gradients) relative to the reference in float32, for
-  causal masks, windows and grouped queries
-- losses: the losses of 50 training steps of gpt, size quickstart, in float32, on the GPU and on the CPU, with the
-  highest precision of products and with the default precision; and the largest relative differences
+- attention: the relative errors of cuDNN's attention (outputs and gradients), compared with the reference in float32,
+  for causal masks, windows and grouped queries
+- losses: the losses of 50 training steps of gpt, size quickstart, in float32, on the CPU with the highest precision of
+  products, and on the GPU with the highest and with the default precision; and the largest relative differences
 - training: benchmarks/train_step.py, all architectures at size paper in bfloat16, beside PyTorch with torch.compile
 - decoding: benchmarks/inference.py at 124M parameters, beside transformers
 - flags: benchmarks/train_step.py, gpt, with groups of XLA flags; the groups take turns

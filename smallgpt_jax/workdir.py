@@ -42,8 +42,8 @@ CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
-# Fields that newer versions have added, by config group, and values with which these fields have no effect on the
-# result. The model's fields are listed only for `comparison.budget.config_digest`, which omits fields with these
+# Fields that newer versions have added, by config group, and the values with which a run gives the results of older
+# versions. The model's fields are listed only for `comparison.budget.config_digest`, which omits fields with these
 # values.
 NEWER_FIELDS = {
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},

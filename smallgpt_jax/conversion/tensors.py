@@ -163,7 +163,7 @@ def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, t
 
 
 def dotted(path: tuple[str, ...]) -> str:
-    """Returns the dotted name of a module. A trailing number becomes a part of its own: blocks_1 → blocks.1."""
+    """Returns the dotted name of a module. A number after "_" becomes a part of its own: blocks_1 → blocks.1."""
     return ".".join(re.sub(r"_(?=\d)", ".", part) for part in path)
 
 

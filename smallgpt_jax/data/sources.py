@@ -135,7 +135,7 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 def suggest_glob(folder: Path, paths: list[Path]) -> str:
     """Returns a hint for an error message: a glob that matches the files with the most common suffix in `folder`.
 
-    Returns "" if no file has a suffix.
+    Hidden files, archives and files without a suffix are ignored. Returns "" if no other file exists.
     """
     shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     suffixes = Counter(path.suffix for path in shown if path.suffix and path.suffix.lower() not in ARCHIVE_SUFFIXES)

@@ -149,9 +149,9 @@ class MetricsWriter:
     `first_step` is the number of steps that are already done. Lines that metrics.jsonl already has for later steps are
     removed, because the run repeats these steps. `start_tracker` is called with all lines, including the removed ones.
 
-    After the start, write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries again
-    when it writes the next line. After an error in the event file, no more events are written. `log` is called with a message when
-    writing starts to fail. If lines are lost, `close` also calls `log` with a message.
+    After the start, write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries
+    again when it writes the next line. After an error in the event file, no more events are written. `log` is called
+    with a message when writing starts to fail. If lines are lost, `close` also calls `log` with a message.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,

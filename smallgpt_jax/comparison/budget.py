@@ -211,7 +211,7 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 def config_digest(run: ConfigDict) -> str:
     """Returns a hash of all config fields.
 
-    Fields that have their value in `workdir.NEWER_FIELDS` are left out, so that the digest equals that of older versions.
+    Fields that have their value in `workdir.NEWER_FIELDS` are left out, so that older versions give the same digest.
     """
     groups = json.loads(run.to_json_best_effort())
     for group, neutral in workdir.NEWER_FIELDS.items():

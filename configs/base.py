@@ -72,7 +72,8 @@ def paper() -> ConfigDict:
     model.use_bias = False  # use biases in blocks, including LayerNorms
     model.tie_embeddings = False  # share one matrix between token embedding and head
     model.dtype = "bfloat16"  # dtype of matrix products and activations: float32 | bfloat16; weights are float32
-    model.attention = "auto"  # attention backend: auto | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
+    model.attention = "auto"  # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) |
+    # xla (anywhere)
     model.scan_layers = False  # scan over the blocks: compiles faster, but steps are slower and need more memory
     model.remat = "none"  # rematerialization in the backward pass: "none" | "dots": all except products with weights |
     # "full": everything

@@ -89,7 +89,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         lines += [
             "", "Compiler estimates, not measurements; time spent waiting for collectives is not included:",
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus {result.kernel_cycles / 1e6:,.1f} M in "
-            "custom kernels (matrix products only, at the chip's peak speed)",
+            "custom kernels (at the chip's peak speed)",
             f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
             f"{result.estimated_mfu:.0%} MFU"]
     return "\n".join(lines)

@@ -20,11 +20,15 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device's peak FLOP/s (bfloat16, dense), its memory in bytes and, for TPUs, its clock rate in Hz."""
+    """A device's peak FLOP/s (bfloat16, dense), its memory in bytes and, for TPUs, its clock rate in Hz.
+
+    A TPU with two `cores` is one device in JAX; the cores share the work.
+    """
 
     flops: float
     hbm: float
     hertz: float | None = None
+    cores: int = 1
 
 
 # A TPU's key is JAX's device_kind; a GPU's key is a prefix of the device_kind.
@@ -34,9 +38,9 @@ class Chip:
 # (1,513 TFLOP/s) and for H100 NVL and H200 NVL (1,671 TFLOP/s). The table below has the dense speed, which is half of
 # the speed with sparsity.
 CHIPS = {
-    "TPU v4": Chip(275e12, 32 * GiB, 1.05e9),
+    "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9)),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9, cores=2)),
     **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Chip(918e12, 32 * GiB, 1.75e9)),
     "NVIDIA A100": Chip(312e12, 80e9),
     "NVIDIA H100": Chip(989e12, 80e9),

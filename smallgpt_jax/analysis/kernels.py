@@ -1,18 +1,28 @@
-"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed."""
+"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed.
+
+For the kernels of ops/flash_attention.py, it includes the time of the vector unit.
+"""
 
 import math
 import re
 
 from smallgpt_jax.analysis.chips import Chip
+from smallgpt_jax.ops.flash_attention import block_length
 
 # {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
 # attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
 # scores (its first operand) into attention weights and multiplies the weights by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
 
+# {name of a kernel of ops/flash_attention.py: (products that result in scores, products with scores, cycles of the
+# vector unit per 1024 scores)}. A product with scores streams only the rows of the head width through the matrix unit,
+# so its heads are not padded to 128. The cycles of the vector unit are those of the TPU compiler's schedules for v5e
+# and v6e (libtpu 0.0.51).
+FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3), "flash_attention_gradient": (2, 3, 4)}
+
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
-    """Returns the seconds that a kernel's matrix products take at peak speed; None for an unknown kernel.
+    """Returns the seconds that a kernel takes at peak speed; None for an unknown kernel.
 
     `line` is the HLO instruction that calls the kernel; `positions` is the context length. Memory traffic is ignored.
     In every kernel except "online-softmax", which reads the scores from memory, it takes less time than the products.
@@ -22,8 +32,24 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
         return 0.0
     if "ragged-dot" in line:
         return ragged_dot_flops(line, operands) / chip.flops
+    if name := next((name for name in FLASH_KERNELS if name in line), None):
+        return flash_attention_seconds(name, operands, chip)
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
+
+
+def flash_attention_seconds(name: str, operands: str, chip: Chip) -> float:
+    """Returns the seconds of a kernel of ops/flash_attention.py.
+
+    The vector unit processes a block of scores while the matrix unit computes the next block, so the slower of the two
+    counts. The products with the scores are added.
+    """
+    to_scores, with_scores, vector_cycles = FLASH_KERNELS[name]
+    *rows_and_heads, width, positions = map(int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(","))
+    blocks = positions // block_length(positions)
+    scores = math.prod(rows_and_heads) * positions**2 * (blocks + 1) / (2 * blocks)  # blocks up to the diagonal
+    of_scores = max(to_scores * 2 * max(width, 128) / chip.flops, vector_cycles / 1024 / (chip.cores * chip.hertz))
+    return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
 
 
 def attention_product_flops(name: str, operands: str, positions: int) -> float:

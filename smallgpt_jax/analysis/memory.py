@@ -125,7 +125,8 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         window = windows.get(tuple(key.key for key in path[:-1]), 0)
         backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
-            dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi")
+            dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi",
+            per_group=sizes["qkv"] - 2)
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
         found.append(AttentionLayers(

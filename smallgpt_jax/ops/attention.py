@@ -3,9 +3,12 @@
 Backends, selected by `config.model.attention`:
 
 - "xla" (`chunked`): plain JAX. It runs on every platform.
-- "splash": JAX's Pallas kernel for TPUs. It does not materialize the (time, time) scores.
-- "cudnn": NVIDIA's fused kernel. It does not materialize the scores either.
+- "flash": this project's Pallas kernel for TPUs (`flash_attention.py`).
+- "splash": JAX's Pallas kernel for TPUs, which also supports windows, separate documents and any context length.
+- "cudnn": NVIDIA's fused kernel.
 - "auto": the backend depends on the platform for which the program is compiled.
+
+The kernels do not materialize the (time, time) scores.
 
 `chunked` is used instead of a kernel in the cases that the kernel does not support; see `select_backend`.
 
@@ -24,11 +27,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from smallgpt_jax import sharding
+from smallgpt_jax.ops import flash_attention
+from smallgpt_jax.ops.flash_attention import OUTPUT
 from smallgpt_jax.ops.platform import platform
 
-BACKENDS = ("auto", "xla", "splash", "cudnn")  # values of config.model.attention
+BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")  # values of config.model.attention
 QUERIES = 128  # queries per chunk
-OUTPUT = "attention_output"  # checkpoint name of the splash kernel's output, for rematerialization policies
 
 
 @flax.struct.dataclass
@@ -63,22 +67,26 @@ class AttentionMask:
 
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
-                   has_alibi: bool = False) -> tuple[str, str]:
+                   has_alibi: bool = False, per_group: int = 1) -> tuple[str, str]:
     """Returns the backend to use on a platform, and the reason for a fallback to "xla".
 
-    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu".
+    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu". There are `per_group` heads per
+    key–value head. "splash" replaces "flash" in the cases that only "splash" supports; this needs no reason.
     """
     if backend == "auto":
-        backend = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
-    if backend == "splash":
+        backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
+    if backend == "flash" and (mask.window or mask.segment_ids_BxT is not None
+                               or not flash_attention.fits(per_group, head_width, time, dtype)):
+        backend = "splash"
+    if backend in ("flash", "splash"):
         if time % splash_attention_kernel.NUM_LANES:
-            return "xla", "splash attention needs a multiple of 128 positions"
+            return "xla", f"{backend} attention needs a multiple of 128 positions"
         if platform == "gpu":
-            return "xla", "splash attention is for TPUs only"
+            return "xla", f"{backend} attention is for TPUs only"
         if has_alibi:
-            return "xla", "splash attention does not support ALiBi"
+            return "xla", f"{backend} attention does not support ALiBi"
         if mask.prefix_lengths_B is not None:
-            return "xla", "splash attention does not support prefixes"
+            return "xla", f"{backend} attention does not support prefixes"
     if backend == "cudnn":
         if platform != "gpu":
             return "xla", "cuDNN is for NVIDIA GPUs only"
@@ -102,14 +110,15 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
     See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
     head's slope times the distance between query and key is subtracted from the head's scores.
     """
-    _, _, time, head_width = q_BxHxTxK.shape
+    _, heads, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
         mask = mask.replace(window=0)
     name, _ = select_backend(backend, platform(), time=time, head_width=head_width, dtype=str(q_BxHxTxK.dtype),
-                             mask=mask, has_alibi=slopes_H is not None)
+                             mask=mask, has_alibi=slopes_H is not None, per_group=heads // k_BxGxTxK.shape[1])
     q_BxHxTxK /= math.sqrt(head_width)
-    return {"xla": chunked, "reference": reference, "counted": counted, "splash": splash, "cudnn": cudnn}[name](
-        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
+    backends = {"xla": chunked, "reference": reference, "counted": counted, "flash": flash, "splash": splash,
+                "cudnn": cudnn}
+    return backends[name](q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
@@ -172,6 +181,27 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
                            preferred_element_type=jnp.float32)
     y_BxGxRxK = (y_BxGxRxK / jnp.sum(weights_BxGxRxS, axis=-1, keepdims=True)).astype(v_BxGxSxK.dtype)
     return y_BxGxRxK.reshape(batch, heads, time, head_width)
+
+
+def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Runs the flash attention kernel on each device's shard of rows and heads.
+
+    If the platform is not a TPU, the kernel runs in the slow interpret mode.
+    """
+    assert slopes_H is None and mask == AttentionMask(), "see select_backend"
+    batch, heads, time, head_width = q_BxHxTxK.shape
+    groups, interpret = k_BxGxTxK.shape[1], platform() != "tpu"
+    q_BxGxRxKxT = jnp.swapaxes(q_BxHxTxK, 2, 3).reshape(batch, groups, heads // groups, head_width, time)
+    keys_and_values = (jnp.swapaxes(x, 2, 3) for x in (k_BxGxTxK, v_BxGxTxK))
+    names = (("batch", "heads", "per_group", "head_width", "time"), *(("batch", "heads", "head_width", "time"),) * 2)
+
+    def on_one_device(q_BxGxRxKxT, k_BxGxKxT, v_BxGxKxT):
+        q_BxHxKxT = q_BxGxRxKxT.reshape(len(q_BxGxRxKxT), -1, head_width, time)
+        y_BxHxKxT = flash_attention.flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret)
+        return y_BxHxKxT.reshape(q_BxGxRxKxT.shape)
+
+    y_BxGxRxKxT = sharding.per_device(on_one_device, names)(q_BxGxRxKxT, *keys_and_values)
+    return jnp.swapaxes(y_BxGxRxKxT.reshape(batch, heads, head_width, time), 2, 3)
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):

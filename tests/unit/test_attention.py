@@ -20,10 +20,11 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
     scores = np.einsum("bhtk,bhsk->bhts", q, k) / np.sqrt(q.shape[-1])
-    distances = np.subtract.outer(np.arange(TIME), np.arange(TIME))
+    time = q.shape[2]
+    distances = np.subtract.outer(np.arange(time), np.arange(time))
     if slopes is not None:
         scores -= np.multiply.outer(slopes, distances)
-    may_see = (distances >= 0) & (distances < (window or TIME))
+    may_see = (distances >= 0) & (distances < (window or time))
     may_see = np.repeat(may_see[None], len(q), axis=0)
     for row, length in zip(may_see, [0] * len(q) if prefix is None else prefix):
         row[:length, :length] = True
@@ -34,9 +35,9 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
     return np.einsum("bhts,bhsk->bhtk", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-def inputs(batch=2, heads=2, head_width=16, groups=None):
+def inputs(batch=2, heads=2, head_width=16, groups=None, time=TIME):
     """Returns random queries, keys and values, and random weights for a weighted sum of the attention outputs."""
-    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, TIME, head_width))
+    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, time, head_width))
     return q, k[:, :groups], v[:, :groups], weights
 
 
@@ -75,6 +76,27 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_width, heads, groups, time", [
+    (2, 2, 2, 384), (64, 2, 1, 128), pytest.param(20, 4, 2, 1024, marks=pytest.mark.slow)])
+def test_flash_attention_matches_the_formula(head_width, heads, groups, time):
+    """Rows of 384 positions have three blocks of keys and queries, rows of 1024 have two."""
+    q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
+    y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash")
+    np.testing.assert_allclose(y, oracle(q, k, v), rtol=1e-4, atol=1e-5)
+    expected = value_and_gradients(q, k, v, weights, AttentionMask(), backend="reference")[1:]
+    for found, gradient in zip(gradients, expected):
+        np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_flash_attention_of_large_scores_is_finite():
+    """Scores of ±1000, whose exponentials overflow, give the values of the keys with the largest scores."""
+    q, k, v, weights = inputs(heads=1, time=384)
+    q, k = 1000 * jnp.sign(q), jnp.sign(k)
+    for found in value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash"):
+        assert np.isfinite(found).all()
+    np.testing.assert_allclose(value(q, k, v, AttentionMask(), backend="flash"), oracle(q, k, v), rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_of_the_whole_row_equals_full_attention_bit_for_bit():
@@ -140,26 +162,33 @@ def test_reference_gradients_match_finite_differences_of_the_formula():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_kernel_on_a_mesh(groups):
-    """On a mesh, the splash kernel gives the outputs and gradients of the reference backend.
+@pytest.mark.parametrize("backend, groups", [("splash", 4), ("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)])
+def test_kernel_on_a_mesh(backend, groups):
+    """On a mesh, the kernels give the outputs and gradients of the reference backend.
 
     Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`. Covers a single key
     head, which cannot be sharded over the two devices of `tensor`.
     """
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
-    mask = AttentionMask(segment_ids_BxT=documents(4))
+    mask = AttentionMask(segment_ids_BxT=documents(4)) if backend == "splash" else AttentionMask()
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")
     with sharding.use_mesh(mesh):
-        found = value_and_gradients(q, k, v, weights, mask, backend="splash")
+        found = value_and_gradients(q, k, v, weights, mask, backend=backend)
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("requested, platform, change, name, reason", [
     ("auto", "cpu", {}, "xla", ""),
-    ("auto", "tpu", {}, "splash", ""),
+    ("auto", "tpu", {}, "flash", ""),
+    ("auto", "tpu", {"time": 4096}, "flash", ""),
+    ("auto", "tpu", {"time": 4096, "dtype": "float32"}, "splash", ""),
+    ("auto", "tpu", {"time": 8192}, "splash", ""),
+    ("auto", "tpu", {"time": 4096, "per_group": 2}, "splash", ""),
+    ("auto", "tpu", {"time": 32768, "head_width": 2}, "splash", ""),
+    ("auto", "tpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "splash", ""),
+    ("flash", "tpu", {"mask": AttentionMask(window=100)}, "splash", ""),
     ("auto", "gpu", {}, "cudnn", ""),
     ("splash", "cpu", {}, "splash", ""),
     ("xla", "tpu", {}, "xla", ""),
@@ -174,7 +203,7 @@ def test_kernel_on_a_mesh(groups):
     ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
     ("cudnn", "cpu", {}, "xla", "NVIDIA"),
     ("splash", "gpu", {}, "xla", "TPUs"),
-    ("auto", "tpu", {"has_alibi": True}, "xla", "splash attention does not support ALiBi"),
+    ("auto", "tpu", {"has_alibi": True}, "xla", "flash attention does not support ALiBi"),
     ("cudnn", "gpu", {"has_alibi": True}, "xla", "cuDNN's attention does not support ALiBi"),
     ("auto", "cpu", {"has_alibi": True}, "xla", ""),
 ])
@@ -185,10 +214,10 @@ def test_selected_backend(requested, platform, change, name, reason):
     assert bool(reason) == bool(select_backend(requested, platform, **shape)[1])
 
 
-@pytest.mark.parametrize("platform, called", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "chunked")])
+@pytest.mark.parametrize("platform, called", [("tpu", "flash"), ("gpu", "cudnn"), ("cpu", "chunked")])
 def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called):
     calls = []
-    for name in ("chunked", "splash", "cudnn"):
+    for name in ("chunked", "flash", "splash", "cudnn"):
         monkeypatch.setattr(ops, name, lambda q, *_, name=name: calls.append(name) or q)
     monkeypatch.setattr(ops, "platform", lambda: platform)
     q, k, v, _ = (x.astype("bfloat16") for x in inputs())

@@ -317,6 +317,20 @@ def test_roofline_of_a_kernel():
     assert kernels.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
 
 
+@pytest.mark.parametrize("kernel, width, chip, scores_seconds, products", [
+    ("flash_attention_forward", 64, "TPU v5 lite", 3 / 1024 / 1.5e9, 1),  # the softmax takes longer than the product
+    ("flash_attention_forward", 2, "TPU v5p", 3 / 1024 / (2 * 1.75e9), 1),
+    ("flash_attention_forward", 256, "TPU v5 lite", 2 * 256 / 197e12, 1),
+    ("flash_attention_gradient", 64, "TPU v5 lite", 2 * 2 * 128 / 197e12, 3),
+    ("flash_attention_gradient", 256, "TPU v6 lite", 4 / 1024 / 1.75e9, 3)])
+def test_roofline_of_flash_attention(kernel, width, chip, scores_seconds, products):
+    """The kernels compute 3 of 4 blocks of (512 × 512) scores. Heads narrower than 16 take as long as heads of 16."""
+    line = (f'%{kernel}.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
+            f"operand_layout_constraints={{bf16[8,12,{width},1024]{{3,2,1,0}}, bf16[8,6,{width},1024]{{3,2,1,0}}}}")
+    expected = 8 * 12 * 0.75 * 1024**2 * (scores_seconds + products * 2 * max(width, 16) / chips.CHIPS[chip].flops)
+    assert kernels.kernel_seconds(line, 1024, chips.CHIPS[chip]) == pytest.approx(expected, rel=2e-3)
+
+
 def test_roofline_of_a_grouped_product():
     """A product of 1,000 rows in tiles of 128 and 16 groups computes at most 8 + 15 tiles of 128 rows."""
     line = ('%ragged-dot-none.5 = bf16[16,64,256] custom-call(%a), custom_call_target="tpu_custom_call", '

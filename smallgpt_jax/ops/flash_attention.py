@@ -1,0 +1,167 @@
+"""A TPU kernel for causal attention in which positions, not the head width, are on the last axis of all arrays.
+
+It is FlashAttention (Dao, arXiv 2307.08691): the (time, time) scores exist only in blocks of (keys × queries), in a
+core's own memory. Two properties make it faster than JAX's splash attention at context lengths of a few thousand:
+
+- With positions on the last axis, heads narrower than 128 need no padding in memory, and the products with the
+  attention weights stream only K rows per head through the matrix unit, where splash attention streams T rows.
+- One kernel computes all gradients. It computes the scores once, where splash attention computes them in two kernels.
+
+The kernels keep the queries, keys, values and gradients of a whole head in a core's memory; see `fits`.
+
+Shapes: B batch, H heads, G key–value heads, R = H/G query heads per key–value head, K head width, T time.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BLOCK = 512  # maximum length of a block of keys or queries
+MAX_BYTES = 2**19  # maximum size of the queries of a key–value head, see `fits`
+OUTPUT = "attention_output"  # checkpoint name of what the forward pass saves, for rematerialization policies
+
+
+def block_length(time: int) -> int:
+    return math.gcd(time, BLOCK)
+
+
+def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
+    """Returns whether the kernels' arrays fit into the 16 MiB of a core's memory that a kernel may use by default.
+
+    Per key–value head and byte of its queries, the gradient kernel needs at most 18 bytes: two copies of each of its 7
+    arguments and results, so that one is moved while the other is used, and a float32 sum. Blocks of scores need 5 MiB.
+    """
+    return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
+    """Returns the causal attention output softmax(kᵀ·q)·v, (B, H, K, T). The softmax is over keys and float32.
+
+    T must be a multiple of 128; see also `fits`. With `interpret`, the kernels run on any platform.
+    """
+    return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret)[0]
+
+
+def _dot(a, b, contract: tuple[int, int]):
+    dimensions = ((contract[:1], contract[1:]), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def _scores(k_KxS, q_KxT, is_diagonal: bool):
+    """Returns the scores of a block, (S, T) float32. A diagonal block has keys and queries of the same positions."""
+    scores_SxT = _dot(k_KxS, q_KxT, (0, 0))
+    if not is_diagonal:
+        return scores_SxT
+    key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxT.shape, axis) for axis in (0, 1))
+    return jnp.where(key <= query, scores_SxT, -1e30)
+
+
+def _forward_kernel(q_KxC, k_KxT, v_KxT, y_KxC, log_sums_1xC):
+    """Computes the output and the log-sums of exponentials of one block of C queries."""
+    width, length = q_KxC.shape
+    queries = pl.program_id(2)
+    q = q_KxC[...]
+
+    def add_keys(block, carry, is_diagonal=False):
+        largest_1xC, sums_1xC, y = carry
+        keys = pl.ds(block * length, length)
+        scores_SxC = _scores(k_KxT[:, keys], q, is_diagonal)
+        new_largest_1xC = jnp.maximum(largest_1xC, jnp.max(scores_SxC, axis=0, keepdims=True))
+        weights_SxC = jnp.exp(scores_SxC - new_largest_1xC)
+        rescale_1xC = jnp.exp(largest_1xC - new_largest_1xC)
+        y = y * rescale_1xC + _dot(v_KxT[:, keys], weights_SxC.astype(v_KxT.dtype), (1, 0))
+        return new_largest_1xC, sums_1xC * rescale_1xC + jnp.sum(weights_SxC, axis=0, keepdims=True), y
+
+    zeros_1xC = jnp.zeros((1, length), jnp.float32)
+    carry = add_keys(queries, (zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)), is_diagonal=True)
+    largest_1xC, sums_1xC, y = jax.lax.fori_loop(0, queries, add_keys, carry)
+    y_KxC[...] = (y / sums_1xC).astype(y_KxC.dtype)
+    log_sums_1xC[...] = largest_1xC + jnp.log(sums_1xC)
+
+
+def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT, dq_RxKxT, dk_KxT, dv_KxT,
+                     dq_sums_RxKxT):
+    """Computes the gradients of one key–value head and of its R query heads.
+
+    `products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2).
+    """
+    per_group, width, time = q_RxKxT.shape
+    length = block_length(time)
+    blocks = time // length
+    dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
+
+    def add_block(head, key_block, query_block, carry, is_diagonal=False):
+        dk, dv = carry
+        keys, queries = pl.ds(key_block * length, length), pl.ds(query_block * length, length)
+        k, v, q, dy = k_KxT[:, keys], v_KxT[:, keys], q_RxKxT[head, :, queries], dy_RxKxT[head, :, queries]
+        weights_SxC = jnp.exp(_scores(k, q, is_diagonal) - log_sums_Rx1xT[head, :, queries])
+        d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - products_Rx1xT[head, :, queries])
+        d_scores_SxC = d_scores_SxC.astype(q.dtype)
+        dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
+        return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
+
+    def gradients_of_keys(key_block, _):
+        def add_head(head, carry):
+            carry = add_block(head, key_block, key_block, carry, is_diagonal=True)
+            return jax.lax.fori_loop(
+                key_block + 1, blocks, lambda query_block, carry: add_block(head, key_block, query_block, carry), carry)
+
+        zeros_KxS = jnp.zeros((width, length), jnp.float32)
+        dk, dv = jax.lax.fori_loop(0, per_group, add_head, (zeros_KxS, zeros_KxS))
+        keys = pl.ds(key_block * length, length)
+        dk_KxT[:, keys], dv_KxT[:, keys] = dk.astype(dk_KxT.dtype), dv.astype(dv_KxT.dtype)
+
+    jax.lax.fori_loop(0, blocks, gradients_of_keys, None)
+    dq_RxKxT[...] = dq_sums_RxKxT[...].astype(dq_RxKxT.dtype)
+
+
+def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
+    batch, heads, width, time = q_BxHxKxT.shape
+    per_group, length = heads // k_BxGxKxT.shape[1], block_length(time)
+
+    def queries(rows):
+        return pl.BlockSpec((None, None, rows, length), lambda batch, head, block: (batch, head, 0, block))
+
+    def group(batch, head, block):
+        return batch, jax.lax.div(head, per_group), 0, 0  # `//` does not compile for devices that are not attached
+
+    keys = pl.BlockSpec((None, None, width, time), group)
+    y_BxHxKxT, log_sums_BxHx1xT = pl.pallas_call(
+        _forward_kernel, name="flash_attention_forward", grid=(batch, heads, time // length),
+        in_specs=[queries(width), keys, keys], out_specs=[queries(width), queries(1)],
+        out_shape=[jax.ShapeDtypeStruct(q_BxHxKxT.shape, q_BxHxKxT.dtype),
+                   jax.ShapeDtypeStruct((batch, heads, 1, time), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
+        interpret=interpret)(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
+    y_BxHxKxT, log_sums_BxHx1xT = (checkpoint_name(x, OUTPUT) for x in (y_BxHxKxT, log_sums_BxHx1xT))
+    return y_BxHxKxT, (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT)
+
+
+def _backward(interpret: bool, saved, dy_BxHxKxT):
+    q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT = saved
+    batch, heads, width, time = q_BxHxKxT.shape
+    groups = k_BxGxKxT.shape[1]
+    per_group = heads // groups
+    products_BxHx1xT = jnp.sum(
+        y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32), axis=2, keepdims=True)
+
+    def spec(*block):
+        return pl.BlockSpec((None, *block, time), lambda batch, group: (batch, group, 0, 0))
+
+    queries, sums, keys = spec(per_group, width), spec(per_group, 1), spec(None, width)
+    return pl.pallas_call(
+        _gradient_kernel, name="flash_attention_gradient", grid=(batch, groups),
+        in_specs=[queries, keys, keys, queries, sums, sums], out_specs=[queries, keys, keys],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)],
+        scratch_shapes=[pltpu.VMEM((per_group, width, time), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret)(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT)
+
+
+flash_attention.defvjp(_forward, _backward)

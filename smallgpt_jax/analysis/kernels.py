@@ -7,7 +7,7 @@ import math
 import re
 
 from smallgpt_jax.analysis.chips import Chip
-from smallgpt_jax.ops.flash_attention import block_length
+from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach
 
 # {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
 # attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
@@ -33,12 +33,13 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     if "ragged-dot" in line:
         return ragged_dot_flops(line, operands) / chip.flops
     if name := next((name for name in FLASH_KERNELS if name in line), None):
-        return flash_attention_seconds(name, operands, chip)
+        window = int(re.search(rf"{name}_(\d+)", line)[1])
+        return flash_attention_seconds(name, window, operands, chip)
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
 
 
-def flash_attention_seconds(name: str, operands: str, chip: Chip) -> float:
+def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/flash_attention.py.
 
     The vector unit processes a block of scores while the matrix unit computes the next block, so the slower of the two
@@ -46,8 +47,9 @@ def flash_attention_seconds(name: str, operands: str, chip: Chip) -> float:
     """
     to_scores, with_scores, vector_cycles = FLASH_KERNELS[name]
     *rows_and_heads, width, positions = map(int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(","))
-    blocks = positions // block_length(positions)
-    scores = math.prod(rows_and_heads) * positions**2 * (blocks + 1) / (2 * blocks)  # blocks up to the diagonal
+    length = block_length(positions)
+    blocks = sum(min(i, blocks_in_reach(positions, window)) + 1 for i in range(positions // length))
+    scores = math.prod(rows_and_heads) * blocks * length**2
     of_scores = max(to_scores * 2 * max(width, 128) / chip.flops, vector_cycles / 1024 / (chip.cores * chip.hertz))
     return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
 

@@ -4,7 +4,7 @@ Backends, selected by `config.model.attention`:
 
 - "xla" (`chunked`): plain JAX. It runs on every platform.
 - "flash": this project's Pallas kernel for TPUs (`flash_attention.py`).
-- "splash": JAX's Pallas kernel for TPUs, which also supports windows, separate documents and any context length.
+- "splash": JAX's Pallas kernel for TPUs, which also supports separate documents and any context length.
 - "cudnn": NVIDIA's fused kernel.
 - "auto": the backend depends on the platform for which the program is compiled.
 
@@ -75,7 +75,7 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
     """
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
-    if backend == "flash" and (mask.window or mask.segment_ids_BxT is not None
+    if backend == "flash" and (mask.segment_ids_BxT is not None
                                or not flash_attention.fits(per_group, head_width, time, dtype)):
         backend = "splash"
     if backend in ("flash", "splash"):
@@ -188,7 +188,7 @@ def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
     If the platform is not a TPU, the kernel runs in the slow interpret mode.
     """
-    assert slopes_H is None and mask == AttentionMask(), "see select_backend"
+    assert slopes_H is None and mask == AttentionMask(mask.window), "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups, interpret = k_BxGxTxK.shape[1], platform() != "tpu"
     q_BxGxRxKxT = jnp.swapaxes(q_BxHxTxK, 2, 3).reshape(batch, groups, heads // groups, head_width, time)
@@ -197,7 +197,7 @@ def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
     def on_one_device(q_BxGxRxKxT, k_BxGxKxT, v_BxGxKxT):
         q_BxHxKxT = q_BxGxRxKxT.reshape(len(q_BxGxRxKxT), -1, head_width, time)
-        y_BxHxKxT = flash_attention.flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret)
+        y_BxHxKxT = flash_attention.flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, mask.window, interpret)
         return y_BxHxKxT.reshape(q_BxGxRxKxT.shape)
 
     y_BxGxRxKxT = sharding.per_device(on_one_device, names)(q_BxGxRxKxT, *keys_and_values)

@@ -39,13 +39,24 @@ def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
     return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
+def blocks_in_reach(time: int, window: int) -> int:
+    """Returns how many blocks of keys before its own a block of queries attends to, if there are that many.
+
+    Keys and queries that are d blocks apart are at least d · length − (length − 1) positions apart. A query attends to
+    keys that are at most `window` − 1 positions before it; a window of 0 is unlimited.
+    """
+    length = block_length(time)
+    return (window + length - 2) // length if window else time // length
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
     """Returns the causal attention output softmax(kᵀ·q)·v, (B, H, K, T). The softmax is over keys and float32.
 
-    T must be a multiple of 128; see also `fits`. With `interpret`, the kernels run on any platform.
+    T must be a multiple of 128; see also `fits`. A query attends to the newest `window` positions, 0: to all. With
+    `interpret`, the kernels run on any platform.
     """
-    return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret)[0]
+    return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window, interpret)[0]
 
 
 def _dot(a, b, contract: tuple[int, int]):
@@ -53,25 +64,28 @@ def _dot(a, b, contract: tuple[int, int]):
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _scores(k_KxS, q_KxT, is_diagonal: bool):
-    """Returns the scores of a block, (S, T) float32. A diagonal block has keys and queries of the same positions."""
-    scores_SxT = _dot(k_KxS, q_KxT, (0, 0))
-    if not is_diagonal:
-        return scores_SxT
-    key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxT.shape, axis) for axis in (0, 1))
-    return jnp.where(key <= query, scores_SxT, -1e30)
+def _scores(k_KxS, q_KxC, blocks_apart, window: int):
+    """Returns the scores of a block of keys and the block of queries that is `blocks_apart` blocks later, (S, C)."""
+    scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
+    is_diagonal = isinstance(blocks_apart, int)  # 0; other distances are known only when the kernel runs
+    if not window and not is_diagonal:
+        return scores_SxC
+    key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))
+    distance = query - key + blocks_apart * q_KxC.shape[1]
+    allowed = distance < window if window else True
+    return jnp.where(allowed & (distance >= 0) if is_diagonal else allowed, scores_SxC, -1e30)
 
 
-def _forward_kernel(q_KxC, k_KxT, v_KxT, y_KxC, log_sums_1xC):
+def _forward_kernel(q_KxC, k_KxT, v_KxT, y_KxC, log_sums_1xC, *, window: int):
     """Computes the output and the log-sums of exponentials of one block of C queries."""
     width, length = q_KxC.shape
-    queries = pl.program_id(2)
+    query_block = pl.program_id(2)
     q = q_KxC[...]
 
-    def add_keys(block, carry, is_diagonal=False):
+    def add_keys(blocks_apart, carry):
         largest_1xC, sums_1xC, y = carry
-        keys = pl.ds(block * length, length)
-        scores_SxC = _scores(k_KxT[:, keys], q, is_diagonal)
+        keys = pl.ds((query_block - blocks_apart) * length, length)
+        scores_SxC = _scores(k_KxT[:, keys], q, blocks_apart, window)
         new_largest_1xC = jnp.maximum(largest_1xC, jnp.max(scores_SxC, axis=0, keepdims=True))
         weights_SxC = jnp.exp(scores_SxC - new_largest_1xC)
         rescale_1xC = jnp.exp(largest_1xC - new_largest_1xC)
@@ -79,14 +93,15 @@ def _forward_kernel(q_KxC, k_KxT, v_KxT, y_KxC, log_sums_1xC):
         return new_largest_1xC, sums_1xC * rescale_1xC + jnp.sum(weights_SxC, axis=0, keepdims=True), y
 
     zeros_1xC = jnp.zeros((1, length), jnp.float32)
-    carry = add_keys(queries, (zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)), is_diagonal=True)
-    largest_1xC, sums_1xC, y = jax.lax.fori_loop(0, queries, add_keys, carry)
+    carry = add_keys(0, (zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)))
+    previous = jnp.minimum(query_block, blocks_in_reach(k_KxT.shape[1], window))
+    largest_1xC, sums_1xC, y = jax.lax.fori_loop(1, previous + 1, add_keys, carry)
     y_KxC[...] = (y / sums_1xC).astype(y_KxC.dtype)
     log_sums_1xC[...] = largest_1xC + jnp.log(sums_1xC)
 
 
 def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT, dq_RxKxT, dk_KxT, dv_KxT,
-                     dq_sums_RxKxT):
+                     dq_sums_RxKxT, *, window: int):
     """Computes the gradients of one key–value head and of its R query heads.
 
     `products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2).
@@ -96,21 +111,22 @@ def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_R
     blocks = time // length
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
 
-    def add_block(head, key_block, query_block, carry, is_diagonal=False):
+    def add_block(head, key_block, blocks_apart, carry):
         dk, dv = carry
-        keys, queries = pl.ds(key_block * length, length), pl.ds(query_block * length, length)
+        keys, queries = pl.ds(key_block * length, length), pl.ds((key_block + blocks_apart) * length, length)
         k, v, q, dy = k_KxT[:, keys], v_KxT[:, keys], q_RxKxT[head, :, queries], dy_RxKxT[head, :, queries]
-        weights_SxC = jnp.exp(_scores(k, q, is_diagonal) - log_sums_Rx1xT[head, :, queries])
+        weights_SxC = jnp.exp(_scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries])
         d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - products_Rx1xT[head, :, queries])
         d_scores_SxC = d_scores_SxC.astype(q.dtype)
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
         return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
 
     def gradients_of_keys(key_block, _):
+        later = jnp.minimum(blocks - 1 - key_block, blocks_in_reach(time, window))
+
         def add_head(head, carry):
-            carry = add_block(head, key_block, key_block, carry, is_diagonal=True)
             return jax.lax.fori_loop(
-                key_block + 1, blocks, lambda query_block, carry: add_block(head, key_block, query_block, carry), carry)
+                1, later + 1, functools.partial(add_block, head, key_block), add_block(head, key_block, 0, carry))
 
         zeros_KxS = jnp.zeros((width, length), jnp.float32)
         dk, dv = jax.lax.fori_loop(0, per_group, add_head, (zeros_KxS, zeros_KxS))
@@ -121,7 +137,7 @@ def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_R
     dq_RxKxT[...] = dq_sums_RxKxT[...].astype(dq_RxKxT.dtype)
 
 
-def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
+def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
     batch, heads, width, time = q_BxHxKxT.shape
     per_group, length = heads // k_BxGxKxT.shape[1], block_length(time)
 
@@ -133,8 +149,9 @@ def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
 
     keys = pl.BlockSpec((None, None, width, time), group)
     y_BxHxKxT, log_sums_BxHx1xT = pl.pallas_call(
-        _forward_kernel, name="flash_attention_forward", grid=(batch, heads, time // length),
-        in_specs=[queries(width), keys, keys], out_specs=[queries(width), queries(1)],
+        functools.partial(_forward_kernel, window=window), name=f"flash_attention_forward_{window}",
+        grid=(batch, heads, time // length), in_specs=[queries(width), keys, keys],
+        out_specs=[queries(width), queries(1)],
         out_shape=[jax.ShapeDtypeStruct(q_BxHxKxT.shape, q_BxHxKxT.dtype),
                    jax.ShapeDtypeStruct((batch, heads, 1, time), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
@@ -143,7 +160,7 @@ def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, interpret: bool):
     return y_BxHxKxT, (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT)
 
 
-def _backward(interpret: bool, saved, dy_BxHxKxT):
+def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT = saved
     batch, heads, width, time = q_BxHxKxT.shape
     groups = k_BxGxKxT.shape[1]
@@ -156,8 +173,8 @@ def _backward(interpret: bool, saved, dy_BxHxKxT):
 
     queries, sums, keys = spec(per_group, width), spec(per_group, 1), spec(None, width)
     return pl.pallas_call(
-        _gradient_kernel, name="flash_attention_gradient", grid=(batch, groups),
-        in_specs=[queries, keys, keys, queries, sums, sums], out_specs=[queries, keys, keys],
+        functools.partial(_gradient_kernel, window=window), name=f"flash_attention_gradient_{window}",
+        grid=(batch, groups), in_specs=[queries, keys, keys, queries, sums, sums], out_specs=[queries, keys, keys],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)],
         scratch_shapes=[pltpu.VMEM((per_group, width, time), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),

@@ -78,14 +78,18 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("head_width, heads, groups, time", [
-    (2, 2, 2, 384), (64, 2, 1, 128), pytest.param(20, 4, 2, 1024, marks=pytest.mark.slow)])
-def test_flash_attention_matches_the_formula(head_width, heads, groups, time):
-    """Rows of 384 positions have three blocks of keys and queries, rows of 1024 have two."""
+@pytest.mark.parametrize("head_width, heads, groups, window, time", [
+    (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
+    pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
+def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
+    """Rows of 384 positions have three blocks of keys and queries, rows of 1024 have two.
+
+    A window of 128 positions reaches into the previous block, a window of 130 also into the block before it.
+    """
     q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
-    y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash")
-    np.testing.assert_allclose(y, oracle(q, k, v), rtol=1e-4, atol=1e-5)
-    expected = value_and_gradients(q, k, v, weights, AttentionMask(), backend="reference")[1:]
+    y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="flash")
+    np.testing.assert_allclose(y, oracle(q, k, v, window=window), rtol=1e-4, atol=1e-5)
+    expected = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="reference")[1:]
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
@@ -188,7 +192,7 @@ def test_kernel_on_a_mesh(backend, groups):
     ("auto", "tpu", {"time": 4096, "per_group": 2}, "splash", ""),
     ("auto", "tpu", {"time": 32768, "head_width": 2}, "splash", ""),
     ("auto", "tpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "splash", ""),
-    ("flash", "tpu", {"mask": AttentionMask(window=100)}, "splash", ""),
+    ("flash", "tpu", {"time": 8192, "mask": AttentionMask(window=100)}, "splash", ""),
     ("auto", "gpu", {}, "cudnn", ""),
     ("splash", "cpu", {}, "splash", ""),
     ("xla", "tpu", {}, "xla", ""),
@@ -199,7 +203,7 @@ def test_kernel_on_a_mesh(backend, groups):
     ("auto", "gpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "xla", "documents"),
     ("auto", "gpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "does not support prefixes"),
     ("auto", "tpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "does not support prefixes"),
-    ("auto", "tpu", {"mask": AttentionMask(window=100)}, "splash", ""),
+    ("auto", "tpu", {"mask": AttentionMask(window=100)}, "flash", ""),
     ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
     ("cudnn", "cpu", {}, "xla", "NVIDIA"),
     ("splash", "gpu", {}, "xla", "TPUs"),

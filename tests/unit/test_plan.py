@@ -325,7 +325,7 @@ def test_roofline_of_a_kernel():
     ("flash_attention_gradient", 256, "TPU v6 lite", 4 / 1024 / 1.75e9, 3)])
 def test_roofline_of_flash_attention(kernel, width, chip, scores_seconds, products):
     """The kernels compute 3 of 4 blocks of (512 × 512) scores. Heads narrower than 16 take as long as heads of 16."""
-    line = (f'%{kernel}.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
+    line = (f'%{kernel}_0.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             f"operand_layout_constraints={{bf16[8,12,{width},1024]{{3,2,1,0}}, bf16[8,6,{width},1024]{{3,2,1,0}}}}")
     expected = 8 * 12 * 0.75 * 1024**2 * (scores_seconds + products * 2 * max(width, 16) / chips.CHIPS[chip].flops)
     assert kernels.kernel_seconds(line, 1024, chips.CHIPS[chip]) == pytest.approx(expected, rel=2e-3)
@@ -345,8 +345,14 @@ def test_roofline_of_a_grouped_product():
 
 @pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
 def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
-    """The mask of JAX's kernel is nonzero for the blocks that the kernel computes. A block has 512 × 512 scores."""
+    """The mask of JAX's kernel is nonzero for the blocks that the kernels compute. A block has 512 × 512 scores."""
     kernel = splash_kernel(2, 2048, 64, window, True)
+    chip = chips.CHIPS["TPU v5 lite"]
+    line = (f"%jvp_flash_attention_forward_{window}_.1 = custom-call(%a), "
+            "operand_layout_constraints={bf16[3,2,64,2048]{3,2,1,0}}")
+    seconds = 2 * 3 * 512**2 * (3 / 1024 / chip.hertz + 2 * 64 / chip.flops)
+    assert kernels.kernel_seconds(line, 2048, chip) == pytest.approx(
+        np.count_nonzero(kernel.fwd_mask_info.block_mask) / len(kernel.fwd_mask_info.block_mask) * seconds)
     for name, info in (("fwd", kernel.fwd_mask_info), ("dq", kernel.dq_mask_info), ("dkv", kernel.dkv_mask_info)):
         shape = ",".join(map(str, info.data_next.shape))
         line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "

@@ -20,6 +20,7 @@ from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.files import local_path
+from smallgpt_jax.kernel_check import check_attention_kernels
 from smallgpt_jax.metrics import Logger, NonFiniteGuard, Progress
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.profiler import Profiler
@@ -35,8 +36,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
     Raises:
-      UserError: the config or workdir is invalid (then nothing is written), the run does not fit into device memory, or
-        its last step cannot be saved.
+      UserError: the config or workdir is invalid or an attention kernel gives wrong results (then nothing is written),
+        the run does not fit into device memory, or its last step cannot be saved.
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
@@ -46,6 +47,7 @@ def train(config: ConfigDict, workdir: str) -> None:
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
     program = build_program(config)
     trackers.require_installed(config.train.tracker)
+    check_attention_kernels(program)
     with preemption.handle_signals() as stop:
         pipeline = program.open_pipeline()
         with run_folder.lock(folder):

@@ -8,7 +8,8 @@ import pytest
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.kernel_check import check_attention_kernels
-from smallgpt_jax.ops import attention, flash_attention
+from smallgpt_jax.ops import attention
+from smallgpt_jax.ops.attention import AttentionMask
 
 FIELDS = dict(
     architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,
@@ -25,19 +26,19 @@ def check(platform: str, separate_documents: bool = False, **fields) -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    {"attention": "flash", "num_kv_heads": 1}, {"attention": "splash", "attention_windows": (37,)},
+    {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)}, {"attention": "splash", "attention_windows": (37,)},
     {"attention": "splash", "separate_documents": True}])
 def test_correct_kernels_pass(fields):
     check("tpu", **fields)
 
 
 def test_wrong_kernels_are_refused(monkeypatch):
-    """A kernel that ignores the causal mask is refused, and so is one whose results are not numbers."""
-    scores = flash_attention._scores
-    monkeypatch.setattr(flash_attention, "_scores", lambda k, q, is_diagonal: scores(k, q, False))
+    """A kernel that ignores the attention window is refused, and so is one whose results are not numbers."""
+    flash = attention.flash
+    monkeypatch.setattr(attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes))
     with pytest.raises(UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"):
-        check("tpu", attention="flash")
-    check("cpu", attention="flash")  # runs on CPUs are not checked
+        check("tpu", attention="flash", attention_windows=(37,))
+    check("cpu", attention="flash", attention_windows=(37,))  # runs on CPUs are not checked
     monkeypatch.setattr(attention, "splash", lambda q, *_: q * jnp.nan)
     with pytest.raises(UserError, match="relative error of nan"):
         check("tpu", attention="splash")

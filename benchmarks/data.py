@@ -89,7 +89,7 @@ def main() -> None:
     results = {"machine": platform.machine(), "cpus": os.cpu_count(), "source": _SOURCE.value}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        print(f"prepare: {sources.local_bytes(_SOURCE.value) / 1e6:.0f} MB of text on {os.cpu_count()} cores, in "
+        print(f"prepare: {sources.num_bytes(_SOURCE.value) / 1e6:.0f} MB of text on {os.cpu_count()} cores, in "
               "M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
             if spec == "trained":  # training the tokenizer is not measured

@@ -16,12 +16,12 @@ own tokenizer, a token store in the cache folder, and values for fine-tuning on 
 
 from configs import base
 from smallgpt_jax import workdir
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import as_path
 
 
 def get_config(folder: str):
     config = base.get_config("paper")
-    path = local_path("--config=configs/run.py", folder)
+    path = as_path("--config=configs/run.py", folder)
     saved = workdir.read_config(path)
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(path / workdir.TOKENIZER_FOLDER), ""

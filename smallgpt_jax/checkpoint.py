@@ -1,5 +1,8 @@
 """Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few are kept.
 
+On local disks, orbax writes a checkpoint to a temporary folder and renames this folder. In object storage, orbax writes
+the file COMMIT_SUCCESS last; a folder without this file is not a checkpoint.
+
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it follows from the step
 number. Only imported models have a checkpoint of step 0; it has no optimizer state.
 
@@ -10,10 +13,10 @@ A checkpoint has these items:
   in metrics.jsonl yet.
 """
 
+import contextlib
 import errno
 import functools
 import logging
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +27,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from smallgpt_jax import distributed
+from smallgpt_jax import distributed, object_storage
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import remove_folder
 from smallgpt_jax.formatting import find_errno, short_reason
+from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.step import TrainState
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
@@ -40,11 +45,14 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     `keep` is the number of newest checkpoints to keep; None opens the folder read-only. `log` is called with one line
-    per error that does not end the run.
+    per error that does not end the run. `before_save` is called before each save; it makes sure that the metrics of the
+    saved steps are not lost if the run is killed.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print):
-        self.folder, self._log = folder.absolute(), log
+    def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
+                 before_save: Callable[[], None] = lambda: None):
+        self.folder = folder if is_remote(folder) else folder.absolute()
+        self._log, self._before_save = log, before_save
         silence_duplicate_errors()
         self._manager = ocp.CheckpointManager(
             self.folder, item_names=("params", "opt_state", "model_state", "check"),
@@ -60,6 +68,7 @@ class Checkpoints:
         If writing fails, even after this method has returned, logs the error and removes the unfinished checkpoint.
         """
         self.wait_until_finished()
+        self._before_save()
         items = {"params": state.params, "opt_state": state.opt_state}
         if state.model_state:
             items["model_state"] = state.model_state
@@ -102,20 +111,28 @@ class Checkpoints:
                   + (f"step {newest}" if newest else "none"))
 
     def _remove_unfinished(self) -> None:
-        """Removes unfinished checkpoints, which may be filling the disk.
+        """Removes unfinished checkpoints, which may be filling the disk. Ignores errors.
 
         Pending writes may create a removed folder again, so the search is repeated until four searches in a row find
         nothing.
         """
         gone = 0
         for _ in range(50):
-            unfinished = list(self.folder.glob(UNFINISHED_PATTERN))
+            unfinished = self._unfinished()
             gone = 0 if unfinished else gone + 1
             if gone == 4:
                 return
             for path in unfinished:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)
             time.sleep(0.1)
+
+    def _unfinished(self) -> list[Path]:
+        if not is_remote(self.folder):
+            return list(self.folder.glob(UNFINISHED_PATTERN))
+        with contextlib.suppress(Exception):  # the service cannot be reached
+            finished = set(map(str, saved_steps(self.folder)))
+            return [path for path in self.folder.iterdir() if path.name not in finished]
+        return []
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
@@ -125,8 +142,7 @@ class Checkpoints:
         all checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
-        for name in sorted((path.name for path in self.folder.iterdir() if path.name.isdecimal()), key=int,
-                           reverse=True):
+        for name in map(str, reversed(self.steps())):
             saved, error = self._try_to_read(int(name), abstract)
             reason = short_reason(error) if error else ""
             if distributed.any_process(error is not None and is_machine_error(error)):
@@ -188,13 +204,21 @@ class Checkpoints:
             target = self.folder.with_name(DAMAGED_FOLDER) / name
             while target.exists():
                 target = target.with_name(target.name + "'")
-            target.parent.mkdir(exist_ok=True)
-            (self.folder / name).rename(target)
+            if is_remote(target):
+                object_storage.move_folder(self.folder / name, target)
+            else:
+                target.parent.mkdir(exist_ok=True)
+                (self.folder / name).rename(target)
             self._log(f"damaged checkpoint of step {name} ({reason}): moved to {target}")
 
     def close(self) -> None:
         self.wait_until_finished()
         self._manager.close()
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of the finished checkpoints in a folder, sorted; [] if the folder does not exist."""
+    return sorted(ocp.utils.checkpoint_steps(folder))
 
 
 @functools.cache
@@ -216,11 +240,12 @@ def silence_duplicate_errors() -> None:
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Returns whether an error comes from the machine (permissions, I/O, memory, devices).
+    """Returns whether an error comes from the machine (permissions, I/O, memory, devices, network).
 
     Any other error while reading a checkpoint is taken to mean that the checkpoint is damaged.
     """
-    return isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
+    return (isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
+            or object_storage.is_request_error(error))
 
 
 def find_changed_array(saved: dict) -> str | None:

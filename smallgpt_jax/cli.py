@@ -23,9 +23,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import distributed, recipes
-from smallgpt_jax.data import cache_folder
+from smallgpt_jax import distributed, object_storage, recipes
 from smallgpt_jax.errors import StoppedError, UserError
+from smallgpt_jax.files import cache_folder
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
 # For flag values of the wrong type: a part of absl's error message → the type of value that the flag expects.
@@ -81,6 +81,10 @@ def run_command(main: Callable[[], None]) -> None:
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.status)
+    except Exception as error:
+        if not object_storage.is_request_error(error):
+            raise
+        fail(object_storage.request_error_message("object storage", error))
     except KeyboardInterrupt:
         fail("stopped", status=130)
 

@@ -11,7 +11,6 @@ configs/compare/base.py documents the config of a comparison: its runs, its budg
 """
 
 import glob
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -24,7 +23,8 @@ from smallgpt_jax.comparison import budget, measure, planning, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.planning import PlannedRun
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import file_lock, local_path
+from smallgpt_jax.files import as_path, file_lock, local_path, resolve
+from smallgpt_jax.object_storage import is_remote, match
 from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
@@ -53,7 +53,7 @@ def main() -> None:
     if (_CONFIG.value is None) == (_WORKDIRS.value is None):
         cli.fail("give either --config (a comparison to train) or --workdirs (existing runs)", status=2)
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
-    output = local_path("--output", _OUTPUT.value)
+    output = as_path("--output", _OUTPUT.value)
     named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
@@ -76,18 +76,23 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     Raises UserError if --workdirs is empty. Also raises it if `output` is the folder of a comparison that trained its
     own runs, and --workdirs includes a run outside `output`.
     """
-    for pattern in _WORKDIRS.value:
-        local_path("--workdirs", pattern)
-    patterns = [os.path.expanduser(pattern) for pattern in _WORKDIRS.value if pattern]
-    folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern)) or [pattern]]
+    patterns = [as_path("--workdirs", pattern) for pattern in _WORKDIRS.value if pattern]
+    folders = [folder for pattern in patterns for folder in sorted(find_folders(pattern)) or [pattern]]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
     own = output / planning.RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
-            folder.resolve().parent == own.resolve() for folder in folders):
+            resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
     return results.name_workdirs(folders)
+
+
+def find_folders(pattern: Path) -> list[Path]:
+    """Returns the paths that match a pattern, which may be in object storage."""
+    if is_remote(pattern):
+        return match(pattern)
+    return list(map(Path, glob.glob(str(pattern))))
 
 
 def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:

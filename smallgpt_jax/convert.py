@@ -17,6 +17,7 @@ With --from, this command writes a workdir. The workdir can be given to smallgpt
 and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=run:WORKDIR.
 """
 
+import contextlib
 import datetime
 import shlex
 from pathlib import Path
@@ -27,8 +28,9 @@ from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import atomic_folder, local_path
+from smallgpt_jax.files import as_path, atomic_folder, local_path, resolve
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.object_storage import is_remote, list_files, require_bucket
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
@@ -68,11 +70,11 @@ def main() -> None:
         raise UserError(f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use --tokenizer=skip "
                         "to export without it")
     if _TO.value:
-        export_model(local_path("--workdir", _WORKDIR.value), new_folder("--output", _OUTPUT.value))
+        export_model(as_path("--workdir", _WORKDIR.value), new_folder("--output", _OUTPUT.value))
     else:
         if not _INPUT.value:
             raise UserError("--input: must be given; name the folder, file or model to import")
-        local_path("--input", _INPUT.value)  # refuses URLs; accepts names on the hub
+        as_path("--input", _INPUT.value)  # refuses URLs other than gs://; accepts names on the hub
         import_model(_INPUT.value, new_folder("--workdir", _WORKDIR.value))
 
 
@@ -83,7 +85,12 @@ def new_folder(flag: str, name: str | None) -> Path:
     """
     if not name:
         raise UserError(f"{flag}: must be given; name a new folder")
-    folder = local_path(flag, name).resolve()
+    folder = resolve(as_path(flag, name))
+    if is_remote(folder):
+        require_bucket(flag, folder)
+        if list_files(folder):
+            raise UserError(f"{flag}={name}: folder is not empty; choose another")
+        return folder
     if folder == Path.cwd():
         raise UserError(f"{flag}={name}: is the current folder; choose another")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -116,26 +123,29 @@ def import_model(source: str, folder: Path) -> None:
 
     Also writes origin.json, which records where the model comes from.
     """
-    origin = {"format": _FROM.value, "read from": Path(source).resolve().name, "on": datetime.date.today().isoformat()}
+    origin = {"format": _FROM.value, "read from": resolve(as_path("--input", source)).name,
+              "on": datetime.date.today().isoformat()}
     model_state = {}
     if _FROM.value == "hf":
-        model, params, tokenizer, model_state = hugging_face.read_folder(source, with_tokenizer=not _TOKENIZER.value)
+        model, params, tokenizer, model_state = hugging_face.read_folder(
+            str(local_path("--input", source)) if is_remote(source) else source, with_tokenizer=not _TOKENIZER.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
         # Records how the source run was trained. If its weights were imported, also records where they come from.
-        origin |= dict(model_card.training_facts(Path(source).expanduser(), origin["step"]))
+        origin |= dict(model_card.training_facts(as_path("--input", source), origin["step"]))
         if _RANK_RATIO.value is not None:
             model, params = low_rank.with_rank_ratio(model, params, _RANK_RATIO.value)
             origin["rank_ratio"] = _RANK_RATIO.value
     else:
-        model, params, facts = gpt_variations.read_checkpoint(Path(source).expanduser())
+        model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
         origin, tokenizer = origin | facts, None
     if _TOKENIZER.value or not tokenizer:
         tokenizer = tokenizers.from_spec(_TOKENIZER.value or "gpt2", [])
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
-    with atomic_folder(folder) as partial:
+    # In object storage, the folder is a workdir as soon as its last file, config.json, is written.
+    with contextlib.nullcontext(folder) if is_remote(folder) else atomic_folder(folder) as partial:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"

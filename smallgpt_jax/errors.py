@@ -17,6 +17,10 @@ class WorkdirBusyError(UserError):
         self.by = by
 
 
+class LockHeldError(Exception):
+    """Another process, named in the message, holds the lock."""
+
+
 class DivergenceError(UserError):
     """The loss, the gradient or a weight of a run is not finite."""
 

@@ -15,7 +15,6 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 
 from absl import flags
 
@@ -25,9 +24,10 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.files import local_path, write_atomically
+from smallgpt_jax.files import as_path, cache_folder, local_path, write_atomically
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.object_storage import is_remote
 
 SCORING_VERSION = 1  # part of the cache key; increase it when a code change affects the scores
 
@@ -75,8 +75,10 @@ def main() -> None:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
     model = models.LanguageModel(config)
 
-    folder = Path(_WORKDIR.value).expanduser() / workdir.EVALUATION_FOLDER
-    folder.mkdir(exist_ok=True)
+    folder = as_path("--workdir", _WORKDIR.value) / workdir.EVALUATION_FOLDER
+    scores = cache_folder() / "scores" if is_remote(folder) else folder  # lm_eval stores scores in a local database
+    for created in (folder, scores):
+        created.mkdir(parents=True, exist_ok=True)
     prefix = join_name_parts(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value)
     limit = _LIMIT.value
     if limit == 0:
@@ -85,7 +87,7 @@ def main() -> None:
         lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=model_state), params,
                          trained.tokenizer, ProgressLine(), _SEED.value, model_state),
         _TASKS.value, data_dir,
-        cache=folder / f"cache-{prefix}-{model_fingerprint(params, model_state, trained.tokenizer)}",
+        cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, trained.tokenizer)}",
         num_fewshot=_NUM_FEWSHOT.value,
         limit=int(limit) if limit and limit >= 1 else limit, random_seed=_SEED.value,
         numpy_random_seed=_SEED.value, torch_random_seed=_SEED.value, fewshot_random_seed=_SEED.value,

@@ -1,41 +1,102 @@
-"""Paths given by users, atomic writes and file locks."""
+"""Paths given by users, atomic writes and locks, on local disks and in object storage."""
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax import object_storage
+from smallgpt_jax.errors import LockHeldError, UserError
+from smallgpt_jax.object_lock import object_lock
+from smallgpt_jax.object_storage import SCHEME, is_remote
+
+# The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an exported model.
+LAST_FILE = "config.json"
+
+
+def as_path(field: str, name: str | Path) -> Path:
+    """Returns `name` as a path: a local path with `~` expanded, or the path of a gs:// URL.
+
+    Raises UserError for other URLs. The message contains `field`, the name of the flag or config field.
+    """
+    if is_remote(name):
+        return object_storage.remote_path(field, str(name))
+    refuse_url(field, name, f"and only {SCHEME} URLs are supported; copy the files to such a URL or to a local path")
+    return Path(name).expanduser()
+
+
+def refuse_url(field: str, name: str | Path, advice: str = "which is not supported here; use a local path") -> None:
+    """Raises UserError if `name` is a URL. The message ends with `advice`."""
+    if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
+        raise UserError(f"{field}: {str(name)!r} is a URL, {advice}")
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Returns the path `name` with `~` expanded.
+    """Returns the local path of a file or folder that a command reads; see `as_path` and `local_copy`."""
+    path = as_path(field, name)
+    with object_storage.name_path_in_errors(f"{field}={name}") if is_remote(path) else contextlib.nullcontext():
+        return local_copy(path)
 
-    Raises UserError if `name` is a URL. The message contains `field`, the name of the flag or config field.
+
+def local_copy(path: Path) -> Path:
+    """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder; returns the copy.
+
+    Each version of the file or folder is copied once per machine. If there is nothing at `path`, returns a path at
+    which nothing exists.
     """
-    if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
-        raise UserError(f"{field}: {str(name)!r} is a URL, and object storage is not supported; mount the bucket or "
-                        "copy the files, and use a local path")
-    return Path(name).expanduser()
+    if not is_remote(path):
+        return path
+    found = sorted(object_storage.list_files(path).items())
+    identity = hashlib.sha256(repr((str(path), found)).encode()).hexdigest()[:12]
+    copy = cache_folder() / "copies" / f"{safe_name(path.name)}-{identity}" / path.name
+    if not found or copy.exists():
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(copy.parent.with_suffix(".lock"), wait=True):
+        if not copy.exists():
+            size = sum(file.size for _, file in found)
+            print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
+            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=copy.parent))
+            try:
+                object_storage.download(path, partial / path.name)
+                rename(partial / path.name, copy)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return copy
+
+
+def cache_folder() -> Path:
+    """Returns the cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file atomically: after a crash, it has either the old or the new content."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        return object_storage.write(path, content)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     rename(partial, path)
 
 
+def resolve(path: Path) -> Path:
+    """Returns an absolute path without symbolic links. A path in object storage is returned unchanged."""
+    return path if is_remote(path) else path.resolve()
+
+
 def rename(path: Path, target: Path) -> None:
-    """Renames a file or folder durably: the rename survives a power loss."""
+    """Renames a local file or folder durably: the rename survives a power loss."""
     path.replace(target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -44,6 +105,15 @@ def rename(path: Path, target: Path) -> None:
         pass
     finally:
         os.close(folder)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder, if it exists. Ignores errors."""
+    if is_remote(path):
+        with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+            path.rmtree()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def safe_name(text: str) -> str:
@@ -55,8 +125,14 @@ def safe_name(text: str) -> str:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must not exist yet, or must be empty. Missing parents are created, and also removed on error.
+    `folder` must not exist yet, or must be empty. Missing parents are created, and also removed on error. If `folder`
+    is in object storage, the files of a local temporary folder are uploaded, LAST_FILE last.
     """
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as partial:
+            yield Path(partial)
+            object_storage.upload_folder(Path(partial), folder, LAST_FILE)
+        return
     missing_parents = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -78,17 +154,18 @@ def current_umask() -> int:
     return umask
 
 
-class LockHeldError(Exception):
-    """Another process, named in the message, holds the lock."""
-
-
 @contextlib.contextmanager
 def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock on the file at `path`, and removes the file on exit.
 
     If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError (`wait=False`). The operating
-    system releases the lock when this process ends. On file systems without locks, no lock is held.
+    system releases the lock when this process ends. On file systems without locks, no lock is held. For a path in
+    object storage, see `object_lock`.
     """
+    if is_remote(path):
+        with object_lock(path, wait):
+            yield
+        return
     while True:
         file = path.open("a+")
         try:

@@ -1,12 +1,12 @@
 """Traces of training steps for xprof, TensorBoard's profiler."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from smallgpt_jax import distributed
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.spool import Spool
 
 PROFILE_FOLDER = "profile"  # in the workdir
 
@@ -18,8 +18,8 @@ class Profiler:
     Errors do not end the run; `log` is called with a message.
     """
 
-    def __init__(self, workdir: Path, first: int, steps: int, log: Callable[[str], None] = print):
-        self._folder, self._log = workdir / PROFILE_FOLDER, log
+    def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
+        self._written, self._folder, self._log = spool.folder / PROFILE_FOLDER, spool.workdir / PROFILE_FOLDER, log
         self._traced = range(first, first + steps) if first and distributed.is_primary() else range(0)
         self._is_active = False
 
@@ -38,7 +38,7 @@ class Profiler:
         self._is_active = not self._is_active
         try:
             if self._is_active:
-                jax.profiler.start_trace(str(self._folder))
+                jax.profiler.start_trace(str(self._written))
             else:
                 jax.profiler.stop_trace()
                 self._log(f"wrote a profile to {self._folder}; to view it: pip install xprof && "

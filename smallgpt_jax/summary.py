@@ -16,6 +16,7 @@ from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import as_path
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
@@ -86,7 +87,7 @@ def print_final_message(workdir: str) -> None:
     """
     if not distributed.is_primary():
         return
-    folder = Path(workdir).expanduser()
+    folder = as_path("--workdir", workdir)
     if jax.process_count() == 1:
         print("\nSample:\n")
         try:

@@ -19,13 +19,14 @@ from smallgpt_jax.curves import save_curves
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import DivergenceError, UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import as_path
 from smallgpt_jax.kernel_check import check_attention_kernels
-from smallgpt_jax.metrics import Logger, NonFiniteGuard, Progress
+from smallgpt_jax.metrics import METRICS_FILE, Logger, NonFiniteGuard, Progress
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.spool import Spool, open_spool
 from smallgpt_jax.step import TrainState
 from smallgpt_jax.validation import evaluate
 from smallgpt_jax.watchdog import Watchdog
@@ -43,7 +44,7 @@ def train(config: ConfigDict, workdir: str) -> None:
     """
     clock = RunClock()
     distributed.require_equal("config", config.to_json_best_effort(sort_keys=True))
-    folder = local_path("--workdir", workdir)
+    folder = as_path("--workdir", workdir)
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
     program = build_program(config)
     trackers.require_installed(config.train.tracker)
@@ -57,7 +58,9 @@ def train(config: ConfigDict, workdir: str) -> None:
             evaluated = run_folder.evaluated_steps(folder, config, pipeline.corpus)
             distributed.run_on_primary(lambda: run_folder.initialize(folder, config, pipeline.corpus))
             try:
-                run(program, pipeline, folder, evaluated, stop, clock)
+                progress = Progress(config.train.steps)
+                with open_spool(folder, (METRICS_FILE, trackers.TRACKER_FILE), progress.message) as spool:
+                    run(program, pipeline, spool, evaluated, stop, clock, progress)
             except DivergenceError as diverged:
                 run_folder.append_session(folder, {"diverged": str(diverged)})
                 raise
@@ -69,12 +72,12 @@ def train(config: ConfigDict, workdir: str) -> None:
                 save_curves(folder)
 
 
-def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[int],
-        stop: preemption.StopRequest, clock: RunClock) -> None:
+def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[int],
+        stop: preemption.StopRequest, clock: RunClock, progress: Progress) -> None:
     """Trains in a locked workdir: restores, compiles, runs the loop, saves."""
-    config = program.config
-    progress = Progress(config.train.steps)
-    checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message)
+    config, folder = program.config, spool.workdir
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message,
+                              before_save=spool.upload)
     started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
     compiling = program.start_compilation() if newest_step < config.train.steps else ()
     state = program.restore_or_initialize(checkpoints)
@@ -88,7 +91,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
     print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
     run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
 
-    logger = open_logger(program, pipeline, folder, first_step, checkpoints, progress, clock)
+    logger = open_logger(program, pipeline, spool.folder, first_step, checkpoints, progress, clock)
     guard = NonFiniteGuard(config.train.on_nonfinite, config.train.max_nonfinite, pipeline.row_numbers_at,
                            checkpoints.latest_finished, log=progress.message)
     schedule = Schedule(config.train.steps, config.train.eval_every, config.train.checkpoint_every)
@@ -102,7 +105,7 @@ def run(program: Program, pipeline: DataPipeline, folder: Path, evaluated: set[i
         stopped = not evaluate_now(first_step, state)
     if not stopped:
         train_batches = map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, config.data.workers))
-        profiler = Profiler(folder, config.train.profile_from, config.train.profile_steps, progress.message)
+        profiler = Profiler(spool, config.train.profile_from, config.train.profile_steps, progress.message)
         profiler.after_step(first_step, state)
         with Watchdog(clock, config.train.stall_seconds):
             state, step, stopped = train_loop(

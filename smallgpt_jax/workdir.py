@@ -23,13 +23,15 @@ import jax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import distributed, models
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.data import Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, WorkdirBusyError
 from smallgpt_jax.files import LockHeldError, file_lock, write_atomically
+from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket
 from smallgpt_jax.provenance import software
 
 CONFIG_FILE = "config.json"
@@ -66,15 +68,9 @@ MAY_CHANGE = {
 
 def check_workdir(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
-    if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
-        parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")
-        return
-    if not workdir.is_dir() or not os.access(workdir, os.W_OK | os.X_OK):
-        raise UserError(f"--workdir={workdir}: not a writable folder")
+    require_bucket("--workdir", workdir) if is_remote(workdir) else require_writable(workdir)
     if not (workdir / CONFIG_FILE).exists():
-        if any(not path.name.startswith(".") for path in workdir.iterdir()):
+        if workdir.is_dir() and any(not path.name.startswith(".") for path in workdir.iterdir()):
             raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "
                             "another")
         return
@@ -95,11 +91,20 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
                       before.get("model.position") != "learned") else ""
         raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n"
                         f"Use the same settings to resume it, or another --workdir{longer}")
-    reached = max((int(path.name) for path in (workdir / CHECKPOINT_FOLDER).glob("*") if path.name.isdecimal()),
-                  default=0)
+    reached = max(saved_steps(workdir / CHECKPOINT_FOLDER), default=0)
     if reached > config.train.steps:
         raise UserError(f"--workdir={workdir}: existing run of {reached:,} steps, more than "
                         f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir")
+
+
+def require_writable(workdir: Path) -> None:
+    """Raises UserError if a local folder is not writable or, if it does not exist, cannot be created."""
+    if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
+        parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")
+    elif not workdir.is_dir() or not os.access(workdir, os.W_OK | os.X_OK):
+        raise UserError(f"--workdir={workdir}: not a writable folder")
 
 
 @contextlib.contextmanager
@@ -115,8 +120,10 @@ def lock(workdir: Path) -> Iterator[None]:
         except LockHeldError as other:
             raise WorkdirBusyError(f"--workdir={workdir}: in use by {other}; wait for it, or use another --workdir",
                                    by=str(other)) from None
-        except OSError as error:
-            raise UserError(f"--workdir={workdir}: cannot be created or written: {error.strerror}") from None
+        except Exception as error:
+            if not isinstance(error, OSError) and not is_request_error(error):
+                raise
+            raise UserError(f"--workdir={workdir}: cannot be created or written: {short_reason(error)}") from None
 
     with contextlib.ExitStack() as lock:
         distributed.run_on_primary(acquire)
@@ -177,7 +184,7 @@ def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
     Evaluations on other validation rows do not count; see `evaluated_steps`.
     """
     steps = config.train.steps
-    return ((workdir / CHECKPOINT_FOLDER / str(steps)).is_dir()
+    return (steps in saved_steps(workdir / CHECKPOINT_FOLDER)
             and steps in evaluated_steps(workdir, config, corpus))
 
 
@@ -242,8 +249,13 @@ def append_session(workdir: Path, facts: dict) -> None:
         return
     line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "processes": jax.process_count(), **software()}
-    with contextlib.suppress(OSError), (workdir / SESSIONS_FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    text, path = json.dumps(line) + "\n", workdir / SESSIONS_FILE
+    if is_remote(workdir):
+        with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+            write_atomically(path, (path.read_text() if path.exists() else "") + text)
+        return
+    with contextlib.suppress(OSError), path.open("a") as file:
+        file.write(text)
 
 
 def read_config(workdir: Path) -> ConfigDict:

@@ -13,6 +13,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # Even small programs are kept in the persistent cache, since many tests compile the same programs.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # sends requests that the emulator does not support
 
 import atexit
 import contextlib
@@ -43,7 +44,7 @@ import pytest
 from absl import app, flags
 from flax import linen as nn
 
-from smallgpt_jax import data, models, train, workdir
+from smallgpt_jax import data, models, object_storage, train, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import prepare, store
 from smallgpt_jax.files import file_lock
@@ -78,6 +79,28 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"needs the reference data in {SHARED_DATA}, which only developers have")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def emulated_storage():
+    """Starts an emulator of Google Cloud Storage, which this process and its subprocesses use from then on.
+
+    Returns the path of its only bucket.
+    """
+    for library in ("gcsfs", "gcp_storage_emulator"):
+        pytest.importorskip(library, reason=f"needs {library}")
+    emulator = subprocess.Popen([sys.executable, ROOT / "tests" / "gcs_emulator.py"], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    url = f"http://localhost:{int(emulator.stdout.readline())}"
+    os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url)
+    yield object_storage.remote_path("bucket", "gs://bucket")
+    emulator.communicate()
+
+
+@pytest.fixture
+def bucket(emulated_storage, tmp_path) -> Path:
+    """Returns a new path in an emulated bucket."""
+    return emulated_storage / tmp_path.parent.name / tmp_path.name
 
 
 def load_config(architecture: str, size: str = "tiny", **fields):

@@ -15,7 +15,9 @@ from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import as_path, resolve
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
@@ -181,7 +183,7 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     # are recognized by their file names, for example step100-paths….json or step100-float32-….json.
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+    for path in sorted(paths, key=modified_at):
         evaluation = read_json(path) or {}
         for task, values in evaluation.get("results", {}).items():
             metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
@@ -189,6 +191,10 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
             if metric and not is_limited(evaluation, task):
                 scores[f"{task} {metric}{settings_suffix(evaluation, task)}"] = metrics[metric]
     return scores
+
+
+def modified_at(path: Path) -> float:
+    return path.stat().mtime if is_remote(path) else path.stat().st_mtime
 
 
 def is_limited(evaluation: dict, task: str) -> bool:
@@ -225,7 +231,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
-        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", folder.resolve().name)
+        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
         config = workdir.flatten(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
@@ -246,7 +252,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
         other = seen.setdefault((run.name, run.seed), run)
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
-    own = [(run, text_identity(Path(run.workdir))) for run in runs]
+    own = [(run, text_identity(as_path("--workdirs", run.workdir))) for run in runs]
     for run, text in own[1:]:
         first, its = own[0]
         if not data.same_text(text[0], its[0]) or text[1] != its[1]:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_matching_store, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import as_path, cache_folder, file_lock
+from smallgpt_jax.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 # The fields of the `data` group that determine the content of a store.
@@ -103,7 +103,7 @@ def open_mixture(text: str) -> Corpus:
         if not folder or not 0 < weights[-1] < float("inf"):
             raise UserError(f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
                             "weight above 0")
-        stores.append(open_store(local_path("config.data.mixture", folder)))
+        stores.append(open_store(as_path("config.data.mixture", folder)))
         fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
         if fingerprints[-1] != fingerprints[0]:
             raise UserError(
@@ -114,11 +114,35 @@ def open_mixture(text: str) -> Corpus:
 
 
 def prepare_corpus(data, workers: int | None = None, log=print) -> Corpus:
-    """Prepares the store of a config's `data` group, or resumes its preparation; returns the corpus."""
-    fields = {field: data[field] for field in STORE_FIELDS}
+    """Prepares the store of a config's `data` group, or resumes its preparation; returns the corpus.
+
+    A store in object storage is prepared in the cache folder and then uploaded.
+    """
+    fields, folder = {field: data[field] for field in STORE_FIELDS}, store_folder(data)
+    if is_remote(folder):
+        return Corpus((prepare_remote_store(folder, data, fields, workers, log),), (1.0,))
     unfinished = "" if data.store else partial_name(data)
-    store = prepare_store(store_folder(data), **fields, workers=workers, log=log, unfinished=unfinished)
+    store = prepare_store(folder, **fields, workers=workers, log=log, unfinished=unfinished)
     return Corpus((store,), (1.0,))
+
+
+def prepare_remote_store(folder: Path, data, fields: dict, workers: int | None, log) -> TokenStore:
+    """Prepares the store in the cache folder and uploads it to `folder`, `metadata.json` last."""
+    require_bucket("config.data.store", folder)
+    if enclosing := sources.find_enclosing_folder(data.source, folder):
+        raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose a "
+                        "folder outside of it")
+    local = prepare_store(cached_store_folder(data), **fields, workers=workers, log=log, unfinished=partial_name(data))
+    with file_lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+        if (folder / METADATA_FILE).exists():
+            return open_matching_store(folder, fields)
+        own_files = {folder / path.relative_to(local.folder) for path in local.folder.rglob("*")}
+        if list_files(folder).keys() - own_files:
+            raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another "
+                            "folder")
+        log(f"uploading {local.folder} to {folder}")
+        upload_folder(local.folder, folder, last=METADATA_FILE)
+    return dataclasses.replace(local, folder=folder)
 
 
 def load_or_prepare(data) -> Corpus:
@@ -128,7 +152,7 @@ def load_or_prepare(data) -> Corpus:
     """
     if corpus := open_existing(data):
         return corpus
-    if not sources.is_local(data.source) or sources.local_bytes(data.source) > PREPARE_LIMIT:
+    if not sources.is_local(data.source) or sources.num_bytes(data.source) > PREPARE_LIMIT:
         raise UserError(
             f"config.data.store: no token store of {data.source!r} in {str(store_folder(data))!r}; prepare it first: "
             "python -m smallgpt_jax.prepare, with the same --config")
@@ -136,12 +160,15 @@ def load_or_prepare(data) -> Corpus:
 
 
 def store_folder(data) -> Path:
-    """Returns the folder of a config's token store: `data.store`, or else a folder in the cache.
+    """Returns the folder of a config's token store: `data.store`, or else a folder in the cache."""
+    return as_path("config.data.store", data.store) if data.store else cached_store_folder(data)
 
-    The name of the folder in the cache depends on the source and on all settings of the store.
+
+def cached_store_folder(data) -> Path:
+    """Returns the folder in the cache for the token store of a config.
+
+    The name of the folder depends on the source and on all settings of the store.
     """
-    if data.store:
-        return local_path("config.data.store", data.store)
     identity = [sources.fingerprint(data.source), tokenizers.spec_fingerprint(data.tokenizer),
                 *(data[field] for field in STORE_FIELDS)]
     return cache_folder() / "stores" / cached_name(data, *identity)
@@ -163,8 +190,3 @@ def cached_name(data, *identity) -> str:
     digest = hashlib.sha256(repr([*identity]).encode()).hexdigest()[:12]
     name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
     return f"{name}-{digest}"
-
-
-def cache_folder() -> Path:
-    """Returns the cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"

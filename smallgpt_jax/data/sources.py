@@ -3,7 +3,8 @@
 A source is one of:
 
 - `python_stdlib`: the source code of the Python standard library, which needs no download.
-- The path of a file or folder, or a glob: local files of JSON lines, Parquet or plain text, optionally compressed.
+- The path of a file or folder, or a glob: files of JSON lines, Parquet or plain text, optionally compressed. The path
+  is local or a gs:// URL.
 - `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
 - `tfds:NAME`: the training split of a TensorFlow dataset.
 
@@ -26,11 +27,14 @@ from smallgpt_jax.data.text_files import (
     ARCHIVE_SUFFIXES,
     COMPRESSED_SUFFIXES,
     TEXT_SUFFIXES,
+    TextFile,
     content_suffix,
     file_part,
+    local_file,
 )
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import as_path
+from smallgpt_jax.object_storage import is_remote, list_files, name_path_in_errors
 
 PASSAGE_CHARACTERS = (1024, 16_384)  # minimum and maximum size of the passages that text files are split into
 # Folders that `python_stdlib` does not read: tests (many Python distributions omit them), generated tables, and
@@ -59,13 +63,17 @@ def split_names(source: str) -> list[str]:
     return [name.strip() for name in source.split(",") if name.strip()]
 
 
+def is_dataset(name: str) -> bool:
+    return name.startswith(("hf:", "tfds:"))
+
+
 def is_local(source: str) -> bool:
-    return not any(name.startswith(("hf:", "tfds:")) for name in split_names(source))
+    return not any(is_dataset(name) or is_remote(name) for name in split_names(source))
 
 
 def open_source(source: str) -> list[Part]:
     """Returns the parts of a source. Raises UserError if the source does not exist or has no files."""
-    passage = min(max(local_bytes(source) // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
+    passage = min(max(num_bytes(source) // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
     parts = []
     for name in split_names(source):
         if name.startswith("hf:"):
@@ -73,33 +81,52 @@ def open_source(source: str) -> list[Part]:
         elif name.startswith("tfds:"):
             parts += tfds_parts(name)
         else:
-            parts += [file_part(path, name, passage) for path in local_files(name)]
+            parts += [file_part(file, name, passage) for file in find_files(name)]
     return parts
 
 
-def local_files(name: str) -> list[Path]:
+def find_files(name: str) -> list[TextFile]:
+    """Returns the files of a source that is not a dataset, sorted. Raises UserError if there are none."""
+    files = find_remote_files(name) if is_remote(name) else list(map(local_file, find_local_files(name)))
+    if refused := [file.path for file in files if file.path.suffix.lower() in ARCHIVE_SUFFIXES]:
+        raise UserError(f"{refused[0]}: {refused[0].suffix} archives are not supported; unpack it, or compress single "
+                        f"files as {', '.join(COMPRESSED_SUFFIXES)}")
+    return files
+
+
+def find_remote_files(name: str) -> list[TextFile]:
+    """Returns the files of a file, folder or glob in object storage, sorted. Raises UserError if there are none."""
+    path, is_pattern = as_path("config.data.source", name), glob.has_magic(name)
+    with name_path_in_errors(f"config.data.source={name!r}"):
+        found = list_files(path, is_pattern)
+    files = [TextFile(file, str(file), *entry) for file, entry in found.items()
+             if is_pattern or file == path or content_suffix(file) in TEXT_SUFFIXES]
+    if not files:
+        raise UserError(f"config.data.source={name!r}: no such file, and no folder with {', '.join(TEXT_SUFFIXES)} "
+                        "files")
+    return sorted(files)
+
+
+def find_local_files(name: str) -> list[Path]:
     """Returns the files of one local source, sorted. Raises UserError if there are none."""
     if name == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return sorted(path for path in root.rglob("*.py")
                       if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
-    path = local_path("config.data.source", name)
+    path = as_path("config.data.source", name)
     if path.is_dir():
         found = [Path(folder, file) for folder, files in walk_folders(path) for file in files]
         paths = sorted(p for p in found if content_suffix(p) in TEXT_SUFFIXES and p.is_file())
         if not paths:
             raise UserError(f"config.data.source={name!r}: folder contains no {', '.join(TEXT_SUFFIXES)} file"
                             + suggest_glob(path, found))
-    elif path.is_file():
-        paths = [path]
-    else:
-        matches = map(Path, glob.glob(str(path), recursive=True))
-        paths = drop_linked_duplicates(sorted(match for match in matches if match.is_file()))
-        if not paths:
-            raise UserError(f"config.data.source={name!r}: no such file")
-    if refused := [p for p in paths if p.suffix.lower() in ARCHIVE_SUFFIXES]:
-        raise UserError(f"{refused[0]}: {refused[0].suffix} archives are not supported; unpack it, or compress single "
-                        f"files as {', '.join(COMPRESSED_SUFFIXES)}")
+        return paths
+    if path.is_file():
+        return [path]
+    matches = map(Path, glob.glob(str(path), recursive=True))
+    paths = drop_linked_duplicates(sorted(match for match in matches if match.is_file()))
+    if not paths:
+        raise UserError(f"config.data.source={name!r}: no such file")
     return paths
 
 
@@ -151,31 +178,33 @@ def find_enclosing_folder(source: str, path: Path) -> Path | None:
 
     If there is such a folder, files written to `path` could be read as text of the source.
     """
+    if is_remote(path):
+        return next((folder for name in split_names(source) if is_remote(name)
+                     and (folder := as_path("config.data.source", name)) in path.parents), None)
     around = set(path.resolve().parents)
     return next((folder for name in split_names(source) if is_local(name)
                  for found, _ in walk_folders(Path(name).expanduser())
                  if (folder := Path(found).resolve()) in around), None)
 
 
-def local_bytes(source: str) -> int:
-    """Returns the total size of a source's local files in bytes."""
-    return sum(path.stat().st_size for name in split_names(source) if is_local(name)
-               for path in local_files(name))
+def num_bytes(source: str) -> int:
+    """Returns the total size of a source's files in bytes, without datasets."""
+    return sum(file.size for name in split_names(source) if not is_dataset(name) for file in find_files(name))
 
 
 def fingerprint(source: str) -> str:
     """Returns a hash of a source.
 
-    The hash covers the path, size and modification time of each local file. For `python_stdlib`, it covers the Python
-    version. For a remote dataset, it covers only the name.
+    The hash covers the path, size and modification time of each local file; for a file in object storage, it covers
+    the generation instead of the time. For `python_stdlib`, the hash covers the Python version. For a dataset, it
+    covers only the name.
     """
     described = []
     for name in split_names(source):
         if name == "python_stdlib":
             described.append((name, sys.version))
-        elif not is_local(name):
+        elif is_dataset(name):
             described.append(name)
         else:
-            stats = [(path.resolve(), path.stat()) for path in local_files(name)]
-            described += [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            described += [tuple(file[1:]) for file in find_files(name)]
     return hashlib.sha256(repr(described).encode()).hexdigest()

@@ -21,6 +21,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.files import local_copy
 
 FORMAT = 2
 METADATA_FILE = "metadata.json"
@@ -64,7 +65,7 @@ def documents_file(folder: Path, split: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStore:
-    folder: Path
+    folder: Path  # as given; the folder of the splits is a local copy of a folder in object storage
     metadata: dict
     train: Split
     validation: Split
@@ -72,13 +73,13 @@ class TokenStore:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Returns the store's tokenizer. Raises UserError if it is missing or damaged."""
-        return tokenizers.load(self.folder / "tokenizer")
+        return tokenizers.load(self.train.folder / "tokenizer")
 
     def fingerprint(self, split: str) -> str:
         """Returns a hash of a split. If the metadata does not contain the hash, computes it from the split's files."""
         if known := self.metadata.get("fingerprints"):
             return known[split]
-        return fingerprint(self.folder, split, getattr(self, split).text_bytes)
+        return fingerprint(self.train.folder, split, getattr(self, split).text_bytes)
 
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
@@ -91,7 +92,7 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Opens the store in `folder`.
+    """Opens the store in `folder`. A store in object storage is first copied to the cache folder.
 
     Raises UserError if the folder is not a store, if the store's format is not FORMAT, or if a file is missing or has
     the wrong size.
@@ -104,19 +105,20 @@ def open_store(folder: Path) -> TokenStore:
         raise UserError(f"{folder / METADATA_FILE}: not the metadata of a token store ({error})") from None
     if stored_format != FORMAT:
         raise UserError(f"{folder}: token store of format {stored_format}, expected format {FORMAT}; {fix}")
-    splits = {}
+    splits, local = {}, local_copy(folder)
     for name in SPLITS:
         try:
-            split = Split(folder, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
+            split = Split(local, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
                           **metadata["splits"][name])
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / METADATA_FILE}: damaged ({error}); {fix}") from None
-        for path, length in ((tokens_file(folder, name), split.tokens * np.dtype(split.dtype).itemsize),
-                             (documents_file(folder, name), split.documents * 8)):
+        for path, length in ((tokens_file(local, name), split.tokens * np.dtype(split.dtype).itemsize),
+                             (documents_file(local, name), split.documents * 8)):
+            shown = folder / path.name
             if not path.is_file():
-                raise UserError(f"{path}: file of the token store is missing; {fix}")
+                raise UserError(f"{shown}: file of the token store is missing; {fix}")
             if path.stat().st_size != length:
-                raise UserError(f"{path}: damaged, has {path.stat().st_size:,} bytes, expected {length:,}; {fix}")
+                raise UserError(f"{shown}: damaged, has {path.stat().st_size:,} bytes, expected {length:,}; {fix}")
         splits[name] = split
     return TokenStore(folder, metadata, **splits)
 

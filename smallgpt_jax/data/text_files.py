@@ -1,4 +1,4 @@
-"""Local text files as `Part`s: plain text, JSON lines and Parquet, optionally compressed."""
+"""Text files as `Part`s: plain text, JSON lines and Parquet, optionally compressed; local or in object storage."""
 
 import bz2
 import codecs
@@ -11,10 +11,12 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.object_storage import is_remote
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # If a source is a folder, only files with these suffixes are read. A compression suffix may follow.
@@ -31,8 +33,22 @@ def content_suffix(path: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
 
 
-def file_part(path: Path, source: str, passage: int) -> Part:
-    """Returns a Part that reads a local file. Plain text is split into passages of at most `passage` characters."""
+class TextFile(NamedTuple):
+    path: Path
+    location: str  # the path without symbolic links
+    size: int  # bytes
+    version: int | str  # modification time in ns; in object storage, the generation of the object
+
+
+def local_file(path: Path) -> TextFile:
+    stat = path.stat()
+    return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+
+
+def file_part(file: TextFile, source: str, passage: int) -> Part:
+    """Returns a Part that reads a file. Plain text is split into passages of at most `passage` characters."""
+    path = file.path
+
     def read(rules: Rules):
         if content_suffix(path) == ".parquet":
             return read_parquet(path, rules)
@@ -43,11 +59,9 @@ def file_part(path: Path, source: str, passage: int) -> Part:
             items = iter([raw.read().decode(errors="replace")])
         else:
             items = split_passages(decode_utf8(read_blocks(path, raw), path, rules.invalid_utf8), passage)
-        length = max(path.stat().st_size, 1)
-        return items, lambda: min(raw.tell() / length, 1.0)
+        return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
 
-    stat = path.stat()
-    return Part(str(path), stat.st_size, read, (str(path.resolve()), stat.st_mtime_ns, passage))
+    return Part(str(path), file.size, read, (file.location, file.version, passage))
 
 
 def open_binary(path: Path):
@@ -177,7 +191,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
 def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
     parquet, types = import_pyarrow(path, "parquet"), import_pyarrow(path, "types")
     with name_file_in_errors(path):
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     rows = max(file.metadata.num_rows, 1)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:

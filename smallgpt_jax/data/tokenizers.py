@@ -239,7 +239,7 @@ def spec_fingerprint(spec: str) -> str:
 
     The settings beside a tokenizer.json are among these files; the weights in a model's folder are not.
     """
-    path = Path(spec).expanduser()
+    path = local_path("config.data.tokenizer", spec)
     if not path.exists():
         return ""
     folder = path if path.is_dir() else path.parent

@@ -12,7 +12,7 @@ from smallgpt_jax import distributed, models, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import as_path
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.text_model import TextModel
@@ -65,7 +65,7 @@ class TrainedModel(NamedTuple):
 def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
     distributed.skip_tpu_search()  # commands have called this before; other programs have not
-    folder = local_path("--workdir", folder)
+    folder = as_path("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)

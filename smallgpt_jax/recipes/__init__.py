@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.files import refuse_url
 
 INSTALLED = Path(__file__).parent / "configs"
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
@@ -22,7 +22,7 @@ def find_recipe(value: str) -> str:
     existing file is returned unchanged. Raises UserError if there is no such file or recipe; the message suggests the
     most similar name.
     """
-    local_path("--config", value)
+    refuse_url("--config", value)
     name, colon, argument = value.partition(":")
     if Path(name).is_file():
         return value

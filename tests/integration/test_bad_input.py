@@ -93,10 +93,10 @@ class Run:
 
 
 CASES = {
-    "Folder in a bucket": (
-        files(), dict(data__source="gs://bucket/texts"),
-        "config.data.source: 'gs://bucket/texts' is a URL, and object storage is not supported; mount the bucket or "
-        "copy the files, and use a local path"),
+    "Folder in S3": (
+        files(), dict(data__source="s3://bucket/texts"),
+        "config.data.source: 's3://bucket/texts' is a URL, and only gs:// URLs are supported; copy the files to such a "
+        "URL or to a local path"),
     "No such file": (
         files(), dict(data__source="HERE/none.txt"),
         "config.data.source='HERE/none.txt': no such file"),
@@ -278,9 +278,9 @@ def test_message_and_files(case, tmp_path, request):
     assert [path for path, content in before.items() if after.get(path) != content] == []
 
 
-URL = "gs://bucket/run"
-REFUSED_URL = (f"{URL!r} is a URL, and object storage is not supported; mount the bucket or copy the files, and use "
-               "a local path")
+URL = "s3://bucket/run"
+REFUSED_URL = (f"{URL!r} is a URL, and only gs:// URLs are supported; copy the files to such a URL or to a local "
+               "path")
 
 
 @pytest.mark.parametrize("field, function", [

@@ -99,8 +99,7 @@ def test_wrong_usage(tmp_path, flags, status, substrings):
     (["--config=configs/gtp.py"], "no file 'configs/gtp.py'; did you mean configs/gpt.py?"),
     (["--config=paper"], "no recipe or file 'paper'; did you mean compare/paper?"),
     (["--config=nothing.py"], "no file 'nothing.py'"),
-    (["--config=gs://bucket/gpt.py"], "'gs://bucket/gpt.py' is a URL, and object storage is not supported; mount "
-     "the bucket or copy the files, and use a local path"),
+    (["--config=gs://bucket/gpt.py"], "'gs://bucket/gpt.py' is a URL, which is not supported here; use a local path"),
 ])
 def test_missing_config_files(flags, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -19,7 +19,7 @@ def test_python_stdlib():
     texts = read("python_stdlib")
     assert sum(map(len, texts)) > 5_000_000
     assert any("class JSONDecoder" in text for text in texts)
-    files = sources.local_files("python_stdlib")
+    files = sources.find_files("python_stdlib")
     assert files == sorted(set(files))
 
 

@@ -1,0 +1,119 @@
+"""Locks in object storage.
+
+A lock is an object that is created only if it does not exist. Its holder writes the object again every RENEWAL_SECONDS.
+If it is not written for LEASE_SECONDS, its holder has died, and another process may take over the lock. The process
+that wants the lock measures this time itself, so the clocks of the machines need not agree.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from smallgpt_jax.errors import LockHeldError
+from smallgpt_jax.object_storage import bucket_of
+
+LEASE_SECONDS = 60.0
+RENEWAL_SECONDS = 10.0
+POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
+    """Holds an exclusive lock, the object at `path`, and removes the object on exit.
+
+    If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError (`wait=False`). Takes over the
+    lock if it is not renewed within LEASE_SECONDS. With `wait=False`, this function therefore waits for the first
+    renewal before it raises LockHeldError.
+
+    Ends this process, with status 1, if another process takes over the lock. This happens only if this process cannot
+    renew the lock for LEASE_SECONDS, for example because it was suspended.
+    """
+    lock = Lease(path)
+    lock.acquire(wait)
+    released = threading.Event()
+    renewal = threading.Thread(target=lock.renew_until, args=(released,), daemon=True)
+    renewal.start()
+    try:
+        yield
+    finally:
+        released.set()
+        renewal.join()
+        lock.release()
+
+
+class Lease:
+    """A lock object. `generation` is the version of the object that this process has written."""
+
+    def __init__(self, path: Path):
+        self._path, (self._bucket, self._name) = path, bucket_of(path)
+        self._holder, self._id = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
+        self.generation = 0
+
+    def acquire(self, wait: bool) -> None:
+        replaced = 0  # generation of the object to replace; 0: none
+        while not self._write(replaced):
+            replaced = self._wait_until_free(wait)
+
+    def _write(self, replaced: int) -> bool:
+        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        blob = self._bucket.blob(self._name)
+        try:
+            blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced)
+        except PreconditionFailed:
+            # If the answer to a successful request is lost, the client repeats the request, which then fails.
+            blob, (_, holder_id) = self._read()
+            if holder_id != self._id:
+                return False
+        self.generation = blob.generation
+        return True
+
+    def _read(self):
+        """Returns the object, or None if it does not exist, and its two lines: the holder and the holder's id."""
+        from google.api_core.exceptions import NotFound
+
+        with contextlib.suppress(NotFound):
+            if blob := self._bucket.get_blob(self._name):
+                holder, _, holder_id = blob.download_as_text().strip().partition("\n")
+                return blob, (holder or "another process", holder_id)
+        return None, ("", "")
+
+    def _wait_until_free(self, wait: bool) -> int:
+        """Returns the generation of the object if its lease has ended, or 0 if the object was removed."""
+        generation, seen_at = None, 0.0
+        while True:
+            blob, (holder, _) = self._read()
+            if blob is None:
+                return 0
+            if generation is None:
+                print(f"{self._path}: locked by {holder}; waiting until it renews or loses the lock (at most "
+                      f"{LEASE_SECONDS:g} s)", file=sys.stderr, flush=True)
+            elif blob.generation != generation and not wait:
+                raise LockHeldError(holder)
+            if blob.generation != generation:
+                generation, seen_at = blob.generation, time.monotonic()
+            if time.monotonic() - seen_at > LEASE_SECONDS:
+                return generation
+            time.sleep(POLL_SECONDS)
+
+    def renew_until(self, released: threading.Event) -> None:
+        while not released.wait(RENEWAL_SECONDS):
+            try:
+                is_held = self._write(self.generation)
+            except Exception:  # no network, or the service is overloaded: try again later
+                continue
+            if not is_held:
+                print(f"error: {self._path}: another process has taken over the lock, which this process did not renew "
+                      f"for {LEASE_SECONDS:g} s; this process ends without saving", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def release(self) -> None:
+        with contextlib.suppress(Exception):  # if the object is not removed, the lease ends by itself
+            self._bucket.blob(self._name).delete(if_generation_match=self.generation)

@@ -1,0 +1,161 @@
+"""Google Cloud Storage: paths that begin with gs://.
+
+Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that read and write whole files. An object
+is written whole: it cannot be appended to, renamed or mapped into memory, and a folder is only a common prefix of the
+names of objects. Files that need more than this are on the local disk: `download` and `upload_folder` copy them.
+
+Requires the optional dependencies `[gcs]`. Credentials are Google's application default credentials.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
+
+SCHEME = "gs://"
+# The packages whose exceptions are failed requests: wrong credentials, no permission, no network.
+FAILED_STATUS = r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE)\b"
+CLIENT_PACKAGES = ("gcsfs", "google", "aiohttp", "requests")
+
+
+def is_remote(path: str | Path) -> bool:
+    """Returns whether `path` is in object storage."""
+    return str(path).startswith(SCHEME)
+
+
+def remote_path(field: str, url: str) -> Path:
+    """Returns the path of a gs:// URL. Sends no request.
+
+    Raises UserError if the URL has no bucket, or if gcsfs is not installed. The message contains `field`, the name of
+    the flag or config field.
+    """
+    bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket) or {"", ".", ".."} & set(names):
+        raise UserError(f"{field}: {url!r} is not a path in a bucket; expected gs://BUCKET/NAME")
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{field}: {url!r} requires gcsfs, which is not installed; run pip install -e '.[gcs]'")
+    file_system()  # configures gcsfs before epath uses it
+    return to_epath("/".join([bucket, *names]))
+
+
+def to_epath(name: str) -> Path:
+    """Returns the path of an object from its bucket and name, BUCKET/NAME."""
+    from etils import epath
+
+    return epath.Path(SCHEME + name)
+
+
+@functools.cache
+def file_system():
+    """Returns the fsspec file system that epath uses too."""
+    import fsspec
+
+    # Other programs write to the bucket, and so does tensorstore in this process, so listings must not be cached.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
+    return fsspec.filesystem("gcs", finalize_on_close=True)
+
+
+@functools.cache
+def bucket_of(path: Path):
+    """Returns the bucket of `path` as an object of Google's client library, and the name of `path` in the bucket."""
+    from google.cloud import storage
+
+    name, _, key = str(path).removeprefix(SCHEME).partition("/")
+    return storage.Client().bucket(name), key
+
+
+@contextlib.contextmanager
+def name_path_in_errors(place: str) -> Iterator[None]:
+    """Raises a UserError that begins with `place` if a request fails in the `with` block."""
+    try:
+        yield
+    except Exception as error:
+        if not is_request_error(error) and not isinstance(error, FileNotFoundError):
+            raise
+        raise UserError(request_error_message(place, error)) from None
+
+
+def is_request_error(error: Exception) -> bool:
+    """Returns whether `error` says that a request to read or write an object has failed.
+
+    gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request.
+    """
+    return (type(error).__module__.partition(".")[0] in CLIENT_PACKAGES
+            or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
+            or (isinstance(error, ValueError) and re.search(FAILED_STATUS, str(error)) is not None))
+
+
+def request_error_message(place: str, error: Exception) -> str:
+    return (f"{place}: request failed ({short_reason(error)}); check the name of the bucket, your permissions and your "
+            "credentials (gcloud auth application-default login)")
+
+
+def require_bucket(field: str, path: Path) -> None:
+    """Raises UserError if the bucket of `path` does not exist or cannot be listed."""
+    bucket, _ = bucket_of(path)
+    with name_path_in_errors(f"{field}={path}"):
+        next(iter(bucket.list_blobs(max_results=1)), None)
+
+
+class RemoteFile(NamedTuple):
+    size: int  # bytes
+    generation: str  # changes whenever the file is written
+
+
+def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
+    """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there are none.
+
+    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or [].
+    """
+    search = file_system().glob if is_pattern else file_system().find
+    return {to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
+            for name, info in search(str(path), detail=True).items() if info["type"] == "file"}
+
+
+def match(pattern: Path) -> list[Path]:
+    """Returns the files and folders that match `pattern`."""
+    return [to_epath(name) for name in file_system().glob(str(pattern))]
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes an object: others see either the old or the new content."""
+    file_system().pipe_file(str(path), content)
+
+
+def download(path: Path, target: Path) -> None:
+    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete."""
+    for source, file in list_files(path).items():
+        copy = target / source.relative_to(path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        file_system().get_file(str(source), str(copy))
+        if copy.stat().st_size != file.size:
+            raise UserError(f"{source}: changed while it was copied; rerun the same command")
+
+
+def upload_folder(folder: Path, target: Path, last: str) -> None:
+    """Copies the files of a local folder to `target`; the file named `last` is written after all others.
+
+    Readers that need the file `last` thus never see a part of the folder. Raises UserError if a copy is incomplete.
+    """
+    sizes = {path.relative_to(folder): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name in sizes:
+        if name != Path(last):
+            file_system().put_file(str(folder / name), str(target / name))
+    copies = list_files(target)
+    for name, size in sizes.items():
+        if name != Path(last) and (target / name not in copies or copies[target / name].size != size):
+            raise UserError(f"{target / name}: upload is incomplete; rerun the same command")
+    file_system().put_file(str(folder / last), str(target / last))
+
+
+def move_folder(folder: Path, target: Path) -> None:
+    """Moves the objects of a folder one by one. After an interruption, each object is in one of the two folders."""
+    file_system().mv(str(folder), str(target), recursive=True)

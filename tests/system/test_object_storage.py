@@ -1,0 +1,138 @@
+"""gs:// paths, in an emulator of Google Cloud Storage: sources, token stores, locks, runs, and commands that read runs.
+
+The reference is the same command on local paths.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import call, load_config
+from data_helpers import files_of, parquet
+from storage_helpers import LEASE, hold_lock, short_lease  # noqa: F401
+
+from smallgpt_jax import data, object_storage
+from smallgpt_jax.data.store import open_store
+from smallgpt_jax.errors import LockHeldError, UserError
+from smallgpt_jax.files import file_lock, local_copy
+
+TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
+SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
+          "b.parquet": parquet({"text": TEXTS[200:]})}
+
+
+@pytest.fixture
+def texts(bucket, tmp_path):
+    """Writes SHARDS to the bucket and to the disk; returns both folders."""
+    for folder in (bucket / "texts", tmp_path / "texts"):
+        folder.mkdir(parents=True)
+        for name, content in SHARDS.items():
+            (folder / name).write_bytes(content)
+    return bucket / "texts", tmp_path / "texts"
+
+
+def data_fields(source, store) -> list[str]:
+    return ["--config=gpt:tiny", f"--config.data.source={source}", f"--config.data.store={store}"]
+
+
+def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tmp_path):
+    remote, local = texts
+    first = call("prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store"))
+    assert (first.returncode, first.stdout.splitlines()[-1]) == (0, f"new token store: {bucket}/store"), first.stderr
+    assert call("prepare", *data_fields(local, tmp_path / "store")).returncode == 0
+    found, expected = (files_of(folder) for folder in (local_copy(bucket / "store"), tmp_path / "store"))
+    metadata = [json.loads(files.pop("metadata.json")) for files in (found, expected)]
+    assert found == expected and len(expected["train.bin"]) > 5000
+    assert metadata[0].pop("made_from")["source"] == f"{remote}/*.jsonl.gz,{remote}/b.parquet"
+    del metadata[1]["made_from"]
+    assert metadata[0] == metadata[1]
+
+    again = call("prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store"))
+    assert again.stdout == f"existing token store: {bucket}/store\n"
+    other = call("prepare", *data_fields(remote, bucket / "store"))
+    assert other.returncode == 1 and "was made with source=" in other.stderr
+
+
+def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
+    def stop_before(remote_file):
+        def put_file(source, target):
+            if target.endswith(remote_file):
+                raise OSError("connection lost")
+            upload(source, target)
+        return put_file
+
+    config, storage = load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data, (
+        object_storage.file_system())
+    upload = storage.put_file
+    for name in ("validation.bin", "metadata.json"):
+        monkeypatch.setattr(storage, "put_file", stop_before(name))
+        with pytest.raises(OSError, match="connection lost"):
+            data.prepare_corpus(config, log=lambda _: None)
+        assert (bucket / "store" / "train.bin").exists() and data.open_existing(config) is None
+        with pytest.raises(UserError, match=r"metadata.json: not the metadata of a token store"):
+            open_store(bucket / "store")
+    monkeypatch.setattr(storage, "put_file", upload)
+    data.prepare_corpus(config, log=lambda _: None)
+    store = open_store(bucket / "store")
+    assert data.open_existing(config).stores[0].train.tokens == len(store.train.stream) > 5000
+
+
+def test_a_store_is_copied_once(texts, bucket, capsys):
+    assert call("prepare", *data_fields(texts[0], bucket / "store")).returncode == 0
+    first, second = open_store(bucket / "store"), open_store(bucket / "store")
+    assert capsys.readouterr().err.count("copying") == 1 and isinstance(first.train.stream, np.memmap)
+    assert first.train.folder == second.train.folder != first.folder == bucket / "store"
+    # Another version of the store is another copy.
+    (bucket / "store" / "train.bin").write_bytes(b"\0" * 10)
+    with pytest.raises(UserError, match=rf"{bucket}/store/train.bin: damaged, has 10 bytes, expected"):
+        open_store(bucket / "store")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--config.data.source=s3://b/texts"], "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs"),
+    (["--config.data.store=https://b/c"], "config.data.store: 'https://b/c' is a URL, and only gs:// URLs"),
+    (["--config.data.source=gs://"], "config.data.source: 'gs://' is not a path in a bucket"),
+    (["--config.data.source=gs://bucket/missing/*.txt"], "config.data.source='gs://bucket/missing/*.txt': no such"),
+    (["--config.data.source=gs://nobucket/texts"], "config.data.source='gs://nobucket/texts': "),
+    (["--config.data.store=gs://nobucket/store"], "config.data.store=gs://nobucket/store: request failed"),
+    (["--config.data.source={0}", "--config.data.store={0}/store"], "config.data.store='{0}/store': is inside {0}"),
+])
+def test_wrong_paths(texts, arguments, message):
+    found = call("prepare", "--config=gpt:tiny", *(argument.format(texts[0]) for argument in arguments))
+    assert found.returncode == 1 and found.stderr.startswith(f"error: {message.format(texts[0])}"), found.stderr
+    assert len(found.stderr.splitlines()) <= 2
+
+
+def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F811
+    lock = bucket / "lock"
+    with contextlib.ExitStack() as second:
+        with file_lock(lock):
+            with pytest.raises(LockHeldError, match=rf"^process {os.getpid()} on \S+$"), file_lock(lock):
+                pass
+            waiter = threading.Thread(target=lambda: second.enter_context(file_lock(lock, wait=True)))
+            waiter.start()
+            waiter.join(2 * LEASE["LEASE_SECONDS"])
+            assert waiter.is_alive()
+        waiter.join(5)
+        assert not waiter.is_alive() and lock.exists()
+    assert not lock.exists()
+
+
+def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
+    holder = hold_lock(bucket / "lock")
+    with pytest.raises(LockHeldError, match=f"process {holder.pid} on"), file_lock(bucket / "lock"):
+        pass
+    holder.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with file_lock(bucket / "lock"):
+        assert time.monotonic() - began > LEASE["LEASE_SECONDS"]
+        holder.send_signal(signal.SIGCONT)
+        _, error = holder.communicate(timeout=10)
+        assert holder.returncode == 1 and "another process has taken over the lock" in error
+        assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")

@@ -16,16 +16,13 @@ import keyword
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 
-import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import distributed, object_storage, recipes
+from smallgpt_jax import compilation_cache, distributed, object_storage, recipes
 from smallgpt_jax.errors import StoppedError, UserError
-from smallgpt_jax.files import cache_folder
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
 # For flag values of the wrong type: a part of absl's error message → the type of value that the flag expects.
@@ -50,11 +47,6 @@ def run(main: Callable[[], None]) -> None:
             logging.set_verbosity(logging.WARNING)
         if len(argv) > 1:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
-        if jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-            # If the cache cannot be written, programs are compiled again in the next run. No warning is needed.
-            warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
-        distributed.skip_tpu_search()
         run_command(main)
 
     with best_effort("stderr"):  # if standard error cannot be written, the exit status must stay the same
@@ -68,6 +60,8 @@ def run_command(main: Callable[[], None]) -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)
     try:
+        compilation_cache.configure()
+        distributed.skip_tpu_search()
         main()
         sys.stdout.flush()
     except UserError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smallgpt_jax import distributed
+from smallgpt_jax.errors import install_command
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -32,7 +33,7 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
         if not lines:
             return
         if importlib.util.find_spec("matplotlib") is None:
-            log(f"{path}: not drawn, because matplotlib is not installed; run pip install -e '.[plot]'")
+            log(f"{path}: not drawn, because matplotlib is not installed; run {install_command('plot')}")
             return
         write_atomically(path, draw(lines))
     except Exception as error:  # a run must not fail because of its plots

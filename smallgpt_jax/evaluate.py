@@ -21,7 +21,7 @@ from absl import flags
 from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.checkpoint import bit_checksums
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.files import as_path, cache_folder, local_path, write_atomically
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         from smallgpt_jax.evaluation.harness import SmallGPT
     except ImportError:
-        raise UserError("lm-evaluation-harness is not installed; run pip install -e '.[eval]'") from None
+        raise UserError(f"lm-evaluation-harness is not installed; run {install_command('eval')}") from None
     data_dir = local_path("--data_dir", _DATA_DIR.value) if _DATA_DIR.value else None
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
-# The packages whose exceptions are failed requests: wrong credentials, no permission, no network.
-FAILED_STATUS = r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE)\b"
-CLIENT_PACKAGES = ("gcsfs", "google", "aiohttp", "requests")
+# Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
+CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
+FAILED_STATUS = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
+                           "UNAVAILABLE")
 
 
 def is_remote(path: str | Path) -> bool:
@@ -33,14 +34,14 @@ def is_remote(path: str | Path) -> bool:
 def remote_path(field: str, url: str) -> Path:
     """Returns the path of a gs:// URL. Sends no request.
 
-    Raises UserError if the URL has no bucket, or if gcsfs is not installed. The message contains `field`, the name of
-    the flag or config field.
+    Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not installed. The message contains `field`, the
+    name of the flag or config field.
     """
     bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket) or {"", ".", ".."} & set(names):
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket) or not names or {"", ".", ".."} & set(names):
         raise UserError(f"{field}: {url!r} is not a path in a bucket; expected gs://BUCKET/NAME")
     if importlib.util.find_spec("gcsfs") is None:
-        raise UserError(f"{field}: {url!r} requires gcsfs, which is not installed; run pip install -e '.[gcs]'")
+        raise UserError(f"{field}: {url!r} requires gcsfs, which is not installed; run {install_command('gcs')}")
     file_system()  # configures gcsfs before epath uses it
     return to_epath("/".join([bucket, *names]))
 
@@ -88,9 +89,9 @@ def is_request_error(error: Exception) -> bool:
 
     gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request.
     """
-    return (type(error).__module__.partition(".")[0] in CLIENT_PACKAGES
+    return (f"{type(error).__module__}.".startswith(CLIENT_MODULES)
             or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
-            or (isinstance(error, ValueError) and re.search(FAILED_STATUS, str(error)) is not None))
+            or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None))
 
 
 def request_error_message(place: str, error: Exception) -> str:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import short_reason
 
@@ -22,7 +22,7 @@ TRACKER_FILE = "tracker.json"  # in the workdir: the id of the run
 def require_installed(name: str) -> None:
     """Raises UserError if the tracker `name` is not installed. Accepts "", which stands for no tracker."""
     if name and importlib.util.find_spec(name) is None:
-        raise UserError(f"config.train.tracker={name!r}: {name} is not installed; run pip install -e '.[{name}]'")
+        raise UserError(f"config.train.tracker={name!r}: {name} is not installed; run {install_command(name)}")
 
 
 class Tracker:

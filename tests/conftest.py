@@ -44,7 +44,7 @@ import pytest
 from absl import app, flags
 from flax import linen as nn
 
-from smallgpt_jax import data, models, object_storage, train, workdir
+from smallgpt_jax import compilation_cache, data, models, object_storage, train, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import prepare, store
 from smallgpt_jax.files import file_lock
@@ -70,7 +70,7 @@ def cache_folder(shared_folder):
     folder = shared_folder / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "smallgpt_jax" / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(compilation_cache.folder()))
     return folder
 
 
@@ -93,7 +93,8 @@ def emulated_storage():
                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     url = f"http://localhost:{int(emulator.stdout.readline())}"
     os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url)
-    yield object_storage.remote_path("bucket", "gs://bucket")
+    object_storage.file_system()  # configures gcsfs
+    yield object_storage.to_epath("bucket")
     emulator.communicate()
 
 

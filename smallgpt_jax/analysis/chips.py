@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 
 GiB = 2**30
 
@@ -92,7 +92,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 def tpu_devices(topology: str) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
-        raise UserError("--topology: the TPU compiler is not installed; pip install '.[plan]'")
+        raise UserError(f"--topology: the TPU compiler is not installed; run {install_command('plan')}")
     kind, _, shape = topology.partition(":")
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs needs no TPU
     # With these variables, libtpu sends no queries to the metadata server, writes no log, and can run in several

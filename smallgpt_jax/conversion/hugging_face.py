@@ -25,7 +25,7 @@ from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_fi
 from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
 
@@ -173,4 +173,4 @@ def import_library(name: str):
     try:
         return import_module(name)
     except ImportError:
-        raise UserError(f"{name} is not installed; run pip install -e '.[hf]'") from None
+        raise UserError(f"{name} is not installed; run {install_command('hf')}") from None

@@ -4,7 +4,7 @@ import json
 
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
 # Texts on which an exported tokenizer is compared with the original tokenizer.
@@ -28,7 +28,7 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
     try:
         import tokenizers as library
     except ImportError:
-        raise UserError("tokenizers is not installed; run pip install -e '.[hf]'") from None
+        raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
     builders = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer, "sentencepiece": sentencepiece_tokenizer}
     converted, end_of_text = builders[tokenizer.kind](library, tokenizer)
     converted.add_special_tokens([library.AddedToken(end_of_text, special=True, normalized=False)])

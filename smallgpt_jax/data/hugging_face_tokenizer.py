@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -42,7 +42,7 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise UserError("tokenizers is not installed; run pip install -e '.[hf]'") from None
+            raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
         try:
             tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises Exception

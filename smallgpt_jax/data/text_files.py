@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.object_storage import is_remote
 
@@ -226,4 +226,4 @@ def import_pyarrow(path: Path, module: str = ""):
 
 
 def missing_libraries(what: str) -> UserError:
-    return UserError(f"{what}: requires extra libraries; run pip install -e '.[data]'")
+    return UserError(f"{what}: requires extra libraries; run {install_command('data')}")

@@ -98,6 +98,8 @@ def test_a_store_is_copied_once(texts, bucket, capsys):
     (["--config.data.source=s3://b/texts"], "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs"),
     (["--config.data.store=https://b/c"], "config.data.store: 'https://b/c' is a URL, and only gs:// URLs"),
     (["--config.data.source=gs://"], "config.data.source: 'gs://' is not a path in a bucket"),
+    (["--config.data.store=gs://bucket"], "config.data.store: 'gs://bucket' is not a path in a bucket; expected gs://"),
+    (["--config.data.store=gs://bucket/a/../b"], "config.data.store: 'gs://bucket/a/../b' is not a path in a bucket"),
     (["--config.data.source=gs://bucket/missing/*.txt"], "config.data.source='gs://bucket/missing/*.txt': no such"),
     (["--config.data.source=gs://nobucket/texts"], "config.data.source='gs://nobucket/texts': "),
     (["--config.data.store=gs://nobucket/store"], "config.data.store=gs://nobucket/store: request failed"),

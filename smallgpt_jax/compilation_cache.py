@@ -1,0 +1,46 @@
+"""The folder of JAX's persistent compilation cache, which several processes and machines can share.
+
+XLA compiles for the instruction set of the host's processor, and JAX's cache keys do not contain it. Each kind of
+processor therefore has a subfolder of its own.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax.files import as_path, cache_folder
+
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/cpuinfo, on x86 and ARM
+
+
+def configure() -> None:
+    """Sets JAX's cache folder, unless the program that called this one has set it.
+
+    Raises UserError if VARIABLE is a URL that is not supported.
+    """
+    if jax.config.jax_compilation_cache_dir in (None, os.environ.get(VARIABLE)):
+        jax.config.update("jax_compilation_cache_dir", str(folder()))
+    # If the cache cannot be read or written, programs are compiled again. No warning is needed.
+    warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
+
+
+def folder() -> Path:
+    """Returns the folder for this machine: a subfolder of $JAX_COMPILATION_CACHE_DIR or of the cache folder."""
+    shared = os.environ.get(VARIABLE)
+    return (as_path(VARIABLE, shared) if shared else cache_folder() / "compiled") / processor_kind()
+
+
+def processor_kind() -> str:
+    """Returns a name that is the same on machines with the same kind of processor, such as x86_64-1f3b09c2."""
+    fields = {"name": platform.processor()}
+    with contextlib.suppress(OSError):  # macOS has no /proc
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    described = repr([(name, fields[name]) for name in sorted(fields) if name in ("name", *PROCESSOR_FIELDS)])
+    return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

@@ -1,7 +1,7 @@
 """Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few are kept.
 
-On local disks, orbax writes a checkpoint to a temporary folder and renames this folder. In object storage, orbax writes
-the file COMMIT_SUCCESS last; a folder without this file is not a checkpoint.
+On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object storage, orbax
+writes the file `commit_success.txt` last; a folder without this file is not a checkpoint.
 
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it follows from the step
 number. Only imported models have a checkpoint of step 0; it has no optimizer state.

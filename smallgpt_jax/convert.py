@@ -17,7 +17,6 @@ With --from, this command writes a workdir. The workdir can be given to smallgpt
 and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with --config=run:WORKDIR.
 """
 
-import contextlib
 import datetime
 import shlex
 from pathlib import Path
@@ -28,7 +27,7 @@ from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path, atomic_folder, local_path, resolve
+from smallgpt_jax.files import as_path, atomic_folder, local_path, removed_on_error, resolve
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.object_storage import is_remote, list_files, require_bucket
 
@@ -144,8 +143,8 @@ def import_model(source: str, folder: Path) -> None:
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
-    # In object storage, the folder is a workdir as soon as its last file, config.json, is written.
-    with contextlib.nullcontext(folder) if is_remote(folder) else atomic_folder(folder) as partial:
+    # orbax writes checkpoints in object storage in another way than on a local disk, so they cannot be uploaded.
+    with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"

@@ -129,7 +129,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     is in object storage, the files of a local temporary folder are uploaded, LAST_FILE last.
     """
     if is_remote(folder):
-        with tempfile.TemporaryDirectory() as partial:
+        with tempfile.TemporaryDirectory() as partial, removed_on_error(folder):
             yield Path(partial)
             object_storage.upload_folder(Path(partial), folder, LAST_FILE)
         return
@@ -146,6 +146,16 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another process has put files into the new parents
                 for parent in missing_parents:
                     parent.rmdir()
+
+
+@contextlib.contextmanager
+def removed_on_error(folder: Path) -> Iterator[Path]:
+    """Yields `folder`; removes it if the `with` block raises an exception."""
+    try:
+        yield folder
+    except BaseException:
+        remove_folder(folder)
+        raise
 
 
 def current_umask() -> int:

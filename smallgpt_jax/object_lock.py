@@ -87,9 +87,10 @@ class Lease:
 
     def _wait_until_free(self, wait: bool) -> int:
         """Returns the generation of the object if its lease has ended, or 0 if the object was removed."""
-        generation, seen_at = None, 0.0
+        generation, seen_at, polled_at = None, 0.0, 0.0
         while True:
             blob, (holder, _) = self._read()
+            before, polled_at = polled_at, time.monotonic()
             if blob is None:
                 return 0
             if generation is None:
@@ -97,9 +98,10 @@ class Lease:
                       f"{LEASE_SECONDS:g} s)", file=sys.stderr, flush=True)
             elif blob.generation != generation and not wait:
                 raise LockHeldError(holder)
-            if blob.generation != generation:
-                generation, seen_at = blob.generation, time.monotonic()
-            if time.monotonic() - seen_at > LEASE_SECONDS:
+            # After a pause, for example of the network, the holder gets the whole lease to renew the lock.
+            if blob.generation != generation or polled_at - before > RENEWAL_SECONDS:
+                generation, seen_at = blob.generation, polled_at
+            if polled_at - seen_at > LEASE_SECONDS:
                 return generation
             time.sleep(POLL_SECONDS)
 

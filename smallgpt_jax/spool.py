@@ -35,20 +35,18 @@ class Spool:
         if self.folder == self.workdir:
             return
         with self._lock:
-            for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-                version = path.stat().st_size, path.stat().st_mtime_ns
-                if self._uploaded.get(path) == version:
-                    continue
-                target = self.workdir / path.relative_to(self.folder)
-                try:
-                    write_atomically(target, path.read_bytes())
-                except Exception as error:  # no network, no permission
-                    if not self._is_failing:
-                        self._log(f"{target}: could not be written ({short_reason(error)}). Training continues; the "
-                                  "upload is repeated")
-                    self._is_failing = True
-                    return
-                self._uploaded[path], self._is_failing = version, False
+            try:
+                for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+                    version = path.stat().st_size, path.stat().st_mtime_ns
+                    if self._uploaded.get(path) != version:
+                        write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
+                        self._uploaded[path] = version
+                self._is_failing = False
+            except Exception as error:  # no network, no permission
+                if not self._is_failing:
+                    self._log(f"{self.workdir}: metrics could not be uploaded ({short_reason(error)}). Training "
+                              "continues; the upload is repeated")
+                self._is_failing = True
 
 
 @contextlib.contextmanager

@@ -68,7 +68,10 @@ MAY_CHANGE = {
 
 def check_workdir(workdir: Path, config: ConfigDict) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
-    require_bucket("--workdir", workdir) if is_remote(workdir) else require_writable(workdir)
+    if is_remote(workdir):
+        require_bucket("--workdir", workdir)
+    else:
+        require_writable(workdir)
     if not (workdir / CONFIG_FILE).exists():
         if workdir.is_dir() and any(not path.name.startswith(".") for path in workdir.iterdir()):
             raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "

@@ -8,16 +8,18 @@ import gzip
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from conftest import call, load_config
+from conftest import ROOT, call, load_config
 from data_helpers import files_of, parquet
 from storage_helpers import LEASE, hold_lock, short_lease  # noqa: F401
 
-from smallgpt_jax import data, object_storage
+from smallgpt_jax import compilation_cache, data, object_lock, object_storage
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.errors import LockHeldError, UserError
 from smallgpt_jax.files import file_lock, local_copy
@@ -138,3 +140,48 @@ def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
         _, error = holder.communicate(timeout=10)
         assert holder.returncode == 1 and "another process has taken over the lock" in error
         assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
+
+
+def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeypatch):  # noqa: F811
+    read, delays = object_lock.Lease._read, [2 * LEASE["RENEWAL_SECONDS"]] * 4
+
+    def slow_read(lease):
+        time.sleep(delays.pop() if delays else 0)
+        return read(lease)
+
+    monkeypatch.setattr(object_lock.Lease, "_read", slow_read)
+    (bucket / "lock").write_text("process 1 on elsewhere\n0\n")
+    began = time.monotonic()
+    with file_lock(bucket / "lock"):
+        assert time.monotonic() - began > 8 * LEASE["RENEWAL_SECONDS"] + LEASE["LEASE_SECONDS"]
+
+
+COMPILE = """
+import jax
+from smallgpt_jax import compilation_cache
+compilation_cache.configure()
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
+print(jax.jit(lambda x: x @ x + 3)(jax.numpy.ones((4, 4)))[0, 0], sum(hits))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["bucket", "tmp_path"])
+def test_processes_share_a_compilation_cache(place, request):
+    """A part of an entry, which a process leaves if it is killed while it writes the entry, is ignored."""
+    folder = request.getfixturevalue(place) / "compiled"
+
+    def compile_in_process() -> tuple[str, int]:
+        done = subprocess.run([sys.executable, "-W", "default", "-c", COMPILE], cwd=ROOT, capture_output=True,
+                              text=True, env={**os.environ, compilation_cache.VARIABLE: str(folder)})
+        assert done.returncode == 0 and "persistent" not in done.stderr, done.stderr
+        value, hits = done.stdout.split()
+        return value, int(hits)
+
+    assert compile_in_process() == ("7.0", 0)
+    entries = list((folder / compilation_cache.processor_kind()).glob("*-cache"))
+    assert compile_in_process() == ("7.0", len(entries)) and entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-20])
+    assert compile_in_process() == ("7.0", 0)

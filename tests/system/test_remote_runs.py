@@ -186,7 +186,7 @@ def test_metrics_are_uploaded_while_a_run_trains(bucket, monkeypatch):
         (opened.folder / "profile" / "trace").write_text("last")
     assert (bucket / "run" / "profile" / "trace").read_text() == "last" and not opened.folder.exists()
     assert len(messages) == 1
-    assert messages[0].startswith(f"{bucket}/run/metrics.jsonl: could not be written (connection lost)")
+    assert messages[0].startswith(f"{bucket}/run: metrics could not be uploaded (connection lost)")
 
 
 def test_failed_requests_are_not_damage(remote_run, monkeypatch):

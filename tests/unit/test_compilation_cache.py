@@ -1,13 +1,9 @@
 """The folder of the compilation cache, and installation commands in messages."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
-from conftest import ROOT
 
 from smallgpt_jax import compilation_cache, errors
 from smallgpt_jax.errors import UserError
@@ -49,35 +45,6 @@ def test_a_cache_that_the_program_has_set_is_kept(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     compilation_cache.configure()
     assert jax.config.jax_compilation_cache_dir == before
-
-
-COMPILE = """
-import jax
-from smallgpt_jax import compilation_cache
-compilation_cache.configure()
-hits = []
-jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
-print(jax.jit(lambda x: x @ x + 3)(jax.numpy.ones((4, 4)))[0, 0], sum(hits))
-"""
-
-
-@pytest.mark.slow
-def test_processes_share_the_cache_and_survive_a_partial_entry(tmp_path):
-    """A process that is killed while it writes an entry leaves a part of a file."""
-    def compile_in_process() -> list[str]:
-        environment = {**os.environ, compilation_cache.VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-W", "default", "-c", COMPILE], env=environment, capture_output=True,
-                              text=True)
-        assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
-        return done.stdout.split()
-
-    assert compile_in_process() == ["7.0", "0"]
-    entries = list((tmp_path / compilation_cache.processor_kind()).glob("*-cache"))
-    value, hits = compile_in_process()
-    assert (value, int(hits)) == ("7.0", len(entries)) and len(entries) > 0
-    for entry in entries:
-        entry.write_bytes(entry.read_bytes()[:-20])
-    assert compile_in_process() == ["7.0", "0"]
 
 
 def test_installation_commands(monkeypatch, tmp_path):

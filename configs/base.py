@@ -80,15 +80,15 @@ def paper() -> ConfigDict:
 
     config.data = data = ConfigDict()
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME |
-    # path or glob of .txt, .jsonl or .parquet files, plain or compressed (.gz, .bz2, .zst). Several sources are
-    # separated by commas
+    # path or glob, local or gs://, of .txt, .jsonl or .parquet files, plain or compressed (.gz, .bz2, .zst). Several
+    # sources are separated by commas
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     data.invalid_items = "refuse"  # if lines or rows are invalid or lack text_field: "refuse" the source | "skip" them
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a
     # tokenizer.json of Hugging Face, or a folder
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text
-    data.store = "data/fineweb-edu"  # folder of the token store; an existing store is used unchanged.
+    data.store = "data/fineweb-edu"  # folder of the token store, local or gs://; an existing store is used unchanged.
     # "": a store in the cache folder, rebuilt when the source changes
     data.mixture = ""  # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, it
     # replaces the fields source, tokenizer and store

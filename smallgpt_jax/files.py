@@ -63,12 +63,11 @@ def local_copy(path: Path) -> Path:
         if not copy.exists():
             size = sum(file.size for _, file in found)
             print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
-            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=copy.parent))
-            try:
-                object_storage.download(path, partial / path.name)
-                rename(partial / path.name, copy)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            partial = copy.parent / ".partial" / path.name  # a killed process may have left a part of the copy
+            shutil.rmtree(partial.parent, ignore_errors=True)
+            object_storage.download(path, partial)
+            rename(partial, copy)
+            partial.parent.rmdir()
     return copy
 
 

@@ -85,8 +85,15 @@ def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
     assert data.open_existing(config).stores[0].train.tokens == len(store.train.stream) > 5000
 
 
-def test_a_store_is_copied_once(texts, bucket, capsys):
+def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):
     assert call("prepare", *data_fields(texts[0], bucket / "store")).returncode == 0
+    get_file = object_storage.file_system().get_file
+    with monkeypatch.context() as patch:  # the first copy is interrupted
+        patch.setattr(object_storage.file_system(), "get_file", lambda source, target: (
+            get_file(source, target) if "train" in source else os.truncate(target, 0)))
+        with pytest.raises(FileNotFoundError):
+            open_store(bucket / "store")
+    capsys.readouterr()
     first, second = open_store(bucket / "store"), open_store(bucket / "store")
     assert capsys.readouterr().err.count("copying") == 1 and isinstance(first.train.stream, np.memmap)
     assert first.train.folder == second.train.folder != first.folder == bucket / "store"

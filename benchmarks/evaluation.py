@@ -51,13 +51,13 @@ def main() -> None:
     model = models.build(
         architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
         mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)
-    params = init_state(model, optax.identity(), 0).params
-    scorer = RecordingScorer(model, params)
+    state = init_state(model, optax.identity(), 0)
+    scorer = RecordingScorer(model, state.params, model_state=state.model_state)
 
     def language_model():
         from smallgpt_jax.evaluation.harness import SmallGPT  # imported here, so that the import is timed
 
-        return SmallGPT(scorer, params, tokenizer, lambda *_: None)
+        return SmallGPT(scorer, state.params, tokenizer, lambda *_: None)
 
     def evaluate():
         with tempfile.TemporaryDirectory() as cache:

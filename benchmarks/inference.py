@@ -57,7 +57,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the 
 
 
 def random_model(architecture: str, context: int):
-    """Returns a model with the layers, heads, width and vocabulary of --size, and random parameters for it."""
+    """Returns a model with the layers, heads, width and vocabulary of --size, random parameters, and its state."""
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
     architecture_fields = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
         architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
@@ -73,18 +73,19 @@ def random_model(architecture: str, context: int):
     params = jax.tree.map(
         lambda x: jnp.asarray(0.02 * rng.standard_normal(x.value.shape, np.float32)),
         models.abstract_params(model), is_leaf=lambda x: hasattr(x, "names"))
-    return model, params
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
+    return model, params, state
 
 
 class DecodingModel:
     """A model of this project with random weights, ready for decoding."""
 
     def __init__(self, architecture: str, context: int, paths=None):
-        model, params = random_model(architecture, context)
+        model, params, state = random_model(architecture, context)
         if paths is not None:
-            config, params, _ = with_paths(model.config, params, {}, paths)
+            config, params, state = with_paths(model.config, params, state, paths)
             model = models.LanguageModel(config)
-        self.model, self.weights = model, layout.pack(model, params)
+        self.model, self.weights = model, layout.pack(model, params, state)
         self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.weights))
         # The embeddings are not counted, because a decoding step reads only one row of each per sequence.
         self.read_bytes = self.weight_bytes - sum(

@@ -124,6 +124,11 @@ def paper() -> ConfigDict:
     # divide context_length
     train.z_loss = 0.0  # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common
     # weight is 1e-4. The z-loss is added in training, but not in evaluation
+    train.teacher = ""  # workdir of a trained model of the same architecture and sizes, for example the model whose
+    # matrices were factored. The distance between the outputs of its blocks and those of this model is added to the
+    # training loss; see docs/conversion.md. "": none
+    train.teacher_step = -1  # step of the teacher's checkpoint; -1: the newest one when the run starts
+    train.feature_weight = 0.1  # weight of the distance to the teacher's features
     train.seed = 1337  # seed of weights, data order and dropout; 0 to 2^32 - 1
     train.log_every = 10  # steps between log lines
     train.eval_every = 250  # steps between evaluations

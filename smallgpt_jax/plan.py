@@ -119,10 +119,11 @@ def format_memory(result: Estimate) -> list[str]:
     The table shows the compiler's figures beside those of the formula in analysis/memory.py.
     """
     formula = result.account
-    state = formula["weights"] + formula["moments"]
-    rest = sum(size for name, size in formula.items() if name not in ("weights", "moments"))
-    rows = [("state (weights, moments) and batch", result.argument_bytes, state),
-            ("  weights", None, formula["weights"]), ("  moments", None, formula["moments"]),
+    arguments = {name: formula[name] for name in ("weights", "moments", "teacher") if name in formula}
+    state = sum(arguments.values())
+    rest = sum(formula.values()) - state
+    rows = [(f"state ({', '.join(arguments)}) and batch", result.argument_bytes, state),
+            *((f"  {name}", None, size) for name, size in arguments.items()),
             ("temporaries", result.temp_bytes, rest),
             ("  gradients", None, formula["gradients"]), ("  gathered weights", None, formula["gathered"]),
             ("  activations", None, formula["activations"]),

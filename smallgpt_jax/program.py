@@ -21,6 +21,7 @@ from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
+from smallgpt_jax.teacher import Teacher, open_teacher
 from smallgpt_jax.trackers import TRACKERS
 
 SCHEDULE_FIELDS = ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")
@@ -28,7 +29,7 @@ SCHEDULE_FIELDS = ("learning_rate", "warmup_steps", "decay_steps", "final_learni
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The model, mesh, optimizer and state shardings of a config."""
+    """The model, mesh, optimizer, state shardings and teacher of a config."""
 
     config: ConfigDict
     model: models.LanguageModel
@@ -36,6 +37,7 @@ class Program:
     optimizer: optax.GradientTransformation
     shardings: TrainState
     abstract_params: Any  # models.abstract_params(model), stored because each call traces the model
+    teacher: Teacher | None
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -82,15 +84,20 @@ class Program:
         return steps
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated."""
-        c = self.config
+        """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated.
+
+        With a teacher, its variables are a third argument; see `with_teacher`.
+        """
+        c, teacher = self.config, self.teacher
         schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
         step = functools.partial(
             train_step, model=self.model, optimizer=self.optimizer, schedule=schedule, seed=c.train.seed,
-            microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks, z_loss=c.train.z_loss)
+            microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks, z_loss=c.train.z_loss,
+            teacher=teacher and teacher.model, feature_weight=c.train.feature_weight)
+        arguments = (self.abstract_state, self.abstract_batch(), *([teacher.abstract_variables] if teacher else []))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(self.abstract_state, self.abstract_batch()).compile(compiler_options)
+            return jitted.lower(*arguments).compile(compiler_options)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
@@ -116,11 +123,24 @@ class Program:
             shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
 
     def open_pipeline(self) -> DataPipeline:
-        """Returns the data pipeline of this process. Raises the UserErrors of `data.pipeline.open_pipeline`."""
+        """Returns the data pipeline of this process. Raises the UserErrors of `data.pipeline.open_pipeline`.
+
+        Raises UserError if the teacher has another tokenizer.
+        """
         c = self.config
-        return open_pipeline(
+        pipeline = open_pipeline(
             c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
+        if self.teacher:
+            self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
+        return pipeline
+
+    def with_teacher(self, train_step):
+        """Returns the training step as a function of state and batch. Restores the variables of the teacher, if any."""
+        if not self.teacher:
+            return train_step
+        variables = self.teacher.restore()
+        return lambda state, batch: train_step(state, batch, variables)
 
     def runnable(self, compiled: jax.stages.Compiled):
         """Returns a function that runs `compiled`; on simulated CPU devices, it blocks until the result is available.
@@ -139,12 +159,13 @@ def build_program(config: ConfigDict, devices=None) -> Program:
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     validate_train(config.train, model.config, mesh)
     boxed_params = models.abstract_params(model)
+    models.require_factors(model, boxed_params)
     optimizer = make_optimizer(boxed_params, **config.optimizer)
     params = sharding.param_shardings(mesh, boxed_params)
     opt_state = sharding.optimizer_shardings(mesh, optimizer, nn.unbox(boxed_params), params)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
     shardings = TrainState(sharding.replicated(mesh), params, opt_state, model_state)
-    return Program(config, model, mesh, optimizer, shardings, boxed_params)
+    return Program(config, model, mesh, optimizer, shardings, boxed_params, open_teacher(config.train, model, mesh))
 
 
 def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.sharding.Mesh) -> None:
@@ -156,10 +177,9 @@ def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.shard
     for field in ("eval_steps", "profile_from"):
         if train[field] < 0:
             raise UserError(f"config.train.{field}={train[field]}: must not be negative")
-    if not 0 <= train.z_loss < math.inf:
-        raise UserError(f"config.train.z_loss={train.z_loss}: must be a finite number, at least 0")
-    if not 0 <= train.stall_seconds < math.inf:
-        raise UserError(f"config.train.stall_seconds={train.stall_seconds}: must be a finite number, at least 0")
+    for field in ("z_loss", "feature_weight", "stall_seconds"):
+        if not 0 <= train[field] < math.inf:
+            raise UserError(f"config.train.{field}={train[field]}: must be a finite number, at least 0")
     if not 0 <= train.seed < 2**32:
         raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
     if train.on_nonfinite not in ("stop", "skip"):

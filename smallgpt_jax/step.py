@@ -15,6 +15,7 @@ from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.ops.platform import exchange_dtype
 
 SOWN = ("losses", "metrics", "layer_metrics")  # variable collections that modules sow values into during training
+FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
 
 
 class TrainState(NamedTuple):
@@ -35,10 +36,11 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
-                  z_loss: float = 0.0, dropout_key=None, begins_update=True):
+                  z_loss: float = 0.0, dropout_key=None, begins_update=True, sown=SOWN):
     """Returns a batch's weighted sum of losses, in nats, and the variable collections that modules wrote to.
 
-    `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode.
+    `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode, and the
+    collections are "state" and those in `sown`.
     """
     inputs_BxT = batch.tokens_BxT1[:, :-1]
     targets_BxT = batch.tokens_BxT1[:, 1:] if batch.targets_BxT is None else batch.targets_BxT
@@ -51,7 +53,7 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
 
     return model.apply({"params": params, "state": model_state}, method=loss,
                        rngs={"dropout": dropout_key} if trains else {},
-                       mutable=["state", *SOWN] if trains else [])
+                       mutable=["state", *sown] if trains else [])
 
 
 def target_weights(batch, total):
@@ -59,6 +61,26 @@ def target_weights(batch, total):
     shape = batch.tokens_BxT1[:, 1:].shape
     loss_mask_BxT = jnp.ones(shape) if batch.loss_mask_BxT is None else batch.loss_mask_BxT
     return loss_mask_BxT.astype(jnp.float32) / total
+
+
+def feature_distance(features, teacher: LanguageModel, teacher_variables, batch, weights_BxT):
+    """Returns the weighted mean-square distance between a model's features and those of its teacher.
+
+    The features are the outputs of all blocks; `features` contains those of the model. The squares are averaged over
+    the width, summed over the positions with `weights_BxT`, and averaged over the blocks, as in PELA (Guo et al.,
+    arXiv 2310.10700). The teacher is applied without dropout.
+    """
+    _, collections = teacher.apply(
+        teacher_variables, batch.tokens_BxT1[:, :-1], Context(segment_ids_BxT=batch.segment_ids_BxT), method="hidden",
+        mutable=[FEATURES])
+
+    def distances(x, y):
+        """Returns the distance of each block, (L,); x and y are (…, B, T, D). Stacked blocks have leading axes."""
+        squares_LxBxT = jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1).reshape(
+            -1, *weights_BxT.shape)
+        return jnp.sum(squares_LxBxT * weights_BxT[None], axis=(1, 2))
+
+    return jnp.mean(jnp.concatenate(jax.tree.leaves(jax.tree.map(distances, features, collections[FEATURES]))))
 
 
 def split_microbatches(batch, microbatches: int):
@@ -71,16 +93,18 @@ def split_microbatches(batch, microbatches: int):
 
 
 def train_step(
-    state: TrainState, batch, *, model: LanguageModel, optimizer, schedule, microbatches: int,
-    loss_chunks: int, z_loss: float = 0.0, seed: int,
+    state: TrainState, batch, teacher_variables=None, *, model: LanguageModel, optimizer, schedule, microbatches: int,
+    loss_chunks: int, z_loss: float = 0.0, seed: int, teacher: LanguageModel | None = None, feature_weight: float = 0.0,
 ):
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
     independent, the shards of the mesh axis `data` sum their own gradients and exchange only these sums. If loss or
-    gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change. Metrics:
+    gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change. With a
+    `teacher`, `feature_weight` times the `feature_distance` is added to the loss. Metrics:
 
     - loss: mean over the targets in the loss mask, in nats, plus the values that modules sowed into "losses"
+    - feature_distance: only with a teacher
     - grad_norm: norm of the gradient before clipping
     - learning_rate
     - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
@@ -92,14 +116,21 @@ def train_step(
     total = batch.tokens_BxT1[:, 1:].size if batch.loss_mask_BxT is None else jnp.sum(batch.loss_mask_BxT)
 
     def microbatch_loss(params, model_state, index, microbatch):
+        weights_BxT = target_weights(microbatch, total)
         loss, collections = weighted_loss(
-            params, model_state, model, microbatch, target_weights(microbatch, total), loss_chunks, z_loss=z_loss,
-            dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0)
+            params, model_state, model, microbatch, weights_BxT, loss_chunks, z_loss=z_loss,
+            dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0,
+            sown=(*SOWN, FEATURES) if teacher else SOWN)
         # A sown loss is a mean over one microbatch. It is divided by the number of microbatches, so that the sum over
         # the microbatches is the mean over the batch.
         for sown in jax.tree.leaves(collections.get("losses")):
             loss += jnp.sum(sown) / microbatches
-        return loss, (collections.get("state", model_state), sown_metrics(collections))
+        metrics = sown_metrics(collections)
+        if teacher:
+            distance = feature_distance(collections[FEATURES], teacher, teacher_variables, microbatch, weights_BxT)
+            loss += feature_weight * distance
+            metrics["feature_distance"] = microbatches * distance  # metrics are averaged over the microbatches
+        return loss, (collections.get("state", model_state), metrics)
 
     def sum_microbatches(params, model_state, batch):
         def add_microbatch(carry, indexed_microbatch):

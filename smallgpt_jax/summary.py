@@ -76,7 +76,8 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
 def peak_tokens_per_second(program: Program) -> float | None:
     """Returns the tokens per second at the peak FLOP/s of all devices, or None if the peak is unknown."""
     chip = chips.find_chip(program.mesh.devices.flat[0].device_kind)
-    return chip and chip.flops * program.mesh.size / train_flops_per_token(program.model)
+    return chip and chip.flops * program.mesh.size / train_flops_per_token(
+        program.model, program.teacher and program.teacher.model)
 
 
 @best_effort("stdout")

@@ -28,6 +28,7 @@ from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_o
 from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.spool import Spool, open_spool
 from smallgpt_jax.step import TrainState
+from smallgpt_jax.teacher import with_teacher_step
 from smallgpt_jax.validation import evaluate
 from smallgpt_jax.watchdog import Watchdog
 
@@ -42,7 +43,7 @@ def train(config: ConfigDict, workdir: str) -> None:
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
-    clock = RunClock()
+    clock, config = RunClock(), with_teacher_step(config)
     distributed.require_equal("config", config.to_json_best_effort(sort_keys=True))
     folder = as_path("--workdir", workdir)
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
@@ -109,8 +110,8 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
         profiler.after_step(first_step, state)
         with Watchdog(clock, config.train.stall_seconds):
             state, step, stopped = train_loop(
-                state, first_step, train_batches, program.runnable(train_step), evaluate_now, checkpoints, logger,
-                guard, stop, schedule, clock, profiler)
+                state, first_step, train_batches, program.with_teacher(program.runnable(train_step)), evaluate_now,
+                checkpoints, logger, guard, stop, schedule, clock, profiler)
         profiler.close()
 
     with clock.during("save"):

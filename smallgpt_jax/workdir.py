@@ -48,7 +48,8 @@ GROUPS = ("model", "data", "mesh", "optimizer", "train")
 # versions. The model's fields are listed only for `comparison.budget.config_digest`, which omits fields with these
 # values.
 NEWER_FIELDS = {
-    "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0},
+    "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0,
+              "teacher": "", "teacher_step": -1, "feature_weight": 0.1},
     "model": {field: models.default_fields()[field] for field in (
         "norm_position", "head_dim", "num_experts", "experts_per_token", "num_shared_experts", "expert_mlp",
         "expert_scale", "expert_bias_rate", "balance_loss", "grouped_matmul", "rank_ratio")},
@@ -275,6 +276,25 @@ def read_config(workdir: Path) -> ConfigDict:
         return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the config of a run ({error})") from None
+
+
+def find_checkpoint(workdir: Path, step: int | None = None) -> int:
+    """Returns the newest step that has a checkpoint, or `step` if it is given.
+
+    Raises UserError if `workdir` does not exist, or if it has no checkpoint or none of `step`.
+    """
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: no such folder; give the workdir of a run")
+    folder, steps = workdir / CHECKPOINT_FOLDER, []
+    if folder.is_dir():
+        checkpoints = Checkpoints(folder)
+        steps = checkpoints.steps()
+        checkpoints.close()
+    if not steps:
+        raise UserError(f"{workdir}: the run has no checkpoint yet; train it first")
+    if step not in (None, *steps):
+        raise UserError(f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
 
 
 def flatten(config: ConfigDict) -> dict:

@@ -76,7 +76,8 @@ def estimate(program: "Program") -> Estimate:
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
     chip = chips.find_chip(kind)
-    per_token = flops.train_flops_per_token(model)
+    teacher = program.teacher
+    per_token = flops.train_flops_per_token(model, teacher and teacher.model)
     tokens = config.train.batch_size * config.model.context_length
     model_flops = per_token * tokens
     sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
@@ -86,7 +87,8 @@ def estimate(program: "Program") -> Estimate:
         flops_per_step=model_flops + flops.update_flops(model, program.optimizer), tokens_per_step=tokens,
         devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
         account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
-                                        config.data.separate_documents))
+                                        config.data.separate_documents)
+        | ({"teacher": memory.bytes_on_device(teacher.abstract_variables)} if teacher else {}))
     started = time.monotonic()
     try:
         step, text = compile_and_read(program)

@@ -1,6 +1,7 @@
 """FLOPs of a function's matrix products, counted exactly from its jaxpr, without running it."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -15,19 +16,27 @@ OTHER_CONTRACTIONS = ("conv_general", "scaled_matmul", "custom_call", "pallas_ca
                       "triangular_solve")
 
 
-def train_flops_per_token(model: LanguageModel) -> float:
+def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = None) -> float:
     """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
 
     The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). The FLOPs do not depend on the backend of attention; see `ops.attention.counted`. They do not depend
-    on the backend of the experts' products either, because unused rows are not counted.
+    section 2.1). With a `teacher`, its forward pass without the head is added.
+    """
+    return 3 * forward_flops_per_token(model) + (forward_flops_per_token(teacher, "hidden") if teacher else 0)
+
+
+def forward_flops_per_token(model: LanguageModel, method: str = "__call__") -> float:
+    """Returns the FLOPs per token of the matrix products of a method of the model.
+
+    They do not depend on the backend of attention; see `ops.attention.counted`. They do not depend on the backend of
+    the experts' products either, because unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
     time = model.config.context_length
     tokens = jax.ShapeDtypeStruct((1, time), "int32")
     variables = {"params": abstract_params(model), "state": abstract_model_state(model)}
-    return 3 * matmul_flops(model.apply, variables, tokens) / time
+    return matmul_flops(functools.partial(model.apply, method=method), variables, tokens) / time
 
 
 def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:

@@ -123,6 +123,9 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
             except TypeError:
                 raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None
     run = run.copy_and_resolve_references()
+    if run.train.teacher:
+        raise UserError(f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not support a "
+                        "teacher, because they would not count its cost; set it to ''")
     if (digest := config_digest(run)) not in _trainable:
         try:
             build_program(run)

@@ -80,6 +80,9 @@ def read_run(name: str, folder: Path) -> Run:
     config = workdir.read_config(folder)
     if "train" not in config:
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
+    if config.train.teacher:
+        raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
+                        "they would not count the cost of the teacher; remove the run")
     model = models.build(**config.model)
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     inputs_per_step = config.train.batch_size * config.model.context_length

@@ -24,8 +24,7 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     architecture without a layer that can be factored.
     """
     converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
-    if rank_ratio and not factored_modules(converted):
-        converted.config.refuse("rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0")
+    models.require_factors(converted, models.abstract_params(converted))
     arrays = flatten(jax.device_get(params))
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
     for module, stacked in factored_modules(model).items():

@@ -70,18 +70,11 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
     model = models.build(**config.model)
-    if not (folder / workdir.CHECKPOINT_FOLDER).is_dir():
-        raise UserError(f"{folder}: the run has no checkpoint yet; train it first")
-    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
-    steps = checkpoints.steps()
-    if not steps:
-        raise UserError(f"{folder}: the run has no checkpoint yet; train it first")
-    if step not in (None, *steps):
-        raise UserError(f"{folder}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+    step = workdir.find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
                             (nn.unbox(models.abstract_params(model)), models.abstract_model_state(model)))
-    step = steps[-1] if step is None else step
+    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
     params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()
     return TrainedModel(model, params, model_state, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)

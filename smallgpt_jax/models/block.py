@@ -34,8 +34,8 @@ REMAT = {
 }
 # Variable collections → axis along which layers are stacked. "state" is part of TrainState. Values sown into "losses"
 # are added to the training loss. Values sown into "metrics" are averaged over layers and logged to metrics.jsonl;
-# values sown into "layer_metrics" are logged per layer.
-PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0}
+# values sown into "layer_metrics" are logged per layer. "features" are compared with those of a teacher.
+PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0, "features": 0}
 
 
 class Block(nn.Module):
@@ -55,7 +55,9 @@ class Block(nn.Module):
         mixer, mlp = self.mixer(c, name="attention"), MLPS[c.mlp](c, name="mlp")
         x_BxTxD = self.add(x_BxTxD, norm(c, "attention_norm"), lambda x: dropout(mixer(x, context)))
         x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: dropout(mlp(x, context)))
-        return nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+        self.sow("features", "output", x_BxTxD)
+        return x_BxTxD
 
     def add(self, x_BxTxD, norm: nn.Module, f):
         """Returns the sum of x and f(x), normalized as `config.norm_position` says, (B, T, D).

@@ -68,7 +68,8 @@ class LanguageModel(nn.Module):
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
         # mode="clip", because the padding of short rows can be beyond the last position of the embedding.
-        return jnp.take(self.position_embedding, context.positions(time), axis=0, mode="clip")
+        table_PxD = sharding.gather_fsdp(self.position_embedding, ("position", "embed"))  # as for the token embedding
+        return jnp.take(table_PxD, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
     def head_weight(self):
@@ -124,6 +125,17 @@ def abstract_variables(model: LanguageModel):
     c = model.config
     time = min(c.context_length, TRACED_POSITIONS) if c.architecture in ARCHITECTURES else c.context_length
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
+
+
+def require_factors(model: LanguageModel, boxed_params) -> None:
+    """Raises UserError if `config.rank_ratio` is set, but no parameter is a factor of a matrix.
+
+    This happens with a custom architecture that uses neither the blocks nor the dense layers of this package.
+    `boxed_params` is `abstract_params(model)`.
+    """
+    boxes = jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    if model.config.rank_ratio and not any("rank" in box.names for box in boxes):
+        model.config.refuse("rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0")
 
 
 def num_parameters(model: LanguageModel, boxed_params=None) -> int:

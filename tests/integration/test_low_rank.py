@@ -177,6 +177,8 @@ def test_refuses_architectures_without_factors(monkeypatch):
     model = build("gpt", architecture="plain")
     with pytest.raises(UserError, match=r"rank_ratio=0\.5: no layer of plain uses this field"):
         low_rank.with_rank_ratio(model, init(model), 0.5)
+    with pytest.raises(UserError, match=r"rank_ratio=0\.5: no layer of plain uses this field; set it to 0"):
+        build_program(load_config("gpt", model__architecture="plain", model__rank_ratio=0.5))
 
 
 def test_refuses_widths_at_which_factors_save_nothing():

@@ -32,10 +32,10 @@ def bucket(length: int, longest: int) -> int:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "cache_length", "vocab_size", "unpenalized"),
+    static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
     donate_argnames=("cache", "seen_BxV"))
 def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
-                model: models.LanguageModel, cache_length: int, vocab_size: int, unpenalized: int | None):
+                model: models.LanguageModel, cache_length: int, vocab_size: int, end_of_text: int | None):
     """Feeds each row's new tokens to the model and samples the next token per row.
 
     Args:
@@ -45,7 +45,7 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
         start_B: the position of each row's first new token.
         count_B: the number of new tokens per row; rows without new tokens get meaningless samples.
         stream_Bx2: two numbers per row that select the row's random stream.
-        unpenalized: a token to which the repetition penalty does not apply.
+        end_of_text: a token to which the repetition penalty does not apply; None if there is no such token.
 
     Returns:
         The updated cache.
@@ -62,21 +62,22 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
         is_padding = jnp.arange(tokens_BxT.shape[1])[None] >= count_B[:, None]
         rows = jnp.arange(len(tokens_BxT))[:, None]
         seen_BxV = seen_BxV.at[rows, jnp.where(is_padding, vocab_size, tokens_BxT)].set(True, mode="drop")
-        if unpenalized is not None:
-            seen_BxV = seen_BxV.at[:, unpenalized].set(False)
+        if end_of_text is not None:
+            seen_BxV = seen_BxV.at[:, end_of_text].set(False)
     return kept["cache"], seen_BxV, sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling), logits_BxV
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "cache_length", "vocab_size", "unpenalized"),
+    static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
     donate_argnames=("cache", "seen_BxV"))
 def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
-                 sampling: Sampling, **settings):
+                 sampling: Sampling, *, end_of_text: int | None, **settings):
     """Calls `decode_step` `steps` times; `steps` is at most MAX_STEPS.
 
     The first call reads `token_B`, one token per row. Each later call reads the tokens that the previous call sampled.
-    Rows whose `count_B` is 0 are not continued, and their samples are meaningless.
+    Rows whose `count_B` is 0 are not continued, and their samples are meaningless. The same holds for a row after it
+    has sampled `end_of_text`, so that its cache contains no later tokens.
 
     The loop runs on the device. Returning to the host after each step would increase the step time of a small model by
     10% or more.
@@ -85,17 +86,22 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
         The updated cache.
         The updated `seen_BxV`.
         The sampled tokens, (B, MAX_STEPS) int32. Only the first `steps` columns are valid.
+        The number of tokens that were added to the cache, per row.
     """
     def step(i, carried):
-        cache, seen_BxV, token_B, sampled_BxN = carried
+        cache, seen_BxV, token_B, sampled_BxN, count_B, added_B = carried
         cache, seen_BxV, token_B, _ = decode_step(
-            weights, cache, seen_BxV, token_B[:, None], start_B + i * count_B, count_B, seed,
-            stream_Bx2.at[:, 1].add(jnp.uint32(i)), sampling, **settings)
-        return cache, seen_BxV, token_B, sampled_BxN.at[:, i].set(token_B)
+            weights, cache, seen_BxV, token_B[:, None], start_B + added_B, count_B, seed,
+            stream_Bx2.at[:, 1].add(jnp.uint32(i)), sampling, end_of_text=end_of_text, **settings)
+        added_B += count_B
+        if end_of_text is not None:
+            count_B = jnp.where(token_B == end_of_text, 0, count_B)
+        return cache, seen_BxV, token_B, sampled_BxN.at[:, i].set(token_B), count_B, added_B
 
     sampled_BxN = jnp.zeros((len(token_B), MAX_STEPS), jnp.int32)
-    cache, seen_BxV, _, sampled_BxN = jax.lax.fori_loop(0, steps, step, (cache, seen_BxV, token_B, sampled_BxN))
-    return cache, seen_BxV, sampled_BxN
+    cache, seen_BxV, _, sampled_BxN, _, added_B = jax.lax.fori_loop(
+        0, steps, step, (cache, seen_BxV, token_B, sampled_BxN, count_B, jnp.zeros_like(count_B)))
+    return cache, seen_BxV, sampled_BxN, added_B
 
 
 @jax.jit
@@ -134,22 +140,23 @@ class DecodeSession:
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
-                 seed: int = 0, unpenalized: int | None = None, samples: Sequence[int] | None = None):
+                 seed: int = 0, end_of_text: int | None = None, samples: Sequence[int] | None = None):
         """Starts a session.
 
         `weights` are in the layout of `layout.pack`. `ids` contains one list of tokens per row; each list has at least
-        one token. The repetition penalty does not apply to the token `unpenalized`. `samples` has one number per row;
-        rows with the same text but different numbers have different random streams.
+        one token. The repetition penalty does not apply to the token `end_of_text`; `sample_steps` adds no tokens to
+        the cache of a row that has sampled it. `samples` has one number per row; rows with the same text but different
+        numbers have different random streams.
         """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
-        self._seed, self._unpenalized = np.uint32(seed), unpenalized
+        self._seed, self._end_of_text = np.uint32(seed), end_of_text
         # A row's random stream depends on its initial text, not on its place in the batch.
         self._stream = np.array([zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids], np.uint32)
         if samples is not None:
             self._stream += np.array(samples, np.uint32)
         self._dropped = np.zeros(len(ids), np.int32)
-        self._cache, self._cache_length, self._seen = {}, 0, None
+        self._cache, self._cache_length, self._seen, self._logits = {}, 0, None, None
         self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
 
     def repeat(self, times: int, sampling: Sampling) -> None:
@@ -186,8 +193,9 @@ class DecodeSession:
         """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
 
         The call returns before the computation is finished. If no row has new tokens, the samples are drawn from the
-        logits of the previous call. If only some rows have new tokens, the rows without new tokens are finished: they
-        cannot be continued, and their samples are meaningless.
+        logits of the previous call; after a call of `sample_steps`, the cache is computed again. If only some rows have
+        new tokens, the rows without new tokens are finished: they cannot be continued, and their samples are
+        meaningless.
         """
         return self.sample_with_logits(sampling)[0]
 
@@ -196,6 +204,8 @@ class DecodeSession:
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
             self._drop_oldest()
+        if self._logits is None and all(len(row) <= cached for row, cached in zip(self.ids, self._cached)):
+            self._empty_cache()
         new, counts, streams = self._new_tokens()
         seen_BxV, longest = self._seen_tokens(sampling), max(map(len, new))
         if longest == 0:
@@ -215,7 +225,7 @@ class DecodeSession:
 
         N is at most `max_steps` and at most MAX_STEPS. If a row has several new tokens, as after a prompt, N is 1. Each
         token is sampled given the tokens before it. To continue a row, the caller must append all N tokens to the row's
-        list; otherwise the row is finished (see `sample`).
+        list, or those before end-of-text, or call `resume`; otherwise the row is finished (see `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -224,11 +234,16 @@ class DecodeSession:
             return np.asarray(self.sample(sampling))[:, None]
         self.reserve(steps - 1)
         token_B = np.array([row[0] if row else 0 for row in new], np.int32)
-        self._cache, self._seen, sampled_BxN = decode_steps(
+        self._cache, self._seen, sampled_BxN, added_B = decode_steps(
             self.weights, self._cache, self._seen_tokens(sampling), token_B, self._cached, counts, steps,
             self._seed, streams, sampling, **self._static_arguments())
-        self._cached, self._logits = self._cached + steps * counts, None
+        self._cached, self._logits = self._cached + np.asarray(added_B), None
         return np.asarray(sampled_BxN)[:, :steps]
+
+    def resume(self) -> None:
+        """Makes all rows continuable: empties the cache if it contains sampled tokens that are not in `ids`."""
+        if any(len(row) < cached for row, cached in zip(self.ids, self._cached)):
+            self._empty_cache()
 
     def cache_bytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self._cache))
@@ -250,7 +265,7 @@ class DecodeSession:
 
     def _static_arguments(self) -> dict:
         return {"model": self.model, "cache_length": self._cache_length, "vocab_size": self.vocab_size,
-                "unpenalized": self._unpenalized}
+                "end_of_text": self._end_of_text}
 
     def _drop_oldest(self) -> None:
         context = self.model.config.context_length
@@ -259,6 +274,10 @@ class DecodeSession:
             if len(row) > context:
                 self._dropped[i] += len(row) - kept
                 del row[:-kept]
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        """Forgets all cached tokens, so that the next call computes the cache again."""
         self._cache, self._seen = {}, None
         self._cached = np.zeros_like(self._cached)
 
@@ -270,8 +289,8 @@ class DecodeSession:
             seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
             for seen, row, cached in zip(seen_BxV, self.ids, self._cached):
                 seen[row[:cached]] = True
-            if self._unpenalized is not None:
-                seen_BxV[:, self._unpenalized] = False
+            if self._end_of_text is not None:
+                seen_BxV[:, self._end_of_text] = False
             return jnp.asarray(seen_BxV)
         return self._seen
 

@@ -1,6 +1,7 @@
 """Text generation with a model, its weights and its tokenizer."""
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer
 from smallgpt_jax.inference.sampling import Sampling
+
+FAST_STEP = 0.02  # seconds; if a step takes longer, a call of the compiled program per token costs less than 3%
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,8 @@ class TextModel:
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
-        return self._stream(self._start_session([prompt], seed), prompt, max_new_tokens, stop, sampling)
+        return self._stream(self._start_session([prompt], seed), prompt, max_new_tokens, stop, sampling,
+                            decoder.MAX_STEPS)
 
     def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
                        temperature: float | None = 1.0, top_k: int | None = None, top_p: float | None = None,
@@ -124,29 +128,29 @@ class TextModel:
                             f"room for {context - 1:,}, because an end-of-text token precedes the prompt; shorten the "
                             "prompt")
         return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
-                                     unpenalized=self.tokenizer.end_of_text)
+                                     end_of_text=self.tokenizer.end_of_text)
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
-                sampling: Sampling) -> Iterator[str]:
+                sampling: Sampling, max_steps: int) -> Iterator[str]:
         """Yields the continuation of the session's only row piece by piece, and appends its tokens to the row.
 
-        Before the call, the text of the row ends with `prompt`.
+        Before the call, the text of the row ends with `prompt`. Up to `max_steps` tokens are computed per call of the
+        compiled program, but only one if a step takes FAST_STEP seconds or more, so that the text appears evenly.
         """
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
-        sampled_B = session.sample(sampling) if max_new_tokens else None
-        for left in reversed(range(max_new_tokens)):
-            token = int(sampled_B[0])
-            if token == self.tokenizer.end_of_text:
-                break
-            session.ids[0].append(token)
-            if left and not stop:  # compute the next token while the caller handles `token`
-                sampled_B = session.sample(sampling)
-            yield detokenizer.add(token)
-            if detokenizer.is_done:
-                break
-            if left and stop:
-                sampled_B = session.sample(sampling)
+        left, steps = max_new_tokens, 1
+        while left and not detokenizer.is_done:
+            started = time.perf_counter()
+            tokens = session.sample_steps(sampling, min(left, steps))[0].tolist()
+            steps = max_steps if time.perf_counter() - started < FAST_STEP * len(tokens) else 1
+            left -= len(tokens)
+            for token in tokens:
+                if token != self.tokenizer.end_of_text:
+                    session.ids[0].append(token)
+                yield detokenizer.add(token)
+                if detokenizer.is_done:
+                    break
         yield detokenizer.flush()
 
 
@@ -178,8 +182,12 @@ class Conversation:
         if len(ids) > half:
             raise UserError(f"text: has {len(ids):,} tokens, more than {half:,}, which is half of the model's context; "
                             "shorten the text")
+        self._session.resume()
         self._session.ids[0] += ids
-        return self._model._stream(self._session, text, max_new_tokens, stop, sampling)
+        # With stop strings, tokens are computed one by one: tokens after a stop string would be in the cache, so that
+        # the next turn would have to compute the whole cache again.
+        return self._model._stream(self._session, text, max_new_tokens, stop, sampling,
+                                   1 if stop else decoder.MAX_STEPS)
 
     @property
     def dropped(self) -> int:

@@ -294,6 +294,29 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_end_of_text_within_several_steps(at):
+    """A row that samples end-of-text within a multi-step call can be continued: its cache has no later tokens."""
+    model, params = small("cgpt")
+    row, = random_rows(model, [5])
+    texts = session(model, params, [row])
+    row.append(int(texts.sample(GREEDY)[0]))
+    texts.ids = [list(row)]
+    sampled = texts.sample_steps(GREEDY, 4)[0].tolist()
+    end = sampled[at]
+    kept = sampled[:sampled.index(end)]
+    texts = session(model, params, [row[:-1]], end_of_text=end)
+    texts.sample(GREEDY)
+    texts.ids = [list(row)]
+    assert texts.sample_steps(GREEDY, 4)[0].tolist()[:len(kept) + 1] == [*kept, end]
+    texts.ids = [[*row, *kept, 3, 4]]
+    _, logits = texts.sample_with_logits(GREEDY)
+    _, expected = session(model, params, [[*row, *kept, 3, 4]]).sample_with_logits(GREEDY)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    assert texts._cached.tolist() == [len(row) + len(kept) + 2]
+
+
+@pytest.mark.slow
 def test_finished_rows_do_not_disturb_the_others():
     """A row gets the same tokens alone and in a batch with two rows that finish earlier.
 
@@ -319,7 +342,7 @@ def test_finished_rows_do_not_disturb_the_others():
 @pytest.mark.slow
 def test_end_of_text_is_not_penalized():
     model, params = small("gpt", num_layers=1)
-    texts = session(model, params, [[256, 7, 7, 9], [256, 3]], unpenalized=256)
+    texts = session(model, params, [[256, 7, 7, 9], [256, 3]], end_of_text=256)
     texts.sample(Sampling(repetition_penalty=2.0))
     assert [np.flatnonzero(row).tolist() for row in texts._seen] == [[7, 9], [3]]
     texts.ids = [[*row, 11] for row in texts.ids]

@@ -1,5 +1,6 @@
 """Tests of generation with trained and random models: streams, batches, conversations, full contexts."""
 
+import math
 import re
 import shutil
 
@@ -11,7 +12,7 @@ from conftest import ROOT, build, call, forward, init, spaced_model, spaced_toke
 from smallgpt_jax import inference
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference import decoder, layout, text_model
 from smallgpt_jax.inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
@@ -127,6 +128,24 @@ def test_an_empty_turn_continues_the_text(model):
     assert "".join(conversation.say("", 4, temperature=0)) == model.generate("the cat", 5, temperature=0)[1:]
 
 
+@pytest.mark.parametrize("pieces", range(1, 7))
+def test_a_turn_that_is_not_read_to_its_end(cgpt, monkeypatch, pieces):
+    """Tokens that were computed ahead but not read are not part of the conversation, wherever reading stops."""
+    monkeypatch.setattr(text_model, "FAST_STEP", math.inf)
+    conversation = cgpt.conversation()
+    stream = conversation.say("ab", 9, temperature=0)
+    for _ in range(pieces):
+        next(stream)
+    stream.close()
+    ids = conversation._session.ids[0]
+    assert len(ids) == 3 + pieces
+    turn = "" if pieces % 2 else "c"
+    fresh = decoder.DecodeSession(cgpt.model, cgpt.weights, 257, [[*ids, *turn.encode()]])
+    expected = int(fresh.sample(GREEDY)[0])
+    list(conversation.say(turn, 1, temperature=0))
+    assert conversation._session.ids[0][3 + pieces + len(turn):] == [expected][:expected != 256]
+
+
 def test_text_continues_past_the_context(model):
     """When the context is full, the newer half of its tokens is prefilled like a new prompt."""
     text = decoder.DecodeSession(model.model, model.weights, 257, [[256, *b"the cat sat " * 2]])
@@ -140,7 +159,7 @@ def test_text_continues_past_the_context(model):
 
 
 def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
-    computed, logits, decode_step = [], [], decoder.decode_step
+    computed, logits, decode_step, decode_steps = [], [], decoder.decode_step, decoder.decode_steps
 
     def counting(params, cache, seen, tokens_BxT, start_B, count_B, *rest, **static):
         computed.append(int(count_B.sum()))
@@ -148,14 +167,23 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
         logits.append(np.asarray(result[3]))
         return result
 
+    def counting_steps(*arguments, **static):
+        computed.append(int(arguments[6]))
+        monkeypatch.setattr(decoder, "decode_step", decode_step)  # `decode_steps` calls it while it is traced
+        result = decode_steps(*arguments, **static)
+        monkeypatch.setattr(decoder, "decode_step", counting)
+        return result
+
     monkeypatch.setattr(decoder, "decode_step", counting)
+    monkeypatch.setattr(decoder, "decode_steps", counting_steps)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed == [9, 1, 1, 1, 1, 1]  # the prompt is end-of-text and 8 bytes; no call reads the last token
+    assert computed[0] == 9 and sum(computed[1:]) == 5  # the prompt is end-of-text and 8 bytes; no call reads the last
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
-    assert computed == [11, 1, 1]  # 11: the last token of the first answer, and the 10 bytes of the turn
+    # 11: the last token of the first answer, and the 10 bytes of the turn
+    assert computed[0] == 11 and sum(computed[1:]) == 2
 
     ids = conversation._session.ids[0]
     monkeypatch.undo()

@@ -75,7 +75,8 @@ PACKED = {"data__packing": "best_fit", "data__separate_documents": True}
 
 
 @pytest.mark.parametrize("fields, devices", [
-    ({}, 1), ({"train__microbatches": 2, "model__scan_layers": False, "model__dropout": 0.0, **PACKED}, 1),
+    ({}, 1),
+    pytest.param({"train__microbatches": 2, "model__scan_layers": False, **PACKED}, 1, marks=pytest.mark.slow),
     pytest.param({"mesh__data": 8}, 8, marks=pytest.mark.slow),
     pytest.param({"train__microbatches": 2, "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, **PACKED}, 8,
                  marks=pytest.mark.slow)])
@@ -111,6 +112,7 @@ def test_distance_matches_a_float64_formula(teacher, fields, devices):
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
 
 
+@pytest.mark.slow
 def test_gradient_of_the_distance(teacher):
     """With weight 0, the updates are those without a teacher. With a weight, the distance falls."""
     fields = {"model__rank_ratio": 0.5, "optimizer__learning_rate": 5e-3}
@@ -129,7 +131,8 @@ def test_gradient_of_the_distance(teacher):
 
 @pytest.mark.parametrize("architecture, fields", [
     ("gpt", {"model__dropout": 0.3}), ("gpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
-    *(pytest.param(architecture, {}, marks=pytest.mark.slow) for architecture in ARCHITECTURES)])
+    *((architecture, {}) for architecture in ARCHITECTURES)])
+@pytest.mark.slow
 def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
     """Factors of full rank have the teacher's features. Dropout applies to the student alone."""
     fields = {**fields, "model__attention_windows": (4, 0)} if architecture == "lgpt" else fields

@@ -25,9 +25,9 @@ def model():
 def test_every_method_passes_its_settings_on(model, monkeypatch):
     received = []
     monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
-                        received.append(settings) or ["" for _ in prompts])
+                        received.append(settings[:3]) or ["" for _ in prompts])
     monkeypatch.setattr(inference.TextModel, "_stream", lambda self, text, prompt, *settings:
-                        received.append(settings))
+                        received.append(settings[:3]))
     given = dict(temperature=0.5, top_k=3, top_p=0.4, repetition_penalty=2.0)
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
         method(["the"] if method == model.generate_batch else "the", 7, stop=["x"], **given)

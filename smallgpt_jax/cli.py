@@ -67,6 +67,8 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         fail(str(error))
     except OSError as error:  # for example: full disk, missing permission, closed pipe
+        if object_storage.is_client_error(error):
+            fail(object_storage.request_error_message("object storage", error))
         is_closed = is_output_closed()
         drop_unwritable("stdout")
         if isinstance(error, BrokenPipeError) and is_closed:

@@ -61,16 +61,30 @@ def file_system():
     # Other programs write to the bucket, and so does tensorstore in this process, so listings must not be cached.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
-    return fsspec.filesystem("gcs", finalize_on_close=True)
+    storage = fsspec.filesystem("gcs", finalize_on_close=True)
+
+    def isdir(path: str) -> bool:
+        try:
+            return storage.info(path)["type"] == "directory"
+        except FileNotFoundError:
+            return False
+
+    storage.isdir = isdir  # gcsfs's own returns False if the request fails; orbax would then ignore a checkpoint
+    return storage
 
 
 @functools.cache
-def bucket_of(path: Path):
-    """Returns the bucket of `path` as an object of Google's client library, and the name of `path` in the bucket."""
+def client():
+    """Returns the client of Google's library, whose writes can require that an object has a certain generation."""
     from google.cloud import storage
 
+    return storage.Client()
+
+
+def bucket_of(path: Path):
+    """Returns the bucket of `path` as an object of Google's library, and the name of `path` in the bucket."""
     name, _, key = str(path).removeprefix(SCHEME).partition("/")
-    return storage.Client().bucket(name), key
+    return client().bucket(name), key
 
 
 @contextlib.contextmanager
@@ -89,9 +103,14 @@ def is_request_error(error: Exception) -> bool:
 
     gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request.
     """
-    return (f"{type(error).__module__}.".startswith(CLIENT_MODULES)
+    return (is_client_error(error)
             or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
             or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None))
+
+
+def is_client_error(error: Exception) -> bool:
+    """Returns whether `error` was raised by a client library of object storage."""
+    return f"{type(error).__module__}.".startswith(CLIENT_MODULES)
 
 
 def request_error_message(place: str, error: Exception) -> str:

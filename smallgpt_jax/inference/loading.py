@@ -17,6 +17,7 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.pgpt import path_weights, with_paths
+from smallgpt_jax.object_storage import is_remote, require_bucket
 
 
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
@@ -66,6 +67,8 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
     distributed.skip_tpu_search()  # commands have called this before; other programs have not
     folder = as_path("--workdir", folder)
+    if is_remote(folder):
+        require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)

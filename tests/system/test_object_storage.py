@@ -120,6 +120,25 @@ def test_wrong_paths(texts, arguments, message):
     assert len(found.stderr.splitlines()) <= 2
 
 
+def test_failed_requests_are_not_missing_files(bucket, monkeypatch):
+    async def fail(*_, **__):
+        raise OSError("Forbidden")
+
+    (bucket / "folder").mkdir(parents=True)
+    monkeypatch.setattr(object_storage.file_system(), "_call", fail)
+    for request in (bucket.exists, bucket.is_dir, bucket.is_file, lambda: list(bucket.iterdir()), bucket.read_text,
+                    lambda: object_storage.list_files(bucket), lambda: object_storage.match(bucket / "*")):
+        with pytest.raises(OSError, match="Forbidden"):
+            request()
+    found = call("prepare", *data_fields("none.txt", bucket / "store"))
+    assert (found.returncode, found.stderr) == (1, "error: input or output: Forbidden\n")
+
+
+def test_a_missing_bucket_is_named(emulated_storage):
+    found = call("generate", "--workdir=gs://nobucket/run")
+    assert found.returncode == 1 and found.stderr.startswith("error: --workdir=gs://nobucket/run: request failed (404 ")
+
+
 def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F811
     lock = bucket / "lock"
     with contextlib.ExitStack() as second:

@@ -45,8 +45,8 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     `keep` is the number of newest checkpoints to keep; None opens the folder read-only. `log` is called with one line
-    per error that does not end the run. `before_save` is called before each save; it makes sure that the metrics of the
-    saved steps are not lost if the run is killed.
+    per error that does not end the run. `before_save` is called before each save. It tries to upload the metrics of the
+    saved steps, so that they are not lost if the run is killed; if it fails, the checkpoint is saved nevertheless.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
@@ -131,7 +131,7 @@ class Checkpoints:
             return list(self.folder.glob(UNFINISHED_PATTERN))
         with contextlib.suppress(Exception):  # the service cannot be reached
             finished = set(map(str, saved_steps(self.folder)))
-            return [path for path in self.folder.iterdir() if path.name not in finished]
+            return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
         return []
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
@@ -218,7 +218,8 @@ class Checkpoints:
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of the finished checkpoints in a folder, sorted; [] if the folder does not exist."""
-    return sorted(ocp.utils.checkpoint_steps(folder))
+    paths = ocp.utils.checkpoint_steps_paths(folder)
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())  # not a copy such as backup_5000
 
 
 @functools.cache

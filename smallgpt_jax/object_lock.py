@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smallgpt_jax.errors import LockHeldError
+from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.object_storage import bucket_of
 
 LEASE_SECONDS = 60.0
@@ -31,8 +32,8 @@ def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
     lock if it is not renewed within LEASE_SECONDS. With `wait=False`, this function therefore waits for the first
     renewal before it raises LockHeldError.
 
-    Ends this process, with status 1, if another process takes over the lock. This happens only if this process cannot
-    renew the lock for LEASE_SECONDS, for example because it was suspended.
+    Ends this process, with status 1, if it cannot renew the lock in time, before another process may take over the
+    lock. Also ends it if another process has taken over the lock, for example while this process was suspended.
     """
     lock = Lease(path)
     lock.acquire(wait)
@@ -53,35 +54,38 @@ class Lease:
     def __init__(self, path: Path):
         self._path, (self._bucket, self._name) = path, bucket_of(path)
         self._holder, self._id = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
-        self.generation = 0
+        self.generation, self._renewed_at = 0, 0.0
 
     def acquire(self, wait: bool) -> None:
         replaced = 0  # generation of the object to replace; 0: none
         while not self._write(replaced):
             replaced = self._wait_until_free(wait)
 
-    def _write(self, replaced: int) -> bool:
-        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock."""
+    def _write(self, replaced: int, **request) -> bool:
+        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock.
+
+        `request` are options of the requests: `timeout` and `retry`.
+        """
         from google.api_core.exceptions import PreconditionFailed
 
-        blob = self._bucket.blob(self._name)
+        blob, began = self._bucket.blob(self._name), time.monotonic()
         try:
-            blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced)
+            blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request)
         except PreconditionFailed:
             # If the answer to a successful request is lost, the client repeats the request, which then fails.
-            blob, (_, holder_id) = self._read()
+            blob, (_, holder_id) = self._read(**request)
             if holder_id != self._id:
                 return False
-        self.generation = blob.generation
+        self.generation, self._renewed_at = blob.generation, began
         return True
 
-    def _read(self):
+    def _read(self, **request):
         """Returns the object, or None if it does not exist, and its two lines: the holder and the holder's id."""
         from google.api_core.exceptions import NotFound
 
         with contextlib.suppress(NotFound):
-            if blob := self._bucket.get_blob(self._name):
-                holder, _, holder_id = blob.download_as_text().strip().partition("\n")
+            if blob := self._bucket.get_blob(self._name, **request):
+                holder, _, holder_id = blob.download_as_text(**request).strip().partition("\n")
                 return blob, (holder or "another process", holder_id)
         return None, ("", "")
 
@@ -94,8 +98,9 @@ class Lease:
             if blob is None:
                 return 0
             if generation is None:
-                print(f"{self._path}: locked by {holder}; waiting until it renews or loses the lock (at most "
-                      f"{LEASE_SECONDS:g} s)", file=sys.stderr, flush=True)
+                until = ("it releases or loses the lock" if wait else
+                         f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)")
+                print(f"{self._path}: locked by {holder}; waiting until {until}", file=sys.stderr, flush=True)
             elif blob.generation != generation and not wait:
                 raise LockHeldError(holder)
             # After a pause, for example of the network, the holder gets the whole lease to renew the lock.
@@ -106,15 +111,26 @@ class Lease:
             time.sleep(POLL_SECONDS)
 
     def renew_until(self, released: threading.Event) -> None:
+        """Renews the lock every RENEWAL_SECONDS until `released` is set. Ends the process if the lock is lost."""
+        is_failing = False
         while not released.wait(RENEWAL_SECONDS):
-            try:
-                is_held = self._write(self.generation)
-            except Exception:  # no network, or the service is overloaded: try again later
+            try:  # a request that hangs or is repeated must not cost the whole lease
+                is_held, is_failing = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None), False
+            except Exception as error:  # no network, or the service is overloaded: try again later
+                if time.monotonic() - self._renewed_at > LEASE_SECONDS - 2 * RENEWAL_SECONDS:
+                    self._end_process(f"the lock could not be renewed ({short_reason(error)})")
+                if not is_failing:
+                    print(f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying again every "
+                          f"{RENEWAL_SECONDS:g} s", file=sys.stderr, flush=True)
+                is_failing = True
                 continue
             if not is_held:
-                print(f"error: {self._path}: another process has taken over the lock, which this process did not renew "
-                      f"for {LEASE_SECONDS:g} s; this process ends without saving", file=sys.stderr, flush=True)
-                os._exit(1)
+                self._end_process("another process has taken over the lock, which this process did not renew for "
+                                  f"{LEASE_SECONDS:g} s")
+
+    def _end_process(self, reason: str) -> None:
+        print(f"error: {self._path}: {reason}; this process ends without saving", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def release(self) -> None:
         with contextlib.suppress(Exception):  # if the object is not removed, the lease ends by itself

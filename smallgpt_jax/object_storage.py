@@ -20,6 +20,7 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
+SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
 # Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
 CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
 FAILED_STATUS = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
@@ -56,10 +57,14 @@ def to_epath(name: str) -> Path:
 @functools.cache
 def file_system():
     """Returns the fsspec file system that epath uses too."""
+    import aiohttp
     import fsspec
 
     # Other programs write to the bucket, and so does tensorstore in this process, so listings must not be cached.
-    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    # A request may take long, but must not hang: gcsfs itself sets no timeout.
+    fsspec.config.conf.setdefault("gcs", {}).update(
+        use_listings_cache=False,
+        requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS))
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
     storage = fsspec.filesystem("gcs", finalize_on_close=True)
 

@@ -5,17 +5,21 @@ local disk and are uploaded whole.
 """
 
 import contextlib
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from smallgpt_jax import distributed, object_storage
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.files import removed_on_error, write_atomically
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.metrics import METRICS_FILE
 from smallgpt_jax.object_storage import is_remote
 
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
+CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
 
 class Spool:
@@ -29,24 +33,43 @@ class Spool:
         self.workdir, self.folder, self._log = workdir, folder, log
         self._uploaded: dict[Path, tuple] = {}
         self._lock = threading.Lock()
-        self._is_failing = False
+        self._failure = ""  # why the last upload failed
 
-    def upload(self) -> None:
+    def upload(self) -> bool:
+        """Uploads the changed files; returns whether `workdir` then has all files."""
         if self.folder == self.workdir:
-            return
+            return True
         with self._lock:
-            try:
-                for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-                    version = path.stat().st_size, path.stat().st_mtime_ns
-                    if self._uploaded.get(path) != version:
-                        write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
-                        self._uploaded[path] = version
-                self._is_failing = False
-            except Exception as error:  # no network, no permission
-                if not self._is_failing:
-                    self._log(f"{self.workdir}: metrics could not be uploaded ({short_reason(error)}). Training "
-                              "continues; the upload is repeated")
-                self._is_failing = True
+            failures = [failure for path in self._files() if (failure := self._try_to_upload(path))]
+            if failures and not self._failure:
+                self._log(f"{self.workdir}: metrics could not be uploaded ({failures[0]}). Training continues; the "
+                          "upload is repeated")
+            self._failure = failures[0] if failures else ""
+            return not failures
+
+    def upload_last(self) -> None:
+        """Uploads the changed files, with several tries. If they fail, keeps the local folder; otherwise removes it."""
+        for pause in (*CLOSING_PAUSES, None):
+            if self.upload():
+                return shutil.rmtree(self.folder.parent, ignore_errors=True)
+            if pause is not None:
+                time.sleep(pause)
+        self._log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
+
+    def _files(self) -> list[Path]:
+        """Returns the files to upload, metrics.jsonl first. A *.partial file is one that is being written."""
+        files = [path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
+        return sorted(files, key=lambda path: (path != self.folder / METRICS_FILE, path))
+
+    def _try_to_upload(self, path: Path) -> str | None:
+        """Uploads a file if it has changed. Returns the reason if this fails, or else None."""
+        try:
+            version = path.stat().st_size, path.stat().st_mtime_ns
+            if self._uploaded.get(path) != version:
+                write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
+                self._uploaded[path] = version
+        except Exception as error:  # no network, no permission
+            return short_reason(error) if path.exists() else None  # its owner may have removed the file
 
 
 @contextlib.contextmanager
@@ -58,21 +81,21 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / workdir.name
+    folder = Path(tempfile.mkdtemp()) / workdir.name
+    with removed_on_error(folder.parent):
         folder.mkdir()
         for name in continued:
             if (workdir / name).exists():
                 object_storage.download(workdir / name, folder / name)
-        spool, closed = Spool(workdir, folder, log), threading.Event()
-        thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
-        thread.start()
-        try:
-            yield spool
-        finally:
-            closed.set()
-            thread.join()
-            spool.upload()
+    spool, closed = Spool(workdir, folder, log), threading.Event()
+    thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
+    thread.start()
+    try:
+        yield spool
+    finally:
+        closed.set()
+        thread.join()
+        spool.upload_last()
 
 
 def upload_regularly(spool: Spool, closed: threading.Event) -> None:

@@ -1,21 +1,27 @@
 """Locks in object storage with short leases, for tests."""
 
+import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
 
 from smallgpt_jax import object_lock
 
-LEASE = {"LEASE_SECONDS": 1.5, "RENEWAL_SECONDS": 0.3, "POLL_SECONDS": 0.05}
+LEASE = {"LEASE_SECONDS": 3.0, "RENEWAL_SECONDS": 0.5, "POLL_SECONDS": 0.05}
 HOLD_LOCK = f"""
 import sys, time
 from smallgpt_jax import files, object_lock
 vars(object_lock).update({LEASE})
 with files.file_lock(files.as_path("--workdir", sys.argv[1])):
     print("held", flush=True)
+    if sys.argv[2:] == ["unreachable"]:
+        def fail(*_, **__):
+            raise OSError("no network")
+        object_lock.Lease._write = fail
     time.sleep(60)
 """
 
@@ -28,12 +34,17 @@ def short_lease():
         yield
 
 
-def hold_lock(path) -> subprocess.Popen:
-    """Starts a process that holds the lock at `path`; returns when it holds it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(path)], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.readline() == "held\n"
-    return process
+@contextlib.contextmanager
+def hold_lock(path, unreachable: bool = False) -> Iterator[subprocess.Popen]:
+    """Yields a process that holds the lock at `path`; kills it on exit. If `unreachable`, it cannot renew the lock."""
+    command = [sys.executable, "-c", HOLD_LOCK, str(path), *["unreachable"] * unreachable]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def name_of(process: subprocess.Popen) -> str:

@@ -155,23 +155,23 @@ def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F
 
 
 def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
-    holder = hold_lock(bucket / "lock")
-    with pytest.raises(LockHeldError, match=f"process {holder.pid} on"), file_lock(bucket / "lock"):
-        pass
-    holder.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    with file_lock(bucket / "lock"):
-        assert time.monotonic() - began > LEASE["LEASE_SECONDS"]
-        holder.send_signal(signal.SIGCONT)
-        _, error = holder.communicate(timeout=10)
-        assert holder.returncode == 1 and "another process has taken over the lock" in error
-        assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
+    with hold_lock(bucket / "lock") as holder:
+        with pytest.raises(LockHeldError, match=f"process {holder.pid} on"), file_lock(bucket / "lock"):
+            pass
+        holder.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with file_lock(bucket / "lock"):
+            assert time.monotonic() - began > LEASE["LEASE_SECONDS"]
+            holder.send_signal(signal.SIGCONT)
+            _, error = holder.communicate(timeout=10)
+            assert holder.returncode == 1 and "another process has taken over the lock" in error
+            assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
 
 
 def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeypatch):  # noqa: F811
     read, delays = object_lock.Lease._read, [2 * LEASE["RENEWAL_SECONDS"]] * 4
 
-    def slow_read(lease):
+    def slow_read(lease, **_):
         time.sleep(delays.pop() if delays else 0)
         return read(lease)
 
@@ -180,6 +180,17 @@ def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeyp
     began = time.monotonic()
     with file_lock(bucket / "lock"):
         assert time.monotonic() - began > 8 * LEASE["RENEWAL_SECONDS"] + LEASE["LEASE_SECONDS"]
+
+
+def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease):  # noqa: F811
+    with hold_lock(bucket / "lock", unreachable=True) as holder:
+        began = time.monotonic()
+        _, error = holder.communicate(timeout=20)
+        assert time.monotonic() - began < LEASE["LEASE_SECONDS"] and holder.returncode == 1
+    first, last = error.splitlines()
+    assert first == f"{bucket}/lock: the lock could not be renewed (no network); trying again every 0.5 s"
+    assert last == f"error: {bucket}/lock: the lock could not be renewed (no network); this process ends without saving"
+    assert (bucket / "lock").read_text().startswith(f"process {holder.pid} on")
 
 
 COMPILE = """

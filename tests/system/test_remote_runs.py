@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -80,9 +81,8 @@ def test_a_killed_run_ends_like_a_local_run(remote_run, local_run):
 
 
 def test_a_second_process_is_refused(remote_run, text_file):
-    holder = hold_lock(remote_run / run_folder.LOCK_FILE)
-    second = call("main", f"--config=run:{remote_run}", f"--workdir={remote_run}", "--config.train.steps=50")
-    holder.kill()
+    with hold_lock(remote_run / run_folder.LOCK_FILE) as holder:
+        second = call("main", f"--config=run:{remote_run}", f"--workdir={remote_run}", "--config.train.steps=50")
     assert second.returncode == 1 and second.stderr.splitlines()[-1] == (
         f"error: --workdir={remote_run}: in use by {name_of(holder)}; wait for it, or use another --workdir")
     assert 50 not in saved_steps(remote_run / "checkpoints")
@@ -144,6 +144,20 @@ def test_evaluate_reads_a_remote_run(remote_run, local_run, tmp_path):
     assert scores[0] == scores[1] and len(scores[0]) == 4
 
 
+def test_folders_of_the_user_survive_a_failed_save(remote_run, bucket, monkeypatch):
+    folder, messages = bucket / "run" / "checkpoints", []
+    object_storage.file_system().copy(str(remote_run / "checkpoints"), str(folder), recursive=True)
+    for name in ("best", "backup_5000", "50"):  # the save of step 50 has failed
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text(name)
+    checkpoints = Checkpoints(folder, log=messages.append)
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", lambda: 1 / 0)
+    checkpoints.wait_until_finished()
+    assert len(messages) == 1 and "newest checkpoint: step 40" in messages[0]
+    assert {path.name for path in folder.iterdir()} == {"20", "30", "40", "best", "backup_5000"}
+    assert saved_steps(folder) == [20, 30, 40]
+
+
 def test_a_damaged_checkpoint_is_moved_away(remote_run, bucket):
     """The array is changed in such a way that tensorstore can still read it."""
     copy = bucket / "run"
@@ -180,13 +194,34 @@ def test_metrics_are_uploaded_while_a_run_trains(bucket, monkeypatch):
         with (opened.folder / "metrics.jsonl").open("a") as file:
             file.write("new\n")
         assert uploaded.wait(5)
-        while (bucket / "run" / "metrics.jsonl").read_text() != "old\nnew\n":
-            pass
+        deadline = time.monotonic() + 20
+        while (bucket / "run" / "metrics.jsonl").read_text() != "old\nnew\n" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (bucket / "run" / "metrics.jsonl").read_text() == "old\nnew\n"
         (opened.folder / "profile").mkdir()
         (opened.folder / "profile" / "trace").write_text("last")
     assert (bucket / "run" / "profile" / "trace").read_text() == "last" and not opened.folder.exists()
     assert len(messages) == 1
     assert messages[0].startswith(f"{bucket}/run: metrics could not be uploaded (connection lost)")
+
+
+def test_files_that_cannot_be_uploaded_are_kept(bucket, monkeypatch):
+    def refuse_trace(path, content):
+        uploaded.append(path.name)
+        if path.name == "trace":
+            raise OSError("quota exceeded")
+
+    uploaded, messages = [], []
+    monkeypatch.setattr(spool, "CLOSING_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(spool, "write_atomically", refuse_trace)
+    with spool.open_spool(bucket / "run", [], messages.append) as opened:
+        for name in ("trace", "metrics.jsonl", ".tracker.json.partial", "z.txt"):
+            (opened.folder / name).write_text(name)
+    assert uploaded == ["metrics.jsonl", "trace", "z.txt", "trace", "trace"]
+    assert (opened.folder / "trace").read_text() == "trace"
+    assert messages[-1] == f"{opened.folder}: not uploaded (quota exceeded); copy it to {bucket}/run"
+    assert len(messages) == 2
+    shutil.rmtree(opened.folder.parent)
 
 
 def test_failed_requests_are_not_damage(remote_run, monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax.checkpoint import Checkpoints, bit_checksums
+from smallgpt_jax.checkpoint import Checkpoints, bit_checksums, saved_steps
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.step import TrainState
 
@@ -235,3 +235,9 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
     assert events == ["undisturbed ends after 1 starts", "undisturbed ends after 2 starts",
                       *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2)))]
     assert len(different) == 3 and different[0].endswith("victim-1: undisturbed victim-1")
+
+
+def test_a_copy_of_a_checkpoint_is_no_checkpoint(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "checkpoints")
+    shutil.copytree(folder / "20", folder / "backup_5000")
+    assert saved_steps(folder) == [10, 20] and saved_steps(tmp_path / "none") == []

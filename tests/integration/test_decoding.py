@@ -298,22 +298,20 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 def test_end_of_text_within_several_steps(at):
     """A row that samples end-of-text within a multi-step call can be continued: its cache has no later tokens."""
     model, params = small("cgpt")
-    row, = random_rows(model, [5])
-    texts = session(model, params, [row])
-    row.append(int(texts.sample(GREEDY)[0]))
+    row, = random_rows(model, [6])
+    sampling, plain = Sampling(temperature=1.0), session(model, params, [row[:-1]])
+    plain.sample(sampling)
+    plain.ids = [list(row)]
+    sampled = plain.sample_steps(sampling, 4)[0].tolist()
+    assert len(set(sampled)) == 4
+    texts = session(model, params, [row[:-1]], end_of_text=sampled[at])
+    texts.sample(sampling)
     texts.ids = [list(row)]
-    sampled = texts.sample_steps(GREEDY, 4)[0].tolist()
-    end = sampled[at]
-    kept = sampled[:sampled.index(end)]
-    texts = session(model, params, [row[:-1]], end_of_text=end)
-    texts.sample(GREEDY)
-    texts.ids = [list(row)]
-    assert texts.sample_steps(GREEDY, 4)[0].tolist()[:len(kept) + 1] == [*kept, end]
-    texts.ids = [[*row, *kept, 3, 4]]
-    _, logits = texts.sample_with_logits(GREEDY)
-    _, expected = session(model, params, [[*row, *kept, 3, 4]]).sample_with_logits(GREEDY)
-    np.testing.assert_allclose(logits, expected, atol=1e-5)
-    assert texts._cached.tolist() == [len(row) + len(kept) + 2]
+    assert texts.sample_steps(sampling, 4)[0].tolist()[:at + 1] == sampled[:at + 1]
+    assert texts._cached.tolist() == [len(row) + at]
+    texts.ids = [[*row, *sampled[:at], 3, 4, 5, 6, 7]]
+    _, logits = texts.sample_with_logits(sampling)
+    np.testing.assert_allclose(logits, session(model, params, texts.ids).sample_with_logits(sampling)[1], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def paper() -> ConfigDict:
     train.steps = 19_073  # number of training steps
     train.batch_size = 512  # sequences per step, over all devices
     train.microbatches = 8  # each batch is computed in this many parts, one after another, in training and evaluation
-    train.loss_chunks = 8  # the logits of each sequence are computed in this many parts, one after another; must
+    train.loss_chunks = 4  # the logits of each sequence are computed in this many parts, one after another; must
     # divide context_length
     train.z_loss = 0.0  # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common
     # weight is 1e-4. The z-loss is added in training, but not in evaluation

@@ -145,7 +145,7 @@ class Checkpoints:
         for name in map(str, reversed(self.steps())):
             saved, error = self._try_to_read(int(name), abstract)
             reason = short_reason(error) if error else ""
-            if distributed.any_process(error is not None and is_machine_error(error)):
+            if distributed.any_process(error is not None and is_machine_error(error, self.folder)):
                 raise UserError(
                     f"{self.folder / name}: cannot be read ({reason or 'by another process'}); nothing was changed. If "
                     "this persists, move the folder away to resume from the previous checkpoint"
@@ -179,7 +179,7 @@ class Checkpoints:
                 raise ValueError(f"checksum of {changed} differs")
             return saved["params"], saved.get("model_state", {})
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
-            if is_machine_error(error):
+            if is_machine_error(error, self.folder):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
             raise UserError(
                 f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
@@ -240,13 +240,13 @@ def silence_duplicate_errors() -> None:
     sys.unraisablehook = hook
 
 
-def is_machine_error(error: Exception) -> bool:
-    """Returns whether an error comes from the machine (permissions, I/O, memory, devices, network).
+def is_machine_error(error: Exception, folder: Path) -> bool:
+    """Returns whether an error in `folder` comes from the machine (permissions, I/O, memory, devices, network).
 
     Any other error while reading a checkpoint is taken to mean that the checkpoint is damaged.
     """
     return (isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
-            or object_storage.is_request_error(error))
+            or (is_remote(folder) and object_storage.is_request_error(error)))
 
 
 def find_changed_array(saved: dict) -> str | None:

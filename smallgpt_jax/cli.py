@@ -66,23 +66,21 @@ def run_command(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except UserError as error:
         fail(str(error))
-    except OSError as error:  # for example: full disk, missing permission, closed pipe
-        if object_storage.is_client_error(error):
+    except StoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.status)
+    except KeyboardInterrupt:
+        fail("stopped", status=130)
+    except Exception as error:
+        if object_storage.is_used() and object_storage.is_request_error(error):
             fail(object_storage.request_error_message("object storage", error))
-        is_closed = is_output_closed()
+        if not isinstance(error, OSError):
+            raise
+        is_closed = is_output_closed()  # other causes: full disk, missing permission
         drop_unwritable("stdout")
         if isinstance(error, BrokenPipeError) and is_closed:
             sys.exit(141)
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
-    except StoppedError as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.status)
-    except Exception as error:
-        if not object_storage.is_request_error(error):
-            raise
-        fail(object_storage.request_error_message("object storage", error))
-    except KeyboardInterrupt:
-        fail("stopped", status=130)
 
 
 def parse(argv: list[str]) -> list[str]:

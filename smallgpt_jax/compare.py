@@ -11,6 +11,7 @@ configs/compare/base.py documents the config of a comparison: its runs, its budg
 """
 
 import glob
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -76,8 +77,8 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     Raises UserError if --workdirs is empty. Also raises it if `output` is the folder of a comparison that trained its
     own runs, and --workdirs includes a run outside `output`.
     """
-    patterns = [as_path("--workdirs", pattern) for pattern in _WORKDIRS.value if pattern]
-    folders = [folder for pattern in patterns for folder in sorted(find_folders(pattern)) or [pattern]]
+    patterns = [pattern for pattern in _WORKDIRS.value if pattern]
+    folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
     own = output / planning.RUNS_FOLDER
@@ -88,11 +89,14 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     return results.name_workdirs(folders)
 
 
-def find_folders(pattern: Path) -> list[Path]:
-    """Returns the paths that match a pattern, which may be in object storage."""
-    if is_remote(pattern):
-        return match(pattern)
-    return list(map(Path, glob.glob(str(pattern))))
+def find_folders(pattern: str) -> list[Path]:
+    """Returns the paths that match a pattern, which may be in object storage, or the pattern itself if there are none.
+
+    A local pattern that ends with / matches only folders.
+    """
+    path = as_path("--workdirs", pattern)
+    found = match(path) if is_remote(path) else map(Path, glob.glob(os.path.expanduser(pattern)))
+    return sorted(found) or [path]
 
 
 def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:

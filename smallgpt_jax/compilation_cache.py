@@ -20,11 +20,12 @@ PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/c
 
 
 def configure() -> None:
-    """Sets JAX's cache folder, unless the program that called this one has set it.
+    """Sets JAX's cache folder, unless the program that called this one has set it, or VARIABLE is empty.
 
     Raises UserError if VARIABLE is a URL that is not supported.
     """
-    if jax.config.jax_compilation_cache_dir in (None, os.environ.get(VARIABLE)):
+    given = os.environ.get(VARIABLE)
+    if given != "" and jax.config.jax_compilation_cache_dir in (None, given):
         jax.config.update("jax_compilation_cache_dir", str(folder()))
     # If the cache cannot be read or written, programs are compiled again. No warning is needed.
     warnings.filterwarnings("ignore", "Error .* persistent compilation cache")

@@ -59,13 +59,13 @@ def local_copy(path: Path) -> Path:
     if not found or copy.exists():
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(copy.parent.with_suffix(".lock"), wait=True):
+    with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
             size = sum(file.size for _, file in found)
             print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
             partial = copy.parent / ".partial" / path.name  # a killed process may have left a part of the copy
             shutil.rmtree(partial.parent, ignore_errors=True)
-            object_storage.download(path, partial)
+            object_storage.download(path, partial, dict(found))
             rename(partial, copy)
             partial.parent.rmdir()
     return copy

@@ -10,6 +10,7 @@ Requires the optional dependencies `[gcs]`. Credentials are Google's application
 import contextlib
 import functools
 import importlib.util
+import io
 import logging
 import re
 from collections.abc import Iterator
@@ -78,12 +79,17 @@ def file_system():
     return storage
 
 
+def is_used() -> bool:
+    """Returns whether this process has used a gs:// path."""
+    return file_system.cache_info().currsize > 0
+
+
 @functools.cache
 def client():
     """Returns the client of Google's library, whose writes can require that an object has a certain generation."""
     from google.cloud import storage
 
-    return storage.Client()
+    return storage.Client(project=None)  # only requests that create or list buckets need a project
 
 
 def bucket_of(path: Path):
@@ -125,9 +131,46 @@ def request_error_message(place: str, error: Exception) -> str:
 
 def require_bucket(field: str, path: Path) -> None:
     """Raises UserError if the bucket of `path` does not exist or cannot be listed."""
-    bucket, _ = bucket_of(path)
     with name_path_in_errors(f"{field}={path}"):
+        bucket, _ = bucket_of(path)
         next(iter(bucket.list_blobs(max_results=1)), None)
+
+
+class Reader(io.RawIOBase):
+    """An object that is open for reading. Raises a UserError that begins with its path if a request fails.
+
+    The error is raised here, because decompressors also raise OSError without an errno: for damaged files.
+    """
+
+    def __init__(self, path: Path):
+        self._path = str(path)
+        with name_path_in_errors(self._path):
+            self._file = path.open("rb")
+
+    def read(self, size: int = -1) -> bytes:
+        with name_path_in_errors(self._path):
+            return self._file.read(size)
+
+    def readinto(self, buffer) -> int:
+        with name_path_in_errors(self._path):
+            return self._file.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if hasattr(self, "_file"):  # __init__ may have failed
+            self._file.close()
+        super().close()
 
 
 class RemoteFile(NamedTuple):
@@ -146,8 +189,9 @@ def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
 
 
 def match(pattern: Path) -> list[Path]:
-    """Returns the files and folders that match `pattern`."""
-    return [to_epath(name) for name in file_system().glob(str(pattern))]
+    """Returns the folders that match `pattern`."""
+    found = file_system().glob(str(pattern), detail=True)
+    return [to_epath(name) for name, info in found.items() if info["type"] == "directory"]
 
 
 def write(path: Path, content: bytes) -> None:
@@ -155,9 +199,12 @@ def write(path: Path, content: bytes) -> None:
     file_system().pipe_file(str(path), content)
 
 
-def download(path: Path, target: Path) -> None:
-    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete."""
-    for source, file in list_files(path).items():
+def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
+    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete.
+
+    `files` is `list_files(path)`.
+    """
+    for source, file in files.items():
         copy = target / source.relative_to(path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         file_system().get_file(str(source), str(copy))

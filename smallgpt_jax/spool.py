@@ -85,8 +85,7 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
     with removed_on_error(folder.parent):
         folder.mkdir()
         for name in continued:
-            if (workdir / name).exists():
-                object_storage.download(workdir / name, folder / name)
+            object_storage.download(workdir / name, folder / name, object_storage.list_files(workdir / name))
     spool, closed = Spool(workdir, folder, log), threading.Event()
     thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
     thread.start()

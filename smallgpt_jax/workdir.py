@@ -27,8 +27,8 @@ from smallgpt_jax.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.data import Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError, WorkdirBusyError
-from smallgpt_jax.files import LockHeldError, file_lock, write_atomically
+from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
+from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket

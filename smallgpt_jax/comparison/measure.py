@@ -16,7 +16,7 @@ from smallgpt_jax.comparison.results import DECODING_FILE, OWN_TEXT, TEXTS_FILE,
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path, atomic_folder, file_lock, write_atomically
+from smallgpt_jax.files import atomic_folder, file_lock, refuse_url, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.program import build_program
@@ -41,7 +41,7 @@ def parse_texts(texts: str) -> dict[str, str]:
                             "text; use another name")
         if name in found:
             raise UserError(f"config.compare.texts={texts!r}: two texts are named {name!r}; use different names")
-        as_path("config.compare.texts", source)  # refuses URLs other than gs://; accepts hf:NAME and tfds:NAME
+        refuse_url("config.compare.texts", source)  # not hf:NAME and tfds:NAME
         found[name] = source
     return found
 

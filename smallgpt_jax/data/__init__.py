@@ -11,7 +11,7 @@ from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.journal import RELAXABLE_FIELDS
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
-from smallgpt_jax.data.store import METADATA_FILE, TokenStore, open_matching_store, open_store
+from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore, open_matching_store, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import as_path, cache_folder, file_lock
@@ -132,14 +132,14 @@ def prepare_remote_store(folder: Path, data, fields: dict, workers: int | None, 
     if enclosing := sources.find_enclosing_folder(data.source, folder):
         raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose a "
                         "folder outside of it")
+    if (folder / METADATA_FILE).exists():
+        return open_matching_store(folder, fields)
+    if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
+        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
     local = prepare_store(cached_store_folder(data), **fields, workers=workers, log=log, unfinished=partial_name(data))
     with file_lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         if (folder / METADATA_FILE).exists():
             return open_matching_store(folder, fields)
-        own_files = {folder / path.relative_to(local.folder) for path in local.folder.rglob("*")}
-        if list_files(folder).keys() - own_files:
-            raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another "
-                            "folder")
         log(f"uploading {local.folder} to {folder}")
         upload_folder(local.folder, folder, last=METADATA_FILE)
     return dataclasses.replace(local, folder=folder)

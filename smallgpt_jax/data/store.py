@@ -26,6 +26,8 @@ from smallgpt_jax.files import local_copy
 FORMAT = 2
 METADATA_FILE = "metadata.json"
 SPLITS = ("train", "validation")
+# The files and folders of a store.
+STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.object_storage import is_remote
+from smallgpt_jax.object_storage import Reader, is_remote
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # If a source is a folder, only files with these suffixes are read. A compression suffix may follow.
@@ -65,6 +65,8 @@ def file_part(file: TextFile, source: str, passage: int) -> Part:
 
 
 def open_binary(path: Path):
+    if is_remote(path):
+        return Reader(path)
     try:
         return path.open("rb")
     except OSError as error:

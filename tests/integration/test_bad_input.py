@@ -287,7 +287,6 @@ REFUSED_URL = (f"{URL!r} is a URL, and only gs:// URLs are supported; copy the f
     ("--workdir", lambda: train(load_config("gpt"), URL)),
     ("--workdir", lambda: inference.load(URL)),
     ("--config=configs/run.py", lambda: load_config("run", URL)),
-    ("config.compare.texts", lambda: measure.parse_texts(f"here=a.txt,there={URL}")),
     *((f"config.data.{field}", lambda settings={f"data__{field}": value}: train(load_config("gpt", **settings), "run"))
       for field, value in {"store": URL, "source": f"a.txt,{URL}", "mixture": f"{URL}=1", "tokenizer": URL}.items()),
 ])
@@ -298,6 +297,14 @@ def test_refuses_urls(field, function, tmp_path, monkeypatch):
         function()
     assert str(error.value) == f"{field}: {REFUSED_URL}"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("url", [URL, "gs://bucket/a.txt"])
+def test_refuses_urls_in_compare_texts(url):
+    with pytest.raises(UserError) as error:
+        measure.parse_texts(f"here=a.txt,there={url}")
+    assert str(error.value) == (
+        f"config.compare.texts: {url!r} is a URL, which is not supported here; use a local path")
 
 
 @pytest.mark.parametrize("field, command", [

@@ -5,6 +5,7 @@ The reference is the same command on local paths.
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import signal
@@ -59,6 +60,36 @@ def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tm
     assert again.stdout == f"existing token store: {bucket}/store\n"
     other = call("prepare", *data_fields(remote, bucket / "store"))
     assert other.returncode == 1 and "was made with source=" in other.stderr
+
+
+def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
+    """A source that is really damaged is still called so."""
+    config = load_config("gpt", data__source=f"{texts[0]}/a.jsonl.gz", data__store=f"{bucket}/store").data
+    (texts[0] / "a.jsonl.gz").write_bytes(b"not compressed")
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged, or of another type than its suffix"):
+        data.prepare_corpus(config, log=lambda _: None)
+
+    class Unreachable(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError("connection lost")
+
+    for name in ("a.jsonl.gz", "b.parquet"):
+        config.source = f"{texts[0]}/{name}"
+        with monkeypatch.context() as patch:
+            patch.setattr(object_storage.file_system(), "open", lambda *_, **__: Unreachable(bytes(1000)))
+            with pytest.raises(UserError, match=rf"^{texts[0]}/{name}: request failed \(connection lost\); check"):
+                data.prepare_corpus(config, log=lambda _: None)
+
+
+def test_a_folder_with_other_files_is_refused_before_tokenizing(texts, bucket, monkeypatch):
+    config = load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data
+    monkeypatch.setattr(data, "prepare_store", lambda *_, **__: pytest.fail("tokenized"))
+    for other in (bucket / "store", bucket / "store" / "notes.txt"):
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("other")
+        with pytest.raises(UserError, match="store': exists and is not a token store"):
+            data.prepare_corpus(config, log=lambda _: None)
+        other.unlink()
 
 
 def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
@@ -131,7 +162,9 @@ def test_failed_requests_are_not_missing_files(bucket, monkeypatch):
         with pytest.raises(OSError, match="Forbidden"):
             request()
     found = call("prepare", *data_fields("none.txt", bucket / "store"))
-    assert (found.returncode, found.stderr) == (1, "error: input or output: Forbidden\n")
+    assert (found.returncode, found.stderr) == (
+        1, "error: object storage: request failed (Forbidden); check the name of the bucket, your permissions and your "
+        "credentials (gcloud auth application-default login)\n")
 
 
 def test_a_missing_bucket_is_named(emulated_storage):

@@ -120,6 +120,7 @@ def test_convert_reads_and_writes_remote_folders(remote_run, local_run, bucket, 
 
 def test_compare_reads_and_writes_remote_folders(remote_run, local_run, bucket, tmp_path):
     outputs = bucket / "report", tmp_path / "report"
+    (remote_run.parent / "t_y").write_text("a file, which matches the pattern, but is no workdir")
     for pattern, output in ((remote_run.parent / "t*y", outputs[0]), (local_run, outputs[1])):
         compared = call("compare", f"--workdirs={pattern}", f"--output={output}")
         assert compared.returncode == 0, compared.stderr

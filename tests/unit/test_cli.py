@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from smallgpt_jax import cli
+from smallgpt_jax import cli, object_storage
 
 
 def test_prints_unencodable_characters_as_escapes(monkeypatch):
@@ -57,3 +57,18 @@ def test_broken_pipes_other_than_the_output_are_errors(capsys):
     with pytest.raises(SystemExit) as end:
         cli.run_command(write_to_a_worker)
     assert (end.value.code, capsys.readouterr().err) == (1, "error: input or output: Broken pipe\n")
+
+
+@pytest.mark.parametrize("error", [OSError("Forbidden"), ValueError("UNAVAILABLE: no network")])
+def test_failed_requests_are_named_only_after_a_gs_path_was_used(monkeypatch, capsys, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(object_storage, "is_used", lambda: True)
+    with pytest.raises(SystemExit):
+        cli.run_command(fail)
+    assert capsys.readouterr().err.startswith(f"error: object storage: request failed ({error}); check")
+    monkeypatch.setattr(object_storage, "is_used", lambda: False)
+    with pytest.raises(SystemExit if isinstance(error, OSError) else ValueError):
+        cli.run_command(fail)
+    assert capsys.readouterr().err == ("error: input or output: Forbidden\n" if isinstance(error, OSError) else "")

@@ -41,10 +41,22 @@ def test_the_shared_folder_is_that_of_the_environment(processor, monkeypatch, tm
         compilation_cache.folder()
 
 
-def test_a_cache_that_the_program_has_set_is_kept(monkeypatch):
-    before = jax.config.jax_compilation_cache_dir
-    compilation_cache.configure()
-    assert jax.config.jax_compilation_cache_dir == before
+@pytest.mark.parametrize("variable, before, is_kept", [
+    ("/shared", "/elsewhere", True), (None, "/elsewhere", True), ("", "", True), ("/shared", "/shared", False),
+    (None, None, False)])
+def test_a_cache_that_the_program_has_set_is_kept(monkeypatch, variable, before, is_kept):
+    """An empty variable means that there is no cache."""
+    if variable is None:
+        monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(compilation_cache.VARIABLE, variable)
+    original = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.configure()
+        assert jax.config.jax_compilation_cache_dir == (before if is_kept else str(compilation_cache.folder()))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", original)
 
 
 def test_installation_commands(monkeypatch, tmp_path):

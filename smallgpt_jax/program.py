@@ -42,8 +42,8 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """The shapes and shardings of the train state."""
-        shapes = jax.eval_shape(self._init_state)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                            self._traced_initialization.out_info, self.shardings)
 
     @property
     def is_simulated(self) -> bool:
@@ -54,10 +54,13 @@ class Program:
         """Returns the state before the first update; each device initializes its own shards."""
         # On CPUs, optimizing this program takes longer than running it, and it runs only once.
         options = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else None
-        return jax.jit(self._init_state, out_shardings=self.shardings, compiler_options=options)()
+        return self._traced_initialization.lower().compile(options)()
 
-    def _init_state(self) -> TrainState:
-        return init_state(self.model, self.optimizer, self.config.train.seed)
+    @functools.cached_property
+    def _traced_initialization(self) -> jax.stages.Traced:
+        """The traced program () → initial state. Both the state's shapes and the state are computed from it."""
+        initialize = functools.partial(init_state, self.model, self.optimizer, self.config.train.seed)
+        return jax.jit(initialize, out_shardings=self.shardings).trace()
 
     def initial_opt_state(self, params) -> optax.OptState:
         """Returns the initial optimizer state for these parameters."""
@@ -74,8 +77,11 @@ class Program:
         return state
 
     def start_compilation(self) -> tuple[Future, Future]:
-        """Starts to compile the training step and the evaluation step, each in a thread of its own."""
-        self.abstract_state  # noqa: B018 — traced here once, instead of in both threads
+        """Starts to compile the training step and the evaluation step, each in a thread of its own.
+
+        The training step takes longest to compile. It is traced first, because other threads would slow the tracing.
+        """
+        self._lowered_train_step  # noqa: B018 — traced here, not in the thread
         pool = ThreadPoolExecutor(2)
         steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
         pool.shutdown(wait=False)
@@ -88,6 +94,11 @@ class Program:
 
         With a teacher, its variables are a third argument; see `with_teacher`.
         """
+        return self._lowered_train_step.compile(compiler_options)
+
+    @functools.cached_property
+    def _lowered_train_step(self) -> jax.stages.Lowered:
+        """The traced training step."""
         c, teacher = self.config, self.teacher
         schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
         step = functools.partial(
@@ -97,7 +108,7 @@ class Program:
         arguments = (self.abstract_state, self.abstract_batch(), *([teacher.abstract_variables] if teacher else []))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(*arguments).compile(compiler_options)
+            return jitted.lower(*arguments)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
@@ -158,12 +169,13 @@ def build_program(config: ConfigDict, devices=None) -> Program:
     model = models.build(**config.model)
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     validate_train(config.train, model.config, mesh)
-    boxed_params = models.abstract_params(model)
+    variables = models.abstract_variables(model)
+    boxed_params = models.abstract_params(model, variables)
     models.require_factors(model, boxed_params)
     optimizer = make_optimizer(boxed_params, **config.optimizer)
     params = sharding.param_shardings(mesh, boxed_params)
     opt_state = sharding.optimizer_shardings(mesh, optimizer, nn.unbox(boxed_params), params)
-    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
+    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model, variables))
     shardings = TrainState(sharding.replicated(mesh), params, opt_state, model_state)
     return Program(config, model, mesh, optimizer, shardings, boxed_params, open_teacher(config.train, model, mesh))
 

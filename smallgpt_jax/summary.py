@@ -54,7 +54,8 @@ def fallback_messages(program: Program) -> list[str]:
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
     fallbacks = dict.fromkeys(
         f"attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
-        for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
+        for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents,
+                                              program.abstract_params)
         if layers.fallback_reason)
     return [*undivided, *fallbacks]
 

@@ -111,13 +111,17 @@ class AttentionLayers:
     fallback_reason: str
 
 
-def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of a model. Finds them in any architecture, by the axis names of their weights."""
+def attention_layers(model: LanguageModel, mesh, separate_documents: bool,
+                     boxed_params=None) -> list[AttentionLayers]:
+    """Returns the attention layers of a model. Finds them in any architecture, by the axis names of their weights.
+
+    `boxed_params` is `abstract_params(model)`, which is computed if it is not given.
+    """
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     modules: dict[tuple, dict[str, int]] = {}  # path of a module → sizes of the axes of all its weights
     for path, box in jax.tree_util.tree_leaves_with_path(
-            abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
+            boxed_params or abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
         modules.setdefault(path[:-1], {}).update(zip(box.names, box.value.shape))
     for path, sizes in modules.items():
         if "qkv" not in sizes or "embed" not in sizes:

@@ -13,11 +13,12 @@ products with few rows:
   times as long as with (V, W), because XLA's CPU compiler copies the head.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 
 from smallgpt_jax import models
-from smallgpt_jax.models.language_model import abstract_variables
 
 STACKED = ("layers", "path")
 FLOAT32 = "router"  # weights with this axis stay float32, because routers compute in float32
@@ -25,16 +26,21 @@ FLOAT32 = "router"  # weights with this axis stay float32, because routers compu
 
 def pack(model: models.LanguageModel, params, model_state=None):
     """Returns the variables of a model, {"params": …, "state": …}, in the layout for decoding."""
-    variables = {"params": params, "state": model_state or {}}
     names = jax.tree.map(
-        lambda x: x.names if isinstance(x, nn.Partitioned) else (), abstract_variables(model),
+        lambda x: x.names if isinstance(x, nn.Partitioned) else (), models.abstract_variables(model),
         is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    # One program compiles faster than one program per array.
+    pack_all = jax.jit(functools.partial(_pack, names=names, dtype=model.config.dtype))
+    return pack_all({"params": params, "state": model_state or {}})
+
+
+def _pack(variables, names, dtype: str):
     packed = {collection: jax.tree.map(unstack, tree, names.get(collection, {}))
               for collection, tree in variables.items()}
 
     def cast(names, stack):
         return jax.tree.map(
-            lambda x: x if x.ndim < 2 or FLOAT32 in names else x.astype(model.config.dtype), stack)
+            lambda x: x if x.ndim < 2 or FLOAT32 in names else x.astype(dtype), stack)
 
     params = jax.tree.map(cast, names["params"], packed["params"], is_leaf=lambda x: isinstance(x, tuple))
     if "head" in params:

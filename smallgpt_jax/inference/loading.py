@@ -75,8 +75,10 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     model = models.build(**config.model)
     step = workdir.find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-                            (nn.unbox(models.abstract_params(model)), models.abstract_model_state(model)))
+    variables = models.abstract_variables(model)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+        (nn.unbox(models.abstract_params(model, variables)), models.abstract_model_state(model, variables)))
     checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
     params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()

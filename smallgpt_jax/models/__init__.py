@@ -8,14 +8,15 @@ from smallgpt_jax.models.language_model import (
     LanguageModel,
     abstract_model_state,
     abstract_params,
+    abstract_variables,
     num_active_parameters,
     num_parameters,
     require_factors,
 )
 
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "build", "default_fields", "field_names", "find_architecture", "num_active_parameters", "num_parameters",
-           "require_factors", "upgrade_fields"]
+           "abstract_variables", "build", "default_fields", "field_names", "find_architecture", "num_active_parameters",
+           "num_parameters", "require_factors", "upgrade_fields"]
 
 # Fields that only some architectures have. Older versions stored these fields as null for all other architectures.
 FORMERLY_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")

@@ -165,8 +165,10 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
     if config.remat != "none":
         step = nn.remat(step, policy=REMAT[config.remat], prevent_cse=not config.scan_layers)
+    # The initialization of each layer runs once, so that unrolling it would only take compile time.
+    unroll = 1 if config.scan_layers or block.is_initializing() else length
     scanned = nn.scan(
-        step, length=length, unroll=1 if config.scan_layers else length,
+        step, length=length, unroll=unroll,
         variable_axes=PER_LAYER, split_rngs={"params": True, "dropout": True},
         metadata_params={nn.PARTITION_NAME: "layers"})
     return lambda x_BxTxD: scanned(block, x_BxTxD)[0]

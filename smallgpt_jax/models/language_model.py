@@ -101,25 +101,30 @@ class LanguageModel(nn.Module):
         return logits_RxV.reshape(batch, time, -1)
 
 
-def abstract_params(model: LanguageModel):
+def abstract_params(model: LanguageModel, variables=None):
     """Returns a tree of LogicallyPartitioned with the shapes and axis names of the parameters, without allocating them.
 
     Parameters without axis names, such as those of flax's own layers, get None for every axis and are replicated.
+    `variables` are `abstract_variables(model)`, which are computed if they are not given.
     """
     def with_names(x):
         return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(
             nn.unbox(x), names=(None,) * nn.unbox(x).ndim)
 
-    return jax.tree.map(with_names, abstract_variables(model)["params"],
+    return jax.tree.map(with_names, (variables or abstract_variables(model))["params"],
                         is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
 
-def abstract_model_state(model: LanguageModel):
-    """Returns the shapes of the variable collection "state", which is part of TrainState; {} for most models."""
-    return nn.unbox(abstract_variables(model).get("state", {}))
+def abstract_model_state(model: LanguageModel, variables=None):
+    """Returns the shapes of the variable collection "state", which is part of TrainState; {} for most models.
+
+    `variables` are `abstract_variables(model)`, which are computed if they are not given.
+    """
+    return nn.unbox((variables or abstract_variables(model)).get("state", {}))
 
 
 def abstract_variables(model: LanguageModel):
+    """Returns the shapes and axis names of all variables, {collection: tree}. Each call traces the model."""
     # The variables of a built-in architecture do not depend on the number of positions, and tracing fewer positions is
     # faster: 0.5 s instead of 23 s for Qwen3-0.6B, whose context length is 40,960.
     c = model.config

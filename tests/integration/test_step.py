@@ -268,3 +268,20 @@ def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
 
     assert one.run(resume) == expected
     assert DropoutMasks(devices=8, **mesh(data=2, tensor=2, path=2)).run() == expected
+
+
+def test_the_initial_state_takes_two_traces():
+    """Tracing takes a large part of a warm start. One trace is for the shapes and axis names, one for the state."""
+    calls = []
+
+    def count(call, arguments, keywords, context):
+        if isinstance(context.module, models.LanguageModel) and context.method_name == "__call__":
+            calls.append(arguments)
+        return call(*arguments, **keywords)
+
+    with nn.intercept_methods(count):
+        program = build_program(load_config("gpt", **SMALL), jax.devices()[:1])
+        state = program.initial_state()
+    assert len(calls) == 2
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), program.abstract_state)

@@ -1,0 +1,85 @@
+"""Measures how long a training run takes to start, with an empty and with a filled compilation cache.
+
+    python benchmarks/first_step.py
+    python benchmarks/first_step.py --config=configs/pgpt.py:quickstart --rounds=3
+
+Each of --rounds rounds runs three processes, with a cache folder of its own that contains the token store:
+
+- imports: a process that only imports `smallgpt_jax.train`
+- cold: a training run of one step, which finds no compiled program in the cache
+- warm: the same run once more, which finds the programs that the cold run has compiled
+
+Times are seconds since the start of the process. The table has the median over rounds, and the range in parentheses:
+
+- started: the first line of the run is printed, after the initialization of the model
+- compiled: the training step and the evaluation step are compiled
+- first step: the loss of the first step is printed
+- evaluated: the checkpoint is saved, and the validation loss is printed
+- ended: the run has printed a sample of the model's text, and the process has ended
+
+The last line of standard output has the seconds of all rounds as JSON.
+"""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from absl import app, flags
+
+ROOT = Path(__file__).parents[1]
+# Event → pattern of the line that the run prints at this event.
+EVENTS = {"started": r".* parameters, on ", "compiled": "compiled and ready", "first step": r"step 1/1   loss",
+          "evaluated": r"step 1/1   validation loss"}
+
+_CONFIG = flags.DEFINE_string("config", "configs/gpt.py:quickstart", "The recipe to train.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of rounds.", lower_bound=1)
+
+
+def python(arguments: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
+    """Runs Python with a cache folder. Returns its seconds, and its lines of output with their seconds."""
+    started, lines = time.perf_counter(), []
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        lines.append((time.perf_counter() - started, line))
+    if process.wait():
+        sys.exit(f"python {' '.join(arguments)}: failed with status {process.returncode}")
+    return time.perf_counter() - started, lines
+
+
+def run_once(cache: Path) -> dict[str, float]:
+    """Trains one step in a new workdir. Returns the seconds until each event."""
+    with tempfile.TemporaryDirectory() as workdir:
+        seconds, lines = python(["-m", "smallgpt_jax.main", f"--config={_CONFIG.value}", f"--workdir={workdir}",
+                                 "--config.train.steps=1"], cache)
+    times = {event: next(at for at, line in lines if re.match(pattern, line)) for event, pattern in EVENTS.items()}
+    return {**times, "ended": seconds}
+
+
+def main(argv) -> None:
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        run_once(cache)  # prepares the token store
+        for _ in range(_ROUNDS.value):
+            imports, _ = python(["-c", "import smallgpt_jax.train"], cache)
+            shutil.rmtree(cache / "smallgpt_jax" / "compiled")
+            rounds.append({"imports": imports, "cold": run_once(cache), "warm": run_once(cache)})
+    print("| | imports | " + " | ".join([*EVENTS, "ended"]) + " |\n" + "|---" * (len(EVENTS) + 3) + "|")
+    for kind in ("cold", "warm"):
+        columns = [[r["imports"] for r in rounds], *([r[kind][event] for r in rounds] for event in [*EVENTS, "ended"])]
+        print(f"| {kind} | " + " | ".join(
+            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})" for column in columns) + " |")
+    print(json.dumps({"config": _CONFIG.value, "rounds": rounds}))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -26,6 +25,7 @@ from smallgpt_jax.output import best_effort
 from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.schedule import Schedule
 from smallgpt_jax.spool import Spool, open_spool
 from smallgpt_jax.step import TrainState
 from smallgpt_jax.teacher import with_teacher_step
@@ -115,18 +115,25 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
         profiler.close()
 
     with clock.during("save"):
-        checkpoints.wait_until_finished()
-        if step > first_step and step not in checkpoints.steps():
-            # Saving the last step failed, or the run was stopped in an evaluation between two checkpoints.
-            checkpoints.save(step, state, logger.losses)
+        is_saved = step == first_step or save_last(checkpoints, step, state, logger.losses)
         checkpoints.close()
     logger.close()
     progress.message(clock.goodput_message())
-    if step > first_step and step not in checkpoints.steps():
+    if not is_saved:
         raise UserError(f"--workdir={folder}: the last step, {step}, could not be saved; free disk space and rerun the "
                         "same command to resume from the newest checkpoint")
     if stopped:
         stop.raise_stopped(step)
+
+
+def save_last(checkpoints: Checkpoints, step: int, state: TrainState, losses: list[float]) -> bool:
+    """Saves the last step of a session, if it has no checkpoint yet. Returns whether it has one now."""
+    checkpoints.wait_until_finished()
+    if step not in checkpoints.steps():
+        # An earlier attempt failed, or the run was stopped in an evaluation between two checkpoints.
+        checkpoints.save(step, state, losses)
+        checkpoints.wait_until_finished()
+    return step in checkpoints.steps()
 
 
 def open_logger(program: Program, pipeline: DataPipeline, folder: Path, first_step: int, checkpoints: Checkpoints,
@@ -140,20 +147,6 @@ def open_logger(program: Program, pipeline: DataPipeline, folder: Path, first_st
         bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
         peak_tokens_per_second=summary.peak_tokens_per_second(program),
         unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [], start_tracker=start_tracker)
-
-
-class Schedule(NamedTuple):
-    """The steps after which a run saves and evaluates. It does both after the last step."""
-
-    steps: int
-    eval_every: int
-    checkpoint_every: int
-
-    def saves(self, step: int) -> bool:
-        return step >= self.steps or step % self.checkpoint_every == 0
-
-    def evaluates(self, step: int) -> bool:
-        return step >= self.steps or step % self.eval_every == 0
 
 
 def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step: Callable, evaluate: Callable,

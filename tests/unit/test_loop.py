@@ -7,7 +7,8 @@ import pytest
 
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.metrics import NonFiniteGuard, StepMetrics
-from smallgpt_jax.train import Schedule, train_loop
+from smallgpt_jax.schedule import Schedule
+from smallgpt_jax.train import train_loop
 
 
 class Run:

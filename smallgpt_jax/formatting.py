@@ -46,5 +46,8 @@ def find_errno(error: Exception) -> int | None:
 
 
 def parameter_count(total: int, active: int) -> str:
-    """Returns a number of parameters and, if it is smaller, the number that one token uses: "1,234 (567 active)"."""
+    """Returns a text such as "1,234 (567 active)".
+
+    The numbers are those of all parameters and, if there are fewer, of the parameters that one token uses.
+    """
     return f"{total:,}" + (f" ({active:,} active)" if active != total else "")

@@ -13,7 +13,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # Even small programs are kept in the persistent cache, since many tests compile the same programs.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # sends requests that the emulator does not support
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # the emulator does not support its requests
 
 import atexit
 import contextlib

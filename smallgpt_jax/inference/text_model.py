@@ -184,8 +184,8 @@ class Conversation:
                             "shorten the text")
         self._session.resume()
         self._session.ids[0] += ids
-        # With stop strings, tokens are computed one by one: tokens after a stop string would be in the cache, so that
-        # the next turn would have to compute the whole cache again.
+        # With stop strings, tokens are computed one by one. Otherwise, tokens after a stop string would be in the
+        # cache, and the next turn would have to compute the whole cache again.
         return self._model._stream(self._session, text, max_new_tokens, stop, sampling,
                                    1 if stop else decoder.MAX_STEPS)
 

@@ -70,7 +70,7 @@ class Router(nn.Module):
         return jnp.where(begins, moved_E, bias_E), jnp.where(begins, 0, load_E)
 
     def count(self, chosen_BxTxE, bias_E, load_E) -> None:
-        """Stores the biases and the load in training, and logs the load of each expert relative to the mean load."""
+        """In training, stores the biases and the loads, and logs the load of each expert relative to the mean load."""
         counts_E = jnp.sum(chosen_BxTxE, axis=(0, 1))
         if self.is_mutable_collection("state") and not self.is_initializing():
             self.put_variable("state", "bias", bias_E)

@@ -130,7 +130,9 @@ def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_train, monkeypatch):
-    """The second process waits for a run of the grid that the first one is training, because seeds depend on it.
+    """The second process waits for a run of the grid that the first one is training.
+
+    The rate of the runs with other seeds depends on the loss of this run.
 
     If the first process is killed, the second one resumes the run. Threads take the place of the processes; file locks
     exclude threads, too.

@@ -71,7 +71,10 @@ def plain_experts(config, weights, bias_E, x_TxD):
     {}, {"expert_mlp": "gated", "activation": "silu", "grouped_matmul": "ragged"}, {"num_shared_experts": 0},
     {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"}])
 def test_outputs_match_a_loop_over_tokens(fields):
-    """The chosen experts depend on the biases, which move by expert_bias_rate before an update; the gates do not."""
+    """The chosen experts depend on the biases, and the gates do not.
+
+    The biases move by expert_bias_rate before an update.
+    """
     config = build("gpt", **{**MOE, "expert_bias_rate": 0.2, "balance_loss": 0.5, **fields}).config
     module = MLPS["moe"](config)
     x = np.random.default_rng(0).standard_normal((2, 24, config.d_model))

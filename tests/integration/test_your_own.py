@@ -67,7 +67,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
     result = estimate(build_program(config))
-    # `Twice` applies its blocks `passes` times (here, 3 times). The FLOPs of each pass are counted.
+    # Despite its name, `Twice` applies its blocks `passes` times, here 3 times. The FLOPs of each pass are counted.
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives

@@ -50,7 +50,7 @@ def newton_schulz(matrix):
 def expected_update(gradients, param, matrices):
     """Returns the update of a weight in float64.
 
-    `matrices` is a function that returns indices of the weight's matrices, with the shapes of the matrices.
+    `matrices` is a function that returns pairs: the index of a matrix in the weight, and the shape of the matrix.
     """
     m = np.zeros(param.shape)
     for step, g in enumerate(np.asarray(gradients, np.float64), start=1):

@@ -147,8 +147,8 @@ class Checkpoints:
             reason = short_reason(error) if error else ""
             if distributed.any_process(error is not None and is_machine_error(error, self.folder)):
                 raise UserError(
-                    f"{self.folder / name}: cannot be read ({reason or 'another process failed'}); nothing was changed. "
-                    "If this persists, move the folder away to resume from the previous checkpoint"
+                    f"{self.folder / name}: cannot be read ({reason or 'another process failed'}); nothing was "
+                    "changed. If this persists, move the folder away to resume from the previous checkpoint"
                 ) from error
             if distributed.any_process(error is not None):
                 damaged[name] = reason or "another process could not read it"

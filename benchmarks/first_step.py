@@ -44,10 +44,11 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of rounds.", lower_bound=1)
 
 def python(arguments: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
     """Runs Python with a cache folder. Returns its seconds, and its lines of output with their seconds."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would replace the folder in `cache`
     started, lines = time.perf_counter(), []
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-        stdout=subprocess.PIPE, text=True)
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         lines.append((time.perf_counter() - started, line))
     if process.wait():

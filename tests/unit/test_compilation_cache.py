@@ -59,6 +59,21 @@ def test_a_cache_that_the_program_has_set_is_kept(monkeypatch, variable, before,
         jax.config.update("jax_compilation_cache_dir", original)
 
 
+def test_programs_that_compile_in_a_tenth_of_a_second_are_cached(monkeypatch):
+    option, variable = "jax_persistent_cache_min_compile_time_secs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    before = getattr(jax.config, option)
+    try:
+        jax.config.update(option, 3.0)
+        monkeypatch.setenv(variable, "3")
+        compilation_cache.configure()
+        assert getattr(jax.config, option) == 3  # what the user has set is kept
+        monkeypatch.delenv(variable)
+        compilation_cache.configure()
+        assert getattr(jax.config, option) == 0.1
+    finally:
+        jax.config.update(option, before)
+
+
 def test_installation_commands(monkeypatch, tmp_path):
     assert errors.install_command("hf") == "pip install -e '.[hf]'"
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "smallgpt_jax" / "errors.py"))

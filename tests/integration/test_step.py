@@ -225,6 +225,7 @@ class DropoutMasks:
         config = load_config("pgpt", **{**SMALL, "model__num_layers": 6, **fields}, model__dropout=0.5,
                              train__microbatches=2)
         self.program = build_program(config, jax.devices()[:devices])
+        self.program.abstract_state  # noqa: B018 — traces the initialization, whose masks are not recorded
         with nn.intercept_methods(self.record):
             self.step = self.program.runnable(self.program.compile_train_step())
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import compilation_cache, distributed, object_storage, recipes
+from smallgpt_jax import compilation_cache, distributed, host_memory, object_storage, recipes
 from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
@@ -62,6 +62,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         compilation_cache.configure()
         distributed.skip_tpu_search()
+        host_memory.configure()
         main()
         sys.stdout.flush()
     except UserError as error:

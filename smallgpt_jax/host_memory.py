@@ -21,7 +21,7 @@ def configure() -> None:
     XLA allocates the temporary memory of a program at each call, and frees it afterwards. By default, glibc returns
     such large blocks to the operating system, which has to map and zero their pages again at the next training step.
     On two cores of an AMD EPYC (a virtual machine, 2026-11-22), this took 26% of the CPU time of a training step of
-    gpt:quickstart with batch size 32, and 16% at width 256.
+    gpt:quickstart with batch size 32, and 16% at width 256. A process that keeps its memory needs about twice as much.
 
     Call this function before JAX initializes its devices: threads that exist already keep arenas of their own, in which
     large blocks are always mapped anew.

@@ -10,6 +10,8 @@ if version("jaxlib").startswith("0.10."):  # the flag makes compilation four tim
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# A process that runs hundreds of tests must return freed memory; `host_memory.configure` does nothing if this is set.
+os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # glibc's default
 # Even small programs are kept in the persistent cache, since many tests compile the same programs.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

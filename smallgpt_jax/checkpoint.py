@@ -9,8 +9,8 @@ number. Only imported models have a checkpoint of step 0; it has no optimizer st
 A checkpoint has these items:
 
 - `params`, `opt_state`, `model_state`: separate items, so that inference does not read the optimizer state.
-- `check`: JSON with a checksum per array (orbax does not checksum every file) and the losses of the steps that are not
-  in metrics.jsonl yet.
+- `check`: JSON with a checksum per array, and with the losses of steps that are not in metrics.jsonl yet. Checksums are
+  needed because orbax does not checksum every file.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     `keep` is the number of newest checkpoints to keep; None opens the folder read-only. `log` is called with one line
-    per error that does not end the run. `before_save` is called before each save. It tries to upload the metrics of the
-    saved steps, so that they are not lost if the run is killed; if it fails, the checkpoint is saved nevertheless.
+    per error that does not end the run. `before_save` is called before each save. It uploads the metrics of the saved
+    steps, which could otherwise be lost if the run is killed. The checkpoint is saved even if the upload fails.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
@@ -113,8 +113,8 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk. Ignores errors.
 
-        Pending writes may create a removed folder again, so the search is repeated until four searches in a row find
-        nothing.
+        Pending writes may create a removed folder again. The search is therefore repeated until it has found nothing
+        four times in a row.
         """
         gone = 0
         for _ in range(50):
@@ -137,9 +137,9 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        `abstract` has the shapes and shardings of the state. The returned `opt_state` is None at step 0. Damaged
-        checkpoints that are newer than the returned state are logged and moved to DAMAGED_FOLDER. Raises UserError if
-        all checkpoints are damaged, or if the machine fails to read one.
+        `abstract` has the shapes and shardings of the state. The returned `opt_state` is None at step 0. If newer
+        checkpoints are damaged, logs them and moves them to DAMAGED_FOLDER. Raises UserError if all checkpoints are
+        damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in map(str, reversed(self.steps())):
@@ -219,7 +219,7 @@ class Checkpoints:
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of the finished checkpoints in a folder, sorted; [] if the folder does not exist."""
     paths = ocp.utils.checkpoint_steps_paths(folder)
-    return sorted(int(path.name) for path in paths if path.name.isdecimal())  # not a copy such as backup_5000
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())  # ignores copies such as backup_5000
 
 
 @functools.cache
@@ -243,7 +243,7 @@ def silence_duplicate_errors() -> None:
 def is_machine_error(error: Exception, folder: Path) -> bool:
     """Returns whether an error in `folder` comes from the machine (permissions, I/O, memory, devices, network).
 
-    Any other error while reading a checkpoint is taken to mean that the checkpoint is damaged.
+    Any other error in reading a checkpoint means that the checkpoint is damaged.
     """
     return (isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
             or (is_remote(folder) and object_storage.is_request_error(error)))

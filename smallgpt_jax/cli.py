@@ -25,10 +25,10 @@ from smallgpt_jax import compilation_cache, distributed, host_memory, object_sto
 from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 
-# For flag values of the wrong type: a part of absl's error message → the type of value that the flag expects.
+# {part of absl's message for a flag value of the wrong type: description of the right type}
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
-flags.disclaim_key_flags()  # --help then lists --config as a flag of the command, not of this module
+flags.disclaim_key_flags()  # so that --help lists --config as a flag of the command, not of this module
 
 
 def define_config():
@@ -108,9 +108,9 @@ RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` in which each NAME in --config.runs.NAME.… is quoted, unless it is an identifier.
+    """Returns a copy of `argv` with quotes around each NAME in --config.runs.NAME.… that is not an identifier.
 
-    ml_collections expects names that are not identifiers as Python strings. For the run "lr 0.1", the argument
+    ml_collections expects such names as Python strings. For the run "lr 0.1", the argument
     '--config.runs.lr 0.1.model.d_model=8' becomes
     --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
@@ -124,7 +124,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Returns a message in which the names that `quote_run_names` has quoted appear as the user wrote them."""
+    """Returns a message with run names as the user wrote them. Inverts `quote_run_names`."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 

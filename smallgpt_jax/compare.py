@@ -74,8 +74,8 @@ def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
 def find_runs(output: Path) -> list[tuple[str, Path]]:
     """Returns (name, folder) for each run in --workdirs.
 
-    Raises UserError if --workdirs is empty. Also raises it if `output` is the folder of a comparison that trained its
-    own runs, and --workdirs includes a run outside `output`.
+    Raises UserError if --workdirs is empty. Also raises UserError if `output` contains the report of a comparison that
+    trained other runs, because that report would be overwritten.
     """
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
@@ -90,9 +90,9 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
 
 
 def find_folders(pattern: str) -> list[Path]:
-    """Returns the paths that match a pattern, which may be in object storage, or the pattern itself if there are none.
+    """Returns the paths that match a pattern, or the pattern itself if no path matches.
 
-    A local pattern that ends with / matches only folders.
+    The pattern may be in object storage. A local pattern that ends with / matches only folders.
     """
     path = as_path("--workdirs", pattern)
     found = match(path) if is_remote(path) else map(Path, glob.glob(os.path.expanduser(pattern)))
@@ -100,10 +100,10 @@ def find_folders(pattern: str) -> list[Path]:
 
 
 def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
-    """Trains the unfinished runs of --config, and measures each finished run as configured in config.compare.
+    """Trains the unfinished runs of --config. Measures each finished run as configured in config.compare.
 
-    Returns (name, folder) for each run that has started, and {name: learning-rate grid}. Of the runs of a grid, only
-    those with the best learning rate are returned and measured.
+    Returns (name, folder) for each run that has started, and {name: learning-rate grid}. For a model with a grid, only
+    the runs at the best learning rate are measured and returned.
     """
     configs, compare = budget.resolve_runs(_CONFIG.value), _CONFIG.value.compare
     print_ignored_overrides()

@@ -17,19 +17,20 @@ OTHER_CONTRACTIONS = ("conv_general", "scaled_matmul", "custom_call", "pallas_ca
 
 
 def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = None) -> float:
-    """Returns the FLOPs per token of training: three times the FLOPs of the forward pass's matrix products.
+    """Returns the FLOPs per token of training. Only matrix products are counted.
 
-    The backward pass computes two products for each product of the forward pass (Kaplan et al., arXiv 2001.08361,
-    section 2.1). With a `teacher`, its forward pass without the head is added.
+    Training takes 3 times the FLOPs of the forward pass, because the backward pass computes two products for each
+    product of the forward pass (Kaplan et al., arXiv 2001.08361, section 2.1). A `teacher` adds the FLOPs of its own
+    forward pass, without the head.
     """
     return 3 * forward_flops_per_token(model) + (forward_flops_per_token(teacher, "hidden") if teacher else 0)
 
 
 def forward_flops_per_token(model: LanguageModel, method: str = "__call__") -> float:
-    """Returns the FLOPs per token of the matrix products of a method of the model.
+    """Returns the FLOPs per token of the model's `method`. Only matrix products are counted.
 
-    They do not depend on the backend of attention; see `ops.attention.counted`. They do not depend on the backend of
-    the experts' products either, because unused rows are not counted.
+    The result is the same for all attention backends; see `ops.attention.counted`. It is also the same for all backends
+    of the experts' products, because unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
@@ -40,7 +41,7 @@ def forward_flops_per_token(model: LanguageModel, method: str = "__call__") -> f
 
 
 def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of the matrix products in an update of the model's parameters; zero except for Muon."""
+    """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products."""
     params = nn.unbox(abstract_params(model))
     return matmul_flops(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
 
@@ -81,7 +82,7 @@ def _count_equation(equation) -> int:
 
 
 def _count_ragged_dot(equation) -> int:
-    """Returns the FLOPs of a product of each row with the matrix of its group."""
+    """Returns the FLOPs of a ragged_dot_general, which multiplies each row by the matrix of the row's group."""
     dimensions = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dimensions.dot_dimension_numbers
     if set(dimensions.lhs_ragged_dimensions) & set(contracted):

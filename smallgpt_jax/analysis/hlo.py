@@ -40,18 +40,18 @@ class Instruction:
 
     @property
     def channel(self) -> str:
-        """The channel id, which all instructions of one asynchronous collective share, or `line` if there is no id."""
+        """The channel id, or `line` if there is none. All instructions of an asynchronous collective share the id."""
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
 
     @property
     def is_local(self) -> bool:
-        """Whether each device is alone in its replica group, so that a collective only copies its operand."""
+        """Whether each replica group has only one device. Such a collective only copies its operand."""
         return bool(re.search(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\])", self.line))
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether the instruction is a TPU's fusion of an all-reduce and a slice, that is, a reduce-scatter."""
+        """Whether the instruction is a reduce-scatter on a TPU: a fusion of an all-reduce and a slice."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
@@ -90,12 +90,12 @@ class Program:
         For each kind, such as "all-reduce", "count" is the number of executions, and "bytes" is the total size of their
         results. Collectives of groups of a single device are not counted.
         """
-        # An asynchronous collective has several instructions with the same channel and result. Collectives of the same
-        # shard_map have the same channel.
+        # {(channel, shape of the result): collective}. Several instructions of one asynchronous collective have the
+        # same key, and count once. The channel alone is no key: all collectives of a shard_map share it.
         channels = {}
         for times, instruction in self.executed():
-            # An asynchronous collective is counted at its "-done" instruction, because the result of its "-start"
-            # instruction also includes the operands.
+            # Counts the "-done" instruction of an asynchronous collective. The result of its "-start" instruction also
+            # includes the operands.
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
@@ -122,10 +122,10 @@ class Program:
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields (number of executions, instruction) for each instruction of a computation and of its callees.
+        """Yields (number of executions, instruction) for each instruction of a computation and of those it calls.
 
-        `name` is the name of the computation, by default the program's entry. `times` is the number of executions of
-        the computation itself. With `fused`, instructions inside fusions are included.
+        `name` is the computation's name. The default is the entry of the program. `times` is the number of executions
+        of the computation itself. With `fused`, instructions inside fusions are included.
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction

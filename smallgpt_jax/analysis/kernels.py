@@ -1,6 +1,6 @@
 """Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed.
 
-For the kernels of ops/flash_attention.py, it includes the time of the vector unit.
+For the kernels of ops/flash_attention.py, the vector unit's time is included.
 """
 
 import math
@@ -9,23 +9,22 @@ import re
 from smallgpt_jax.analysis.chips import Chip
 from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach
 
-# {name of a kernel: number of matrix products that it computes}. Each product has as many FLOPs as the product of the
-# attention weights and the values. "online-softmax" is the TPU compiler's kernel for plain attention: it turns the
-# scores (its first operand) into attention weights and multiplies the weights by the values.
+# {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) × (values).
+# "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is the scores. It computes the
+# attention weights from them and multiplies the weights by the values.
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
 
-# {name of a kernel of ops/flash_attention.py: (products that result in scores, products with scores, cycles of the
-# vector unit per 1024 scores)}. A product with scores streams only the rows of the head width through the matrix unit,
-# so its heads are not padded to 128. The cycles of the vector unit are those of the TPU compiler's schedules for v5e
-# and v6e (libtpu 0.0.51).
+# {kernel of ops/flash_attention.py: (number of products that compute scores, number of products that use scores, cycles
+# of the vector unit per 1024 scores)}. Heads are padded to 128 in products that compute scores, but not in those that
+# use scores. The cycles are from the TPU compiler's schedules for v5e and v6e (libtpu 0.0.51).
 FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3), "flash_attention_gradient": (2, 3, 4)}
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     """Returns the seconds that a kernel takes at peak speed; None for an unknown kernel.
 
-    `line` is the HLO instruction that calls the kernel; `positions` is the context length. Memory traffic is ignored.
-    In every kernel except "online-softmax", which reads the scores from memory, it takes less time than the products.
+    `line` is the HLO instruction that calls the kernel; `positions` is the context length. Memory traffic is ignored,
+    because it takes less time than the products. The exception is "online-softmax", which reads the scores from memory.
     """
     operands = line.partition("operand_layout_constraints=")[2]
     if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
@@ -42,8 +41,8 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
 def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/flash_attention.py.
 
-    The vector unit processes a block of scores while the matrix unit computes the next block, so the slower of the two
-    counts. The products with the scores are added.
+    While the matrix unit computes a block of scores, the vector unit processes the previous block. The slower of the
+    two determines the time. The time of the products that use the scores is added.
     """
     to_scores, with_scores, vector_cycles = FLASH_KERNELS[name]
     *rows_and_heads, width, positions = map(int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(","))
@@ -57,8 +56,8 @@ def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -
 def attention_product_flops(name: str, operands: str, positions: int) -> float:
     """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes it.
 
-    Heads are padded to a width of 128, and splash attention computes all scores of a block of (queries × keys) unless
-    the mask excludes the whole block.
+    Heads are padded to a width of 128. Splash attention skips a block of (queries × keys) if the mask excludes all of
+    it, and computes all scores of the other blocks.
     """
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
@@ -73,26 +72,25 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
 def ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
-    The kernel multiplies tiles of rows. A tile with rows of several groups is computed once per group. The number of
-    computed tiles is therefore at most rows / tile + groups − 1. One operand lists the group of each computed tile and
-    has this length.
+    The kernel multiplies tiles of rows. It computes a tile once for each group that has rows in the tile, so at most
+    rows / tile + groups − 1 tiles in total. An operand of this length lists the group of each tile.
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
     left, right = (tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands))
-    # The right operand has one matrix per group. In the gradient of the matrices, it has one row per row of the left
-    # operand instead.
+    # Usually, the right operand has three axes: one matrix per group. In the kernel for the matrices' gradient, it has
+    # two axes, and as many rows as the left operand.
     return 2 * tiles * tile * (math.prod(right[-2:]) if len(right) > 2 else left[-1] * right[-1])
 
 
 def computed_blocks(operands: str) -> float:
     """Returns the fraction of the blocks of scores that a splash kernel computes.
 
-    `operands` is HLO text that gives the types of the operands. The first operand contains one list per block of
-    queries: the blocks of keys to compute. In the kernel "dkv", it contains one list per block of keys: the blocks of
-    queries. Its shape is (1, n, m), in "dkv" (1, m, n), where n is the number of lists and m is the length of the
-    longest list. Without an attention window, m = n. The mask is causal, so the lists have min(i + 1, m) blocks, for i
-    from 0 to n − 1.
+    `operands` is HLO text with the types of the operands. The first operand contains n lists of at most m blocks each.
+    List i contains the blocks of keys to compute for the i-th block of queries. In the kernel "dkv", keys and queries
+    change places. The operand's shape is (1, n, m), in "dkv" (1, m, n). Without an attention window, m = n.
+
+    The mask is causal, so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1.
     """
     sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
     longest, blocks = sorted(map(int, sizes))

@@ -45,15 +45,14 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
                      separate_documents: bool) -> dict[str, float]:
     """Returns the terms of this module's formula, in bytes per device.
 
-    `sequences` is the number of sequences that a device computes at a time. The sizes of weights, gradients and moments
-    are not estimates: they are computed from `state` (shapes with shardings), so they are exact for any optimizer and
-    mesh.
+    `sequences` is the number of sequences that a device computes at a time. `state` contains shapes with shardings. The
+    sizes of weights, gradients and moments are computed from it, so they are exact for any optimizer and mesh.
     """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
     # Saved activations per position and block, in units of the model width. `qkv` counts queries, keys, values and
-    # attention outputs. `inner` counts the MLP's activation and its derivative, and in a gated MLP also the
+    # attention outputs. `inner` counts the MLP's activation and its derivative. A gated MLP also saves the
     # up-projection and the product.
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     activations = 0
@@ -98,8 +97,8 @@ def format_bytes(size: float) -> str:
 class AttentionLayers:
     """A group of identical attention layers.
 
-    `count` is the number of layers per device, `backend` the backend that computes them, and `fallback_reason` the
-    reason for a fallback to this backend ("" if it is not a fallback).
+    `count` is the number of layers per device. `backend` computes the layers. If `backend` is a fallback,
+    `fallback_reason` gives the reason; else it is "".
     """
 
     count: int
@@ -113,13 +112,13 @@ class AttentionLayers:
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool,
                      boxed_params=None) -> list[AttentionLayers]:
-    """Returns the attention layers of a model. Finds them in any architecture, by the axis names of their weights.
+    """Returns the attention layers of a model of any architecture. Recognizes them by the axis names of their weights.
 
     `boxed_params` is `abstract_params(model)`, which is computed if it is not given.
     """
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
-    modules: dict[tuple, dict[str, int]] = {}  # path of a module → sizes of the axes of all its weights
+    modules: dict[tuple, dict[str, int]] = {}  # {path of a module: {axis of a weight: size}}
     for path, box in jax.tree_util.tree_leaves_with_path(
             boxed_params or abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
         modules.setdefault(path[:-1], {}).update(zip(box.names, box.value.shape))

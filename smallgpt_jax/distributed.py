@@ -32,9 +32,10 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process coun
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
     """Connects this process to the other processes of the run. Silences standard output except on the primary process.
 
-    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None,
-    JAX detects their values in a Slurm step of several tasks and on a TPU VM; elsewhere the run has one process. Exits
-    with status 1 if not all processes connect in time. Raises UserError for invalid arguments.
+    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None, JAX
+    detects their values on a TPU VM and in a Slurm step with several tasks. Elsewhere, None means a single process.
+
+    Exits with status 1 if a process does not connect in time. Raises UserError for invalid arguments.
 
     Args:
       coordinator: address HOST:PORT at which process 0 listens and to which the other processes connect.

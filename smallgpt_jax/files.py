@@ -48,8 +48,8 @@ def local_path(field: str, name: str | Path) -> Path:
 def local_copy(path: Path) -> Path:
     """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder; returns the copy.
 
-    Each version of the file or folder is copied once per machine. If there is nothing at `path`, returns a path at
-    which nothing exists.
+    Each version of the file or folder is copied once per machine. If `path` does not exist, the returned path does not
+    exist either.
     """
     if not is_remote(path):
         return path
@@ -124,8 +124,8 @@ def safe_name(text: str) -> str:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must not exist yet, or must be empty. Missing parents are created, and also removed on error. If `folder`
-    is in object storage, the files of a local temporary folder are uploaded, LAST_FILE last.
+    `folder` must be missing or empty. Missing parent folders are created, and removed again on error. If `folder` is in
+    object storage, the temporary folder is local. Its files are uploaded on success, LAST_FILE last.
     """
     if is_remote(folder):
         with tempfile.TemporaryDirectory() as partial, removed_on_error(folder):

@@ -23,7 +23,7 @@ def millions(count: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Returns at most `width` bars, each as high as the mean of consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
+    """Returns at most `width` bars. Each shows the mean of a few consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
     count = min(width, len(values))
     means = [statistics.fmean(values[i * len(values) // count:(i + 1) * len(values) // count]) for i in range(count)]
     low, spread = min(means), (max(means) - min(means)) or 1
@@ -48,6 +48,7 @@ def find_errno(error: Exception) -> int | None:
 def parameter_count(total: int, active: int) -> str:
     """Returns a text such as "1,234 (567 active)".
 
-    The numbers are those of all parameters and, if there are fewer, of the parameters that one token uses.
+    `total` is the number of all parameters. `active` is the number of parameters that one token uses; it is left out
+    if it equals `total`.
     """
     return f"{total:,}" + (f" ({active:,} active)" if active != total else "")

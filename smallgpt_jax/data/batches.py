@@ -1,8 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-The training rows are numbered. Their numbers are shuffled, differently in each epoch, and divided into groups of
-batch_size. The n-th group gives the rows of step n's batch, so any batch can be read without reading the earlier
-batches. If a run has several token stores, their rows are interleaved in proportion to the weights of the stores.
+The training rows are numbered, and each epoch has a new random order of the numbers. Step n reads the n-th group of
+batch_size numbers. Any batch can therefore be read without reading the earlier batches. If a run has several token
+stores, their rows are interleaved in proportion to the weights of the stores.
 """
 
 import dataclasses
@@ -62,9 +62,9 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ReadBatch(grain.transforms.Map):
-    """Maps the row numbers of a global batch, (B,), to this process's part of the batch.
+    """Reads this process's rows of a global batch. The input is the row numbers of the global batch, (B,).
 
-    The field `rows` selects this part. It is a slice of the global batch, or an array of indices into it.
+    The field `rows` selects this process's rows: a slice of the global batch, or an array of indices into it.
     """
 
     mixture: Mixture
@@ -75,7 +75,7 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i is an array of the batch_size row numbers of step i + 1's batch.
+    """Returns an endless dataset of row numbers. Item i contains the row numbers of the batch of step i + 1.
 
     Raises UserError if one batch needs more rows from a store than the store has.
     """

@@ -59,9 +59,9 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 def split_long_text(text: str) -> Iterator[str]:
     """Splits a text into pieces of at most LONG_TEXT characters.
 
-    If possible, the text is split in front of a space between two words. No byte-pair token contains characters from
-    both sides of such a split. If all splits are of this kind, the concatenated ids of the pieces are the ids of the
-    whole text, unless a SentencePiece model prepends a space to each piece.
+    If possible, the text is split in front of a space between two words. No byte-pair token crosses such a split, so
+    the pieces together have the same ids as the whole text. The ids can differ if there is no such space, or if a
+    SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:

@@ -1,15 +1,13 @@
 """The journal of an unfinished token store, from which an interrupted preparation resumes.
 
-A preparation resumes only if the finished store will be identical, byte for byte, to a store prepared without
-interruption. The conditions are:
+An interruption must not change a single byte of the finished store. A preparation therefore resumes only if:
 
-- The settings are unchanged. There is one exception: if invalid items were refused before the interruption, they may
-  now be skipped or repaired, because the text read so far contains no invalid items.
+- The settings are unchanged. One exception: if invalid items were refused before the interruption, they may now be
+  skipped or repaired. The text read so far contains none.
 - The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
-  modification time. If the next part was read partially, the items read are compared by a digest. The rest of the
-  source may change: for example, lines may be corrected or files added.
-- The tokenizer was trained only on text read so far, or was not trained on the source. This condition is checked only
-  if the source has changed.
+  modification time. A part that was read partially is compared by a digest of the items read. The rest of the source
+  may change: for example, lines may be corrected or files added.
+- If the rest of the source has changed, the tokenizer was not trained on the rest.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ from smallgpt_jax.files import write_atomically
 
 JOURNAL_FILE = "journal.json"
 VERSION = 2
-# Settings that may change from "refuse" to another value before preparation resumes.
+# If one of these settings was "refuse", it may be changed before the preparation resumes.
 RELAXABLE_FIELDS = ("invalid_utf8", "invalid_items")
 
 
@@ -100,5 +98,5 @@ def can_resume(journal: Journal, identity: dict) -> bool:
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)
-        # If invalid_utf8 is now "replace", items that were skipped as invalid UTF-8 would become documents.
+        # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8 into documents.
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

@@ -1,9 +1,10 @@
 """Packs documents into rows of context_length + 1 tokens, by one of two methods: `concat` or `best_fit`.
 
-A row's inputs are its first context_length tokens. Its targets are its last context_length tokens, unless the batch has
-explicit targets (`Batch.targets_BxT`). With `separate_documents`, a batch has segment ids, which number the documents
-of each row from 1; padding has the id 0. Attention and ConvGPT's convolutions then do not cross documents, and
-positions restart at each document.
+A row's inputs are its first context_length tokens, and its targets are its last context_length tokens. A batch may have
+other targets (`Batch.targets_BxT`).
+
+With `separate_documents`, each token has a segment id: its document's number in the row, from 1, or 0 for padding.
+Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Concat:
     """Concatenates documents, each preceded by an end-of-text token, and cuts the result into rows.
 
     Consecutive rows overlap by one token: the last target of a row is also the first input of the next row. The tokens
-    after the last full row are dropped. Each of the remaining tokens except the first is a target once per epoch.
+    after the last full row are dropped. All other tokens, except the first, are targets once per epoch.
     """
 
     split: Split
@@ -109,10 +110,9 @@ class BestFit:
             offset = 0
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
-                # `text` is one token longer than the piece, because it includes the target of the piece's last token.
-                # If the document is cut here, this target is the document's next token. Otherwise it is the end-of-text
-                # that begins the next document. At the end of the split no token follows, and the target keeps its
-                # initial value, end-of-text.
+                # `text` is the piece and the token after it, the target of the piece's last token. If the piece ends
+                # a document, this token is the end-of-text that begins the next document. At the end of the split, no
+                # token follows, and the target keeps its initial value, end-of-text.
                 text = stream[start:start + length + 1]
                 tokens[offset:offset + len(text)] = text
                 targets[offset:offset + len(text) - 1] = text[1:]
@@ -136,9 +136,9 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> BestFit
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
     The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
-    The longest pieces are placed first, each into the row where it leaves the least room. If several rows are
-    equally full, the row that reached this fill level first is chosen. All pieces of the same length are placed at
-    once, so the Python loop runs over lengths, not over pieces.
+    The longest pieces are placed first, each into the fullest row that has room for it. Of equally full rows, the one
+    that became so full first is chosen. Pieces of the same length are placed together: the Python loop runs over
+    lengths, not over pieces.
     """
     lengths_D = np.diff(starts_D, append=tokens)
     pieces_D = -(-lengths_D // row_length)

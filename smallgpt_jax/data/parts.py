@@ -27,11 +27,7 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """A position in a source.
-
-    The position comes after the first `parts` parts of the source, and after the first `items` items of the part that
-    follows them.
-    """
+    """A position in a source: after `parts` whole parts, and then `items` items of the next part."""
 
     parts: int = 0
     items: int = 0
@@ -74,10 +70,10 @@ class Part:
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
-    """Returns `text`, the value of an item's text field, as a valid string.
+    """Returns the text of an item as a valid string. `text` is the value of the item's text field.
 
-    If the value is invalid, returns a Skipped, or raises UserError if the rules refuse invalid items. The error message
-    contains `where`, the position of the item in the source, and `fields`, the names of the item's fields.
+    If the value is invalid, returns a Skipped or raises UserError, as `rules` say. The error message contains `where`,
+    the item's position in the source, and `fields`, the names of the item's fields.
     """
     if isinstance(text, bytes):
         try:
@@ -112,8 +108,8 @@ class DocumentBatch(NamedTuple):
 class Digest:
     """A digest of a source up to the current reading position.
 
-    It covers the name, size and version of each `Part` that has been read completely. Of the part that is being read,
-    it covers the items read so far.
+    For each `Part` that has been read completely, it covers the name, size and version. For the part that is being
+    read, it covers the items read so far.
     """
 
     def __init__(self, parts: Iterable[Part] = ()):

@@ -48,12 +48,10 @@ def prepare_store(
     memory per worker, plus a few times the size of the longest document.
 
     Args:
-        folder: the folder of the store. A symbolic link is resolved first. The unfinished store is in the same parent
-            folder as the store.
+        folder: the folder of the store. A symbolic link is resolved first. The unfinished store is beside this folder.
         workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on this
             number.
-        unfinished: the name of the unfinished store's folder, without ".partial". If `unfinished` is "", the name of
-            `folder` is used.
+        unfinished: the name of the unfinished store's folder, without ".partial"; "": the name of `folder`.
 
     The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
     or if the existing store was made from another source or with other settings.
@@ -91,9 +89,9 @@ def prepare_store(
 
 
 def require_free_path(folder: Path) -> None:
-    """Raises UserError unless `folder` is a store, does not exist yet, or is an empty folder.
+    """Raises UserError if something other than a store or an empty folder exists at `folder`.
 
-    An empty folder is refused if it is a mount point, because a finished store cannot be renamed to a mount point.
+    A mount point is refused even if it is empty, because a finished store cannot be renamed to it.
     """
     if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
         return

@@ -36,7 +36,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import as_path
 from smallgpt_jax.object_storage import is_remote, list_files, name_path_in_errors
 
-PASSAGE_CHARACTERS = (1024, 16_384)  # minimum and maximum size of the passages that text files are split into
+PASSAGE_CHARACTERS = (1024, 16_384)  # text files are split into passages; the length limit is in this range
 # Folders that `python_stdlib` does not read: tests (many Python distributions omit them), generated tables, and
 # installed packages.
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
@@ -151,7 +151,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
     """Returns `paths` without the duplicates that come from symbolic links to folders.
 
-    If several paths lead to the same folder, only the files under the shortest of these paths are kept.
+    If a folder has several paths, only its files under the shortest path are kept.
     """
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
@@ -160,9 +160,9 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 
 
 def suggest_glob(folder: Path, paths: list[Path]) -> str:
-    """Returns a hint for an error message: a glob that matches the files with the most common suffix in `folder`.
+    """Returns a hint for an error message: a glob for the files in `folder` that have the most common suffix.
 
-    Hidden files, archives and files without a suffix are ignored. Returns "" if no other file exists.
+    Hidden files, archives and files without a suffix are ignored. Returns "" if there are no other files.
     """
     shown = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     suffixes = Counter(path.suffix for path in shown if path.suffix and path.suffix.lower() not in ARCHIVE_SUFFIXES)
@@ -174,9 +174,9 @@ def suggest_glob(folder: Path, paths: list[Path]) -> str:
 
 
 def find_enclosing_folder(source: str, path: Path) -> Path | None:
-    """Returns a folder that `source` reads and that contains `path`, or None if there is no such folder.
+    """Returns a folder of `source` that contains `path`, or None if there is none.
 
-    If there is such a folder, files written to `path` could be read as text of the source.
+    If there is one, files written to `path` could later be read as text of the source.
     """
     if is_remote(path):
         return next((folder for name in split_names(source) if is_remote(name)
@@ -188,16 +188,19 @@ def find_enclosing_folder(source: str, path: Path) -> Path | None:
 
 
 def num_bytes(source: str) -> int:
-    """Returns the total size of a source's files in bytes, without datasets."""
+    """Returns the total size of a source's files in bytes. Datasets are not counted."""
     return sum(file.size for name in split_names(source) if not is_dataset(name) for file in find_files(name))
 
 
 def fingerprint(source: str) -> str:
     """Returns a hash of a source.
 
-    The hash covers the path, size and modification time of each local file; for a file in object storage, it covers
-    the generation instead of the time. For `python_stdlib`, the hash covers the Python version. For a dataset, it
-    covers only the name.
+    The hash covers:
+
+    - local files: path, size and modification time
+    - files in object storage: path, size and generation
+    - `python_stdlib`: the Python version
+    - datasets: only the name
     """
     described = []
     for name in split_names(source):

@@ -6,8 +6,8 @@ A store is a folder with:
 - one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for large vocabularies)
 - one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
 
-A document is an end-of-text id followed by the ids of its text. The `.bin` files are flat arrays: random
-access needs no library, and the files can be truncated at any token, so that an interrupted preparation can resume.
+A document is an end-of-text id followed by the ids of its text. The `.bin` files are flat arrays. Random access to them
+needs no library. They can be truncated at any token, so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def documents_file(folder: Path, split: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStore:
-    folder: Path  # as given; the folder of the splits is a local copy of a folder in object storage
+    folder: Path  # as given, possibly in object storage; the folder of the splits is always local
     metadata: dict
     train: Split
     validation: Split

@@ -138,13 +138,13 @@ def not_utf8(path: Path, byte: int, line: int) -> UserError:
 
 
 def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
-    """Splits a text, the concatenation of `pieces`, into documents of at most `max_characters` characters.
+    """Splits a text into documents of at most `max_characters` characters, preferably at blank lines.
 
-    Splits preferably at blank lines. Without splitting, a long book would be one document, entirely in the training or
-    in the validation split. Splitting costs one additional end-of-text token per document.
+    The text is the concatenation of `pieces`. Without splitting, a long book would be one document, entirely in the
+    training or in the validation split. Splitting costs one additional end-of-text token per document.
 
-    `sources.open_source` sets `max_characters` to about 16 thousand for sources above 1.6 MB. For sources of 0.1 to
-    1.6 MB, it sets one hundredth of the source's size in bytes, so that the source becomes about a hundred documents.
+    `sources.open_source` sets `max_characters` to one hundredth of the source's size in bytes, but to at least 1,024
+    and at most 16,384. A source of 0.1 to 1.6 MB thus becomes about a hundred documents.
     """
     text = ""
     for piece in pieces:

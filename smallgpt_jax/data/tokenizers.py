@@ -2,8 +2,8 @@
 
 Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
 tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2, and `tokenizer.json` for
-Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer. The end-of-text id marks the beginning
-of a document; no text is encoded as this id.
+Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer. Each document begins with the
+end-of-text id. No text is encoded as this id.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         """Returns the text that `ids` encode. All ids must be below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns a dict from file name to content, with the files that `load` needs in addition to KIND_FILE."""
+        """Returns the files that `load` needs, except KIND_FILE, as a dict from name to content."""
 
 
 class Bytes(Tokenizer):
@@ -91,7 +91,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
         marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # The end-of-text piece must be a control piece, because text is never encoded as a control piece.
+        # Text is never encoded as a control piece, so the end-of-text piece must be a control piece.
         self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
         if self.end_of_text is None:
             raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
@@ -164,8 +164,8 @@ class GPT2(Tokenizer):
 def gpt2_bytes() -> dict[str, int]:
     """Returns a mapping from the characters in GPT-2's files to the bytes that they represent.
 
-    A printable Latin-1 character represents the byte of its own code. The characters from U+0100 on represent the
-    other 68 bytes, in ascending order.
+    A printable Latin-1 character represents the byte that equals its code point. The characters from U+0100 on
+    represent the other 68 bytes, in ascending order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
@@ -237,7 +237,7 @@ def is_gpt2(pair: Sequence[Path]) -> bool:
 def spec_fingerprint(spec: str) -> str:
     """Returns a hash of the tokenizer's files at the path `spec`, or "" if `spec` is not an existing path.
 
-    The settings beside a tokenizer.json are among these files; the weights in a model's folder are not.
+    The hash covers the settings files beside a tokenizer.json. It does not cover other files, such as weights.
     """
     path = local_path("config.data.tokenizer", spec)
     if not path.exists():

@@ -2,10 +2,9 @@
 
     python benchmarks/bigram.py --workdir=runs/pgpt
 
-The bigram model has add-k smoothing and is fitted to the training tokens of the run's token store. Of several values of
-k, the one with the lowest validation loss is used, which favours the bigram model. Both losses are measured on the same
-validation tokens and printed. The exit status is 0 if the run's model has a lower loss than the bigram model, and 1
-otherwise.
+The bigram model has add-k smoothing and is fitted to the training tokens of the run. Several values of k are tried, and
+the one with the lowest validation loss is used. This choice favours the bigram model. Prints both losses, which are
+measured on the same validation tokens. The exit status is 0 if the run's model has the lower loss, and 1 otherwise.
 """
 
 import json

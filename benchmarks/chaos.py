@@ -3,11 +3,11 @@
     python benchmarks/chaos.py --kills=100
 
 For each architecture, one run is trained without a kill. Other runs with the same config are killed with SIGKILL at
-random moments and restarted after each kill, until they are complete. Every bit of their parameters and of their
-optimizer state, and every loss in their metrics.jsonl, is then compared with the undisturbed run. About half of the
-kills come before the first step. The benchmark takes about 10 seconds per kill.
+random moments, and restarted after each kill until they are complete. Their parameters, optimizer state and losses are
+then compared with those of the undisturbed run, bit for bit. About half of the kills come before the first step. The
+benchmark takes about 10 seconds per kill.
 
-Prints the number of kills in each phase of a run and, as the last line, a JSON object. The exit status is 1 if anything
+Prints the number of kills in each phase of a run. The last line is a JSON object. The exit status is 1 if anything
 differs.
 """
 
@@ -45,7 +45,7 @@ class Run:
             sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40", *overrides]  # evaluations are long, so that some kills come during them
+            "--config.train.eval_steps=40", *overrides]  # makes evaluations so long that kills hit them
 
     def start(self) -> None:
         with self._output.open("w") as file:

@@ -2,11 +2,12 @@
 
     python benchmarks/checkpoints.py --config=configs/pgpt.py:quickstart --every=50
 
-Each round has two measurements, one with a checkpoint and one without. Each measurement runs --every training steps.
-The measurement without a checkpoint ends when the last step is complete. The measurement with a checkpoint starts to
-save the checkpoint before the first step, and ends when the last step is complete and the checkpoint is written.
+Each round measures the time of --every training steps twice, with a checkpoint and without:
 
-Prints both times, the relative overhead and, as the last line, a JSON object.
+- With a checkpoint, saving starts before the first step. The time ends when the steps and the checkpoint are complete.
+- Without a checkpoint, the time ends when the steps are complete.
+
+Prints both times and the relative overhead. The last line is a JSON object.
 """
 
 import json

@@ -2,13 +2,14 @@
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-- `prepare` reads files and writes a token store, on all cores. It is measured with each kind of tokenizer. With GPT-2's
-  tokenizer, it is compared with tiktoken's batch encoding of the same documents, with one thread per core.
-- The loader reads a token store on disk and yields shuffled, packed batches, which it prefetches into memory. It is
-  measured with and without separate documents (segment ids). It is compared with a plain NumPy loader, which copies
-  random windows from a memory map and has no epochs or document boundaries.
+- `prepare` reads files and writes a token store, on all cores. It is measured with each kind of tokenizer. GPT-2's
+  tokenizer is also compared with tiktoken, which encodes the same documents with one thread per core.
+- The data loader reads a token store on disk and yields shuffled, packed batches. It is measured with and without
+  separate documents (segment ids).
+- For comparison, a plain NumPy loader is measured. It copies random windows from a memory map. It has no epochs or
+  document boundaries.
 
-Prints a table and, as the last line, a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe; without --gpt2,
+Prints a table. The last line is a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe. Without --gpt2,
 tiktoken downloads these files.
 """
 
@@ -54,7 +55,7 @@ def prepare_rate(tokenizer: str, folder: Path) -> float:
 
 
 def tiktoken_rate(tokenizer: tokenizers.GPT2) -> float:
-    """Returns the speed of tiktoken's `encode_ordinary_batch` on documents in memory, in tokens per second."""
+    """Returns the tokens per second of tiktoken's `encode_ordinary_batch`. The documents are in memory."""
     texts = list(sources.documents(_SOURCE.value, **RULES))
     started = time.perf_counter()
     encoded = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())

@@ -3,10 +3,9 @@
     python benchmarks/evaluation.py --data_dir=FOLDER --task=piqa
 
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
-lm-evaluation-harness. The evaluation is timed twice; only the first timing includes compilation. After each evaluation,
-the forward passes of the same batches are timed alone. This gives four durations: two of evaluations and two of forward
-passes. Prints each in seconds and relative to the mean of the two durations of forward passes. The last line is a JSON
-object.
+lm-evaluation-harness. Times the evaluation, and then only the forward passes of the same batches. Both are timed twice;
+only the first evaluation includes compilation. Prints the four times in seconds, and each relative to the mean time of
+the forward passes. The last line is a JSON object.
 """
 
 import json

@@ -3,13 +3,14 @@
     python benchmarks/first_step.py
     python benchmarks/first_step.py --config=configs/pgpt.py:quickstart --rounds=3
 
-Each of --rounds rounds runs three processes, with a cache folder of its own that contains the token store:
+The benchmark has its own cache folder, in which the token store is already prepared. Each round runs three processes:
 
-- imports: a process that only imports `smallgpt_jax.train`
-- cold: a training run of one step, which finds no compiled program in the cache
-- warm: the same run once more, which finds the programs that the cold run has compiled
+- imports: imports `smallgpt_jax.train` and ends
+- cold: trains for one step, with an empty compilation cache
+- warm: trains for one step, with the programs that the cold run compiled
 
-Times are seconds since the start of the process. The table has the median over rounds, and the range in parentheses:
+Times are seconds since the start of the process. The table has their median over rounds, and their range in
+parentheses, for these events:
 
 - started: the first line of the run is printed, after the initialization of the model
 - compiled: the training step and the evaluation step are compiled
@@ -43,7 +44,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of rounds.", lower_bound=1)
 
 
 def python(arguments: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
-    """Runs Python with a cache folder. Returns its seconds, and its lines of output with their seconds."""
+    """Runs Python with a cache folder. Returns its seconds, and [(seconds since the start, line of output)]."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would replace the folder in `cache`
     started, lines = time.perf_counter(), []

@@ -6,16 +6,16 @@
 
 The measurements run one after the other, each in its own process:
 
-- attention: the relative errors of cuDNN's attention (outputs and gradients), compared with the reference in float32,
-  for causal masks, windows and grouped queries
-- losses: the losses of 50 training steps of gpt, size quickstart, in float32, on the CPU with the highest precision of
-  products, and on the GPU with the highest and with the default precision; and the largest relative differences
-- training: benchmarks/train_step.py, all architectures at size paper in bfloat16, beside PyTorch with torch.compile
-- decoding: benchmarks/inference.py at 124M parameters, beside transformers
-- flags: benchmarks/train_step.py, gpt, with groups of XLA flags; the groups take turns
+- attention: relative errors of the outputs and gradients of cuDNN's attention, for causal masks, windows and grouped
+  queries. The reference is computed in float32.
+- losses: 50 training steps of gpt, size quickstart, in float32. They run on the CPU with the highest precision of
+  matrix products, and on the GPU with the highest and with the default precision. The losses are compared.
+- training: speed of all architectures at size paper in bfloat16, and of PyTorch with torch.compile (train_step.py)
+- decoding: speed of decoding at 124M parameters, also of transformers (inference.py)
+- flags: training speed of gpt with several groups of XLA flags, measured in turn (train_step.py)
 
-A measurement that fails or exceeds its time limit is reported as an error, and the others still run. --minutes limits
-the whole call: measurements that would begin in the last minute are skipped. The file is rewritten after each
+A measurement that fails or exceeds its time limit is reported as an error, and the others still run. The whole call
+takes at most --minutes; measurements that would begin in the last minute are skipped. The file is rewritten after each
 measurement. The last line of standard output is the JSON.
 """
 
@@ -72,10 +72,9 @@ def commands() -> dict[str, tuple[list[str], float]]:
 
 
 def attention_errors() -> dict:
-    """Returns the relative errors of the attention backend for this machine, {mask: {"output", "dq", "dk", "dv"}}.
+    """Returns the relative errors of this machine's attention backend, {mask: {"output", "dq", "dk", "dv"}}.
 
-    An error is the norm of the difference from the reference backend in float32 on the CPU, divided by the norm of the
-    reference's value. The backend computes in bfloat16.
+    An error is ‖a − b‖ / ‖b‖. The backend computes a in bfloat16. The reference computes b in float32 on the CPU.
     """
     import jax
     import jax.numpy as jnp

@@ -7,13 +7,12 @@ The models are gpt, pgpt (once with all paths, once with one path), lgpt, cgpt, 
 key-value cache. All have the same numbers of layers and heads and the same width. For each batch size and context
 length, the table has these columns:
 
-- prefill: milliseconds for the prompt and the first new token. The prompt leaves room for --new_tokens tokens in the
-  context.
+- prefill: milliseconds for the prompt and the first new token. The prompt is --new_tokens shorter than the context.
 - decode: speed of greedy decoding at the end of the context, in tokens/s
-- weights and cache: size in MB. For this project's models, the cache is counted as allocated. For transformers, only
-  the filled part of the cache is counted.
-- bandwidth: bytes of weights and cache that decoding reads per second, relative to the memory bandwidth. The memory
-  bandwidth is measured by summing an array that is larger than any CPU cache.
+- weights and cache: size in MB. For this project's models, the whole allocated cache is counted. For transformers, only
+  its filled part is counted.
+- bandwidth: the share of the machine's memory bandwidth that decoding uses to read weights and cache. The memory
+  bandwidth is measured by summing a 1 GiB array.
 
 Weights are random, which does not affect speed. The models are timed in turn, and each number is the median of
 --repeats timings.
@@ -92,8 +91,7 @@ class DecodingModel:
             self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
 
     def run(self, prompts_BxT, new_tokens: int):
-        """Returns the seconds for prefill and the first new token, the seconds for the other new tokens, and the size
-        of the cache in bytes."""
+        """Generates tokens. Returns (seconds for the first, seconds for the others, bytes of the cache)."""
         session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         session.reserve(new_tokens)
         started = time.perf_counter()
@@ -122,7 +120,7 @@ class Transformers:
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads)).eval()
         self.weight_bytes = sum(x.numel() * 4 for x in self.model.parameters())
-        # The position embedding is not counted. The token embedding is counted, because the head uses it as its weight.
+        # The token embedding is counted, because it is also the weight of the head. The position embedding is not.
         self.read_bytes = self.weight_bytes - 4 * width * context
 
     def run(self, prompts_BxT, new_tokens: int):
@@ -152,7 +150,7 @@ MODELS = {
 
 
 def memory_bandwidth() -> float:
-    """Returns the memory bandwidth in bytes per second: the highest of several measurements that sum a 1 GiB array."""
+    """Returns the memory bandwidth in bytes per second. It sums a 1 GiB array several times; the fastest sum counts."""
     x = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     total(x).block_until_ready()
@@ -210,7 +208,7 @@ def results_table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path, label: str, value) -> None:
-    """Plots `value(row)` of each model against the context length, with one panel per batch size, and saves the plot.
+    """Saves a plot of `value(row)` of each model against the context length, with one panel per batch size.
 
     `label` is the label of the vertical axis.
     """

@@ -2,15 +2,15 @@
 
     python benchmarks/loop.py --config=configs/gpt.py:quickstart --steps=400 --config.train.checkpoint_every=50
 
-Each of --rounds rounds has two measurements. The first measures a full run of --steps steps, which reads data and
-writes progress, metrics.jsonl, TensorBoard files and checkpoints. The second measures the same number of
-calls of the compiled training step alone, always with the same batch.
+Each round measures --steps steps twice:
 
-The time of a full run is computed from the speeds that the run logs; the first logged speed is ignored. The logged
-speeds exclude compilation, evaluation and the start of a checkpoint. They include the effect of checkpoints that are
-written in the background.
+- in a full run, which reads data and writes progress, metrics.jsonl, TensorBoard files and checkpoints
+- alone: only calls of the compiled training step, always with the same batch
 
-Prints the milliseconds per step in a full run and alone, the relative overhead and, as the last line, a JSON object.
+The time of a full run is computed from the speeds that it logs, except the first. These speeds exclude compilation,
+evaluation and the start of a checkpoint. They include the slowdown while a checkpoint is written in the background.
+
+Prints the milliseconds per step in a full run and alone, and the relative overhead. The last line is a JSON object.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
     python benchmarks/ops.py
 
-Prints one row per operation: the milliseconds of the plain implementation, the milliseconds of ours, and the median
-over rounds of the ratio plain / ours (above 1: ours is faster). The two are timed alternately. Run the benchmark with
-each new version of JAX, and remove optimizations that are not faster.
+Prints one row per operation: the milliseconds of the plain implementation, those of ours, and their ratio plain / ours.
+If the ratio is above 1, ours is faster. The two are timed alternately, and the ratio is a median over rounds. Run the
+benchmark with each new version of JAX, and remove optimizations that are not faster.
 
 Training operations have the shapes of the quickstart (8 × 128 positions, width 128) and of a model of width 256
 (16 × 128 positions). The last line of output is JSON.
@@ -66,7 +66,7 @@ def plain_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK):
 
 
 def experts(backend: str):
-    """Returns the forward pass of a mixture of experts; `choices_BxTxK` contains the three experts of each token."""
+    """Returns a function that applies a mixture of experts. `choices_BxTxK` has three experts per token."""
     def apply(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
         gates = jnp.full(choices_BxTxK.shape, 1 / 3)
         return grouped_matmul.grouped_experts(
@@ -79,7 +79,7 @@ product = functools.partial(matmul.matmul, decode=False)
 
 
 def dense_mlp(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
-    """Returns a dense MLP with the FLOPs of three experts; its weights are those of the first three."""
+    """Returns the output of a dense MLP with the weights, and so the FLOPs, of three experts."""
     up_DxF = jnp.swapaxes(up_ExDxF[:3], 0, 1).reshape(up_ExDxF.shape[1], -1)
     return product(activations.gelu(product(x_BxTxD, up_DxF)), down_ExFxD[:3].reshape(-1, len(up_DxF)))
 

@@ -5,9 +5,9 @@
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-This project's models run the compiled training step of `train`. They are compared with the peer: `transformers`' GPT-2
-with the same sizes. Like our gpt, the peer has exact GELU and an untied head; unlike our gpt, it has biases. AdamW
-and gradient clipping have the same settings for all models. On a CPU, the peer runs eagerly. On a GPU, it runs with
+This project's models are compared with the peer, `transformers`' GPT-2 of the same sizes. Like our gpt, the peer has
+exact GELU and an untied head. Unlike our gpt, it has biases. AdamW and gradient clipping have the same settings for all
+models. Our models run their compiled training step. On a CPU, the peer runs eagerly. On a GPU, it runs with
 `torch.compile` and PyTorch's fused attention.
 
 All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
@@ -18,8 +18,7 @@ The table has these columns for each model:
 
 - compile s: seconds for compilation and the first step; neither is part of a round
 - tokens/s: median over rounds
-- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s in the same round; the column shows the median and
-  the range over rounds
+- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s, median and range over rounds
 - MFU, if the chip's peak is known
 - memory MB: for our models, the memory of the compiled program; for the peer, the peak allocation (on GPUs only)
 - loss: first and last loss
@@ -136,7 +135,7 @@ class CompiledModel:
     def memory_bytes(self) -> int:
         """Returns the bytes that the compiled program needs.
 
-        The device's peak memory is not used, because it would include earlier programs.
+        The device's peak memory would also include the programs that ran before.
         """
         plan = self.step.memory_analysis()
         return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
@@ -156,9 +155,8 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # Registers PyTorch's attention under a name for which transformers builds no mask. The attention then uses its
-        # argument is_causal. With the name "sdpa", a compiled model would pass a mask, which rules out the fastest
-        # kernel.
+        # For an attention with the name "sdpa", a compiled model builds a mask, and a mask rules out the fastest
+        # kernel. Under a new name, the same attention gets no mask and uses its argument is_causal.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(

@@ -4,9 +4,9 @@
     python -m smallgpt_jax.main --config=configs/moe.py --workdir=runs/moe
 
 Each token uses the shared expert and three routed experts. The width of an expert is d_model, a quarter of the width of
-gpt's MLP. The model has 347,179,776 parameters. A token uses 163,154,688 of them, 0.1% more than in configs/gpt.py, and
-training takes 0.1% more FLOPs per token. The routers cause the difference. This project has not trained the model at
-full size.
+gpt's MLP. The model has 347,179,776 parameters. Each token uses 163,154,688 of them. Because of the routers, these
+parameters and the training FLOPs per token are 0.1% more than in configs/gpt.py. This project has not trained the model
+at full size.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

@@ -6,9 +6,9 @@
 The first command continues the run in runs/mine up to step 4,000. The second command fine-tunes an imported model on
 the files in my_texts/.
 
-If --workdir is not the folder in --config, a new run with the same config starts in --workdir at step 0. To continue a
-trained model in another folder, on other text, or with another context_length (not possible with learned positions),
-first import the model with `smallgpt_jax.convert --from=run`.
+In both commands, --workdir is the folder in --config. In another --workdir, a new run with the same config starts at
+step 0. To train a model further in another folder, on other text or with another context_length, first import it with
+`smallgpt_jax.convert --from=run`. The context_length of a model with learned positions cannot be changed.
 
 The saved config of an imported model has only the `model` group. For the other groups, configs/run.py sets the model's
 own tokenizer, a token store in the cache folder, and values for fine-tuning on a few million tokens.

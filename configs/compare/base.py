@@ -1,7 +1,9 @@
 """Comparisons of runs: a common config, the fields that each run overrides, and a shared budget.
 
-A comparison is a config with the common fields of its runs and two additional groups: `runs` maps the name of each run
-to the fields that the run overrides, and `compare` contains the budget, the seeds and the measurements to take.
+A comparison is a config that its runs share, with two additional groups:
+
+- `runs`: {name of a run: the fields that this run overrides}
+- `compare`: the budget, the seeds and the measurements to take
 
 This example compares three widths:
 
@@ -33,18 +35,18 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     config = common.unlock()
     config.compare = group = ConfigDict()
     # The quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
-    # With "parameters", the widths of the models are adjusted so that the numbers of parameters are equal within 2%,
-    # and all runs are trained on equal numbers of tokens.
+    # With "parameters", the models get widths at which their numbers of parameters are equal within 2%. All runs are
+    # then trained on the same number of tokens.
     group.budget = "tokens"
     group.names = ",".join(runs)  # names of the runs to train, in this order
     group.reference = next(iter(runs), "")  # the run whose train.steps and number of parameters set the budget
     group.seconds = 0.0  # seconds of training per run, for budget "seconds"
     group.seeds = 2  # number of seeds that each run is trained with: train.seed, train.seed + 1, …
-    group.learning_rates = ()  # multiples of the runs' own learning rates (learning_rate and final_learning_rate), for
-    # example (0.5, 1, 2). With the first seed, each run is trained at all multiples. With the other seeds, it is
-    # trained at the multiple with the lowest validation loss after the last step. (): multiple 1 with all seeds
-    group.max_added_learning_rates = 4  # maximum number of multiples that are added per run. While the best multiple is
-    # the lowest or the highest, the next multiple beyond it is also trained
+    group.learning_rates = ()  # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2).
+    # The first seed is trained at all multiples. The other seeds are trained only at the best one, which has the lowest
+    # validation loss after the last step. (): only the runs' own rates
+    group.max_added_learning_rates = 4  # maximum number of multiples that are added per run. As long as the best
+    # multiple is the lowest or the highest, the next one beyond it is added
     group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length
     group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
     group.decoding = True  # measure the decoding speed of finished runs
@@ -59,7 +61,7 @@ def recipe(name: str, size: str) -> ConfigDict:
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
-    """Returns {group: {field: value}} of the fields of `config` whose values are missing or different in `common`."""
+    """Returns the fields of `config` that `common` lacks or has with another value, {group: {field: value}}."""
     found = {group: {field: value for field, value in fields.items()
                      if field not in common[group] or value != common[group][field]}
              for group, fields in config.to_dict().items()}

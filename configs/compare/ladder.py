@@ -1,13 +1,14 @@
-"""Comparison of gpt's blocks, from the paper's to a modern one, at equal FLOPs and at each run's best learning rate.
+"""Comparison of blocks for gpt, from the paper's to a modern one, at equal FLOPs. Each run has its best learning rate.
 
     python -m smallgpt_jax.compare --config=configs/compare/ladder.py --output=runs/ladder
 
-Each run adds one option to the run before it, with three exceptions: "relu2" and "gated" both start from "rms";
-"experts-adamw" is "windows" with experts, without Muon; and the last two runs are the paper's pgpt and lgpt with the
-options of "windows".
+Each run adds one option to the run before it, with three exceptions:
 
-The comparison trains more than 60 runs. All runs have the FLOPs of the run "gpt", which trains for config.train.steps
-steps.
+- "relu2" and "gated" both start from "rms".
+- "experts-adamw" adds experts to "windows", without Muon.
+- "pgpt" and "lgpt", the last two runs, are the paper's models with the options of "windows".
+
+The comparison trains more than 60 runs. The run "gpt" trains for config.train.steps steps; all others have equal FLOPs.
 """
 
 from configs.compare import base
@@ -29,7 +30,7 @@ STEPS = {
 def get_config(size: str = "quickstart"):
     gpt, common = base.recipe("gpt", size), base.recipe("gpt", size)
     common.train.steps = common.optimizer.decay_steps = max(common.train.steps, 200)
-    # With fewer steps, no whole number of steps has equal FLOPs within 1%, the tolerance of the budget.
+    # With fewer steps, rounding to whole steps could change a run's FLOPs by more than 1%, the budget's tolerance.
     runs, fields = {}, {}
     for name, change in STEPS.items():
         fields = merged(fields, change)

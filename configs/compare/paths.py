@@ -1,10 +1,13 @@
-"""Comparison of GPT and of ParallelGPT with different numbers of paths and with learned or equal path weights.
+"""Comparison of GPT and ParallelGPT, with one, two or four paths and with learned or equal path weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
-The runs are ParallelGPT with one, two and four paths and learned path weights, ParallelGPT with two paths and equal
-path weights, and GPT. All runs have the same number of blocks. ParallelGPT with one path is GPT with a dense layer
-before the blocks.
+All runs have the same number of blocks:
+
+- ParallelGPT with one, two and four paths, and learned path weights. With one path, it is GPT with a dense layer before
+  the blocks.
+- ParallelGPT with two paths and equal path weights.
+- GPT.
 """
 
 from configs.compare import base

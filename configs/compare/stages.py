@@ -1,4 +1,4 @@
-"""Comparison of LinearGPT and ConvGPT with different numbers of stages, numbers of heads and convolution sizes.
+"""Comparison of LinearGPT and ConvGPT with different numbers of stages, attention heads and convolution taps.
 
     python -m smallgpt_jax.compare --config=configs/compare/stages.py --output=runs/stages
 
@@ -10,7 +10,7 @@ one change. The names of the runs mean:
 - "last stage kept": the width is not halved after the last stage.
 - "scaled heads": the number of heads halves from stage to stage, and the head width stays constant. This run is omitted
   if the number of heads cannot be halved often enough.
-- "conv n": the model is a ConvGPT: causal convolutions with n taps, instead of dense layers, halve the width.
+- "conv n": the model is a ConvGPT. Its width is halved by causal convolutions with n taps instead of dense layers.
 - "gpt": the GPT recipe.
 """
 

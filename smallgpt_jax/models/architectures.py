@@ -1,9 +1,8 @@
 """The built-in architectures, and the lookup of custom architectures by `package.module:Class`.
 
-An architecture is the trunk of a language model: the Linen module between the embedding and the final norm. It has a
-field `config` and maps (batch, time, d_model) activations and a `Context` to (batch, time, config.output_width)
-activations. The class attribute `Config` is the class of `config`: `ModelConfig`, or a subclass that adds and validates
-fields.
+An architecture is the trunk of a language model: the Linen module between the embedding and the final norm. Its inputs
+are (batch, time, d_model) activations and a `Context`. Its outputs are (batch, time, config.output_width) activations.
+It has a field `config`, whose class is the class attribute `Config`: `ModelConfig` or a subclass.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from smallgpt_jax.models.pgpt import PGPT
 CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # architectures whose decoding is not checked when a model is loaded
+BUILT_IN = tuple(ARCHITECTURES.values())  # loading a model checks the decoding of all other architectures
 
 
 def find_architecture(name: str):

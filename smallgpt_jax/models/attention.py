@@ -19,11 +19,12 @@ from smallgpt_jax.ops.matmul import one_product_is_faster
 class QKVProjection(Dense):
     """The fused projection of (B, T, D) to queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K).
 
-    H is the number of heads, G the number of key–value heads, and K the head width. The kernel has shape
-    (D, G, H/G + 2, K): each of the G groups has H/G query heads, one key head and one value head. G is a separate axis
-    so that a mesh can shard it. The initial weights of the value heads are multiplied by `value_gain`. With a
-    `rank_ratio`, queries, keys and values share the first factor, (D, r). The second factor has shape
-    (r, G, H/G + 2, K).
+    H is the number of heads, G the number of key–value heads, and K the head width.
+
+    The kernel has shape (D, G, H/G + 2, K). Each of the G groups has H/G query heads, one key head and one value head.
+    G is a separate axis, so that a mesh can shard it. `value_gain` scales the initial weights of the value heads.
+
+    With a `rank_ratio`, two factors replace the kernel: (D, r) and (r, G, H/G + 2, K).
     """
 
     value_gain: float = 1.0
@@ -120,13 +121,15 @@ class Attention(nn.Module):
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).
 
-        If the attention window is shorter than `context.cache_length`, the cache is a rolling one. It has one slot per
-        position of the window and holds the newest positions; see `ops.rolling_positions`. Otherwise, slot s of the
-        cache holds position s. Rows with fewer new tokens than other rows are padded. A cache that is not rolling also
-        stores this padding, but later tokens overwrite the padding before it is read.
+        Slot s of the cache normally holds position s. If the attention window is shorter than `context.cache_length`,
+        the cache is rolling: it has one slot per position of the window, and new positions overwrite the oldest ones
+        (see `ops.rolling_positions`).
 
-        The batch and head axes of the cache are merged, because with separate axes, XLA's CPU compiler copies the whole
-        cache for every token.
+        Rows with fewer new tokens than others end with padding. A cache that is not rolling stores the padding too.
+        Later tokens overwrite it before it is read.
+
+        The cache has one axis for batch and heads. With two axes, XLA's CPU compiler would copy the whole cache for
+        every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
@@ -160,8 +163,8 @@ class Attention(nn.Module):
                 room = ((0, 0), (0, slots - time), (0, 0))
                 keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
-            # Attention is computed before the cache is written, because writing overwrites the oldest positions, and
-            # the first few new tokens still attend to the oldest positions.
+            # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
+            # tokens attend to these positions.
             key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
             y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)

@@ -1,13 +1,12 @@
 """Blocks, and stacks of blocks.
 
-This module defines the checkpoint layout of a stack of L blocks:
+The parameters of blocks with equal configs are stacked along a leading `layers` axis. A checkpoint of L blocks contains
 
-- If all blocks have the same config, their parameters are stacked along a leading `layers` axis:
-  `blocks/mlp/up/kernel` has shape (L, D, F).
-- If the configs repeat with period P, there is one stack of L / P blocks per position in the period: `blocks/0`, ….
-- Otherwise there is one stack per run of consecutive blocks with the same config: `blocks/0`, `blocks/1`, ….
+- one stack, if all configs are equal: `blocks/mlp/up/kernel` has shape (L, D, F);
+- P stacks of L / P blocks, if the configs repeat with period P: `blocks/i` contains the blocks i, i + P, i + 2P, …;
+- otherwise, one stack per run of consecutive blocks with equal configs: `blocks/0`, `blocks/1`, ….
 
-Scanning and rematerialization do not change the layout.
+Scanning and rematerialization do not change this layout.
 """
 
 import dataclasses
@@ -32,9 +31,9 @@ REMAT = {
         jax.checkpoint_policies.save_only_these_names(OUTPUT)),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-# Variable collections → axis along which layers are stacked. "state" is part of TrainState. Values sown into "losses"
-# are added to the training loss. Values sown into "metrics" are averaged over layers and logged to metrics.jsonl;
-# values sown into "layer_metrics" are logged per layer. "features" are compared with those of a teacher.
+# Variable collection → axis along which layers are stacked. "state" is part of TrainState. "losses" are added to the
+# training loss. "metrics" are averaged over layers and logged; "layer_metrics" are logged per layer. "features" are
+# compared with those of a teacher.
 PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0, "features": 0}
 
 
@@ -165,7 +164,7 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
     if config.remat != "none":
         step = nn.remat(step, policy=REMAT[config.remat], prevent_cse=not config.scan_layers)
-    # The initialization of each layer runs once, so that unrolling it would only take compile time.
+    # Initialization runs only once, so unrolling it would only cost compile time.
     unroll = 1 if config.scan_layers or block.is_initializing() else length
     scanned = nn.scan(
         step, length=length, unroll=unroll,
@@ -175,11 +174,10 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Returns `module(x_BxTxD, context)`, applied with the i-th slice of the stacked parameters and state.
+    """Returns `module(x_BxTxD, context)`, computed with slice i of the stacked parameters and state.
 
-    A stack is an array with a leading axis for the slices, or a tuple with one array per slice. Slicing an array would
-    copy the weights for every generated token. Therefore, `inference.layout` converts the arrays to tuples before
-    decoding.
+    A stack is an array with a leading axis, or a tuple with one array per slice. `inference.layout` converts arrays to
+    tuples before decoding, because slicing an array would copy the weights for every generated token.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

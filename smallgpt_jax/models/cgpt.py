@@ -19,8 +19,9 @@ class CausalConv(nn.Module):
     """Causal convolution over time, (B, T, D) → (B, T, features).
 
     y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], where x is 0 before the first position of a text. With
-    kernel_size 1, this is a dense layer. In decoding, the cache stores the last kernel_size − 1 inputs of each row: in
-    total, B·(kernel_size − 1)·D elements of the model's dtype.
+    kernel_size 1, this is a dense layer.
+
+    In decoding, the cache stores the last kernel_size − 1 inputs of each row, (B, kernel_size − 1, D).
     """
 
     features: int

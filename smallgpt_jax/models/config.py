@@ -75,8 +75,8 @@ class ModelConfig:
     def window(self) -> int:
         """The attention window of a block, in positions; 0 means unlimited.
 
-        `layer_configs` makes a config for each block. In the config of a whole model, this property is the window of
-        the model's first block.
+        In the config of a whole model, this is the window of the first block. `layer_configs` returns the configs of
+        single blocks.
         """
         return self.attention_windows[0] if self.attention_windows else 0
 
@@ -177,5 +177,5 @@ class ModelConfig:
         if self.mlp_width < 1:
             self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")
         width = min(self.d_model, self.num_heads * self.head_width)  # no matrix has fewer rows or columns
-        if self.rank_ratio and width < 3:  # factors of rank 1 would have 2·W parameters; the matrix itself has W²
+        if self.rank_ratio and width < 3:  # a W × W matrix has W² parameters, and two factors have at least 2·W
             self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

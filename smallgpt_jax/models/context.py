@@ -15,9 +15,8 @@ class Context:
     In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
     several texts that do not attend to each other.
 
-    In decoding, a row contains only the new tokens of a text. The values that layers stored for the earlier tokens of
-    the text are in the cache, the variable collection "cache". Rows may differ in length; shorter rows are padded at
-    the end.
+    In decoding, a row contains only the new tokens of a text. Layers store their values for the earlier tokens in the
+    variable collection "cache". Rows may differ in length; shorter rows are padded at the end.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout

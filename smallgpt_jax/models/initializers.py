@@ -32,11 +32,12 @@ def deepnorm_gain(config: ModelConfig) -> float:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Returns the initial std of projections into the residual stream: 0.02/√(2N) in a pre-norm model of N blocks.
+    """Returns the initial std of projections into the residual stream.
 
-    The sum of the 2N projections then initially has the variance of one projection with std 0.02 (GPT-2 report,
-    section 2.3). If `config.norm_position` is not "pre", a norm follows each sum, and the std is 0.02 times
-    `deepnorm_gain(config)`.
+    In a pre-norm model of N blocks, it is 0.02/√(2N). The sum of the 2N projections then has the same variance as one
+    projection with std 0.02 (GPT-2 report, section 2.3).
+
+    In other models, a norm follows each sum, and the std is 0.02 · `deepnorm_gain(config)`.
     """
     if config.norm_position == "pre":
         return INIT_STD / math.sqrt(2 * config.num_layers)

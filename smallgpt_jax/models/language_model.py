@@ -12,9 +12,9 @@ from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# The initial std of the head's weights is 0.02 for input widths up to this value. For larger input widths, the std is
-# smaller. The variance of the initial logits is width × std². If heads with larger input widths had std 0.02, the
-# initial loss would therefore exceed ln(vocab_size) by more than 0.05.
+# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller std, because the
+# initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
+# ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 TRACED_POSITIONS = 128
@@ -48,8 +48,8 @@ class LanguageModel(nn.Module):
         With learned positions, T must be at most context_length; other position encodings accept any T.
         """
         dtype = self.config.dtype
-        # Devices look up whole rows, so an embedding sharded by width is gathered first. It stays float32, because
-        # the gradient of a frequent token's row sums too many terms for bfloat16.
+        # Gather the embedding, because devices look up whole rows. Keep it in float32, because the gradient of a
+        # frequent token sums too many terms for bfloat16.
         table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
         x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
         if self.config.position == "learned":
@@ -102,10 +102,10 @@ class LanguageModel(nn.Module):
 
 
 def abstract_params(model: LanguageModel, variables=None):
-    """Returns a tree of LogicallyPartitioned with the shapes and axis names of the parameters, without allocating them.
+    """Returns the shapes and axis names of the parameters, as a tree of LogicallyPartitioned. Allocates no arrays.
 
     Parameters without axis names, such as those of flax's own layers, get None for every axis and are replicated.
-    `variables` are `abstract_variables(model)`, which are computed if they are not given.
+    `variables` are `abstract_variables(model)`, computed by default.
     """
     def with_names(x):
         return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(
@@ -118,24 +118,24 @@ def abstract_params(model: LanguageModel, variables=None):
 def abstract_model_state(model: LanguageModel, variables=None):
     """Returns the shapes of the variable collection "state", which is part of TrainState; {} for most models.
 
-    `variables` are `abstract_variables(model)`, which are computed if they are not given.
+    `variables` are `abstract_variables(model)`, computed by default.
     """
     return nn.unbox((variables or abstract_variables(model)).get("state", {}))
 
 
 def abstract_variables(model: LanguageModel):
     """Returns the shapes and axis names of all variables, {collection: tree}. Each call traces the model."""
-    # The variables of a built-in architecture do not depend on the number of positions, and tracing fewer positions is
-    # faster: 0.5 s instead of 23 s for Qwen3-0.6B, whose context length is 40,960.
+    # Trace built-in architectures with few positions: their variables do not depend on this number. For Qwen3-0.6B,
+    # with a context length of 40,960, this takes 0.5 s instead of 23 s.
     c = model.config
     time = min(c.context_length, TRACED_POSITIONS) if c.architecture in ARCHITECTURES else c.context_length
     return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
 
 
 def require_factors(model: LanguageModel, boxed_params) -> None:
-    """Raises UserError if `config.rank_ratio` is set, but no parameter is a factor of a matrix.
+    """Raises UserError if `config.rank_ratio` is set, but no layer uses it.
 
-    This happens with a custom architecture that uses neither the blocks nor the dense layers of this package.
+    Custom architectures use it only through the blocks or the dense layers of this package.
     `boxed_params` is `abstract_params(model)`.
     """
     boxes = jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
@@ -144,12 +144,12 @@ def require_factors(model: LanguageModel, boxed_params) -> None:
 
 
 def num_parameters(model: LanguageModel, boxed_params=None) -> int:
-    """Returns the number of parameters; `boxed_params` is `abstract_params(model)`, which is computed if not given."""
+    """Returns the number of parameters. `boxed_params` is `abstract_params(model)`, computed by default."""
     return sum(x.size for x in jax.tree.leaves(boxed_params or abstract_params(model)))
 
 
 def num_active_parameters(model: LanguageModel, boxed_params=None) -> int:
-    """Returns the number of parameters that one token uses: all except those of the experts that it does not use.
+    """Returns the number of parameters that one token uses. This excludes experts that were not chosen for the token.
 
     `boxed_params` is as in `num_parameters`.
     """

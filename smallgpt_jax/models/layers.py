@@ -6,9 +6,8 @@ width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products
 The axes of weights have logical names, which `sharding.py` maps to mesh axes. Weights without axis names, such as those
 of flax's own nn.Dense, work too and are replicated.
 
-`config.model.norm` is a key of NORMS, and `config.model.mlp` is a key of MLPS. The values of NORMS are functions
-(config, name) → module. The values of MLPS are module classes; a module has a field `config` and is called with
-(B, T, D) activations and a `Context`.
+`config.model.norm` selects a function (config, name) → module from NORMS. `config.model.mlp` selects a module class
+from MLPS. The class has a field `config`; its modules are called with (B, T, D) activations and a `Context`.
 """
 
 import dataclasses
@@ -27,11 +26,10 @@ from smallgpt_jax.ops.matmul import matmul
 
 
 def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
-    """Returns the rank r of the two factors, (inputs, r) and (r, outputs), of an (inputs, outputs) matrix.
+    """Returns the rank r of the factors (inputs, r) and (r, outputs) that replace an (inputs, outputs) matrix.
 
-    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, at least 1. This is the largest rank with which the
-    factors have at most rank_ratio times as many parameters as the matrix. The c of PELA (arXiv 2310.10700) is
-    1 / rank_ratio.
+    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, but at least 1. With this rank, the factors have at most
+    rank_ratio times as many parameters as the matrix. PELA (arXiv 2310.10700) uses c = 1 / rank_ratio.
     """
     return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
 
@@ -48,8 +46,8 @@ def project(x, kernel, context: Context):
 class Dense(nn.Module):
     """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
 
-    `axes` are the logical names of the kernel's axes. With a `rank_ratio` above 0, the layer has two factors instead of
-    the kernel: `kernel_in`, (*inputs, r), and `kernel_out`, (r, *features), with the rank r of `factor_rank`.
+    `axes` are the logical names of the kernel's axes. With a `rank_ratio` above 0, two factors replace the kernel:
+    `kernel_in` (*inputs, r) and `kernel_out` (r, *features). The rank r comes from `factor_rank`.
     """
 
     features: tuple[int, ...]
@@ -151,14 +149,14 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of shared experts, which every token uses, and of the routed experts that the router chooses per token.
+    """A mixture of experts: the router chooses some experts for each token, and all tokens use the shared experts.
 
     y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12). Each expert is an MLP
-    of the kind `config.expert_mlp` and of width `config.mlp_width`. The shared experts together are one such MLP of
-    `num_shared_experts` times that width. No token is dropped.
+    of kind `config.expert_mlp` and width `config.mlp_width`. The shared experts form one MLP of this kind, with width
+    `num_shared_experts` · `mlp_width`. No token is dropped.
 
     The weights of the E routed experts are stacked along a leading axis. Tensor parallelism splits the width of each
-    expert, so that devices have equal work whatever the router chooses.
+    expert, so all devices have equal work.
     """
 
     config: ModelConfig

@@ -10,9 +10,9 @@ import numpy as np
 def apply_rope(x_BxHxTxK, positions_BxT, base: float):
     """Returns queries or keys with rotary position embedding (RoPE), in the dtype of the input.
 
-    Each pair of entries i and i + K/2 of a head is rotated by the angle position · base^(−2i/K), computed in float32
-    (Su et al., arXiv 2104.09864, equation 34). The paper pairs adjacent entries instead. Both pairings are equivalent
-    up to the order of the entries; most published models use the pairing of this function.
+    Entries i and i + K/2 of a head are rotated by the angle position · base^(−2i/K), computed in float32 (Su et al.,
+    arXiv 2104.09864, equation 34). The paper pairs adjacent entries instead. Both pairings are equivalent up to the
+    order of the entries. Most published models pair as this function does.
     """
     half = x_BxHxTxK.shape[-1] // 2
     frequencies = np.float32(base ** (-np.arange(half) / half))
@@ -26,8 +26,7 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 def alibi_slopes(heads: int) -> np.ndarray:
     """Returns the ALiBi slopes of H heads, (H,) float32: 2^(−8/H), 2^(−16/H), …, 2^−8.
 
-    The attention score of a query and a key is reduced by the head's slope times the distance between query and key, in
-    positions (Press et al., arXiv 2108.12409, section 3). The formula for the slopes is also used if H is not a power
-    of two.
+    Attention subtracts slope · distance from the score of a query and a key, with the distance in positions (Press et
+    al., arXiv 2108.12409, section 3). The formula is the same if H is not a power of two.
     """
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

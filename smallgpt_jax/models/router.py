@@ -13,19 +13,19 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nn.Module):
-    """Chooses `experts_per_token` of the E routed experts for each token, as DeepSeek-V3 does.
+    """Chooses K = `experts_per_token` of the E routed experts for each token, as in DeepSeek-V3 (arXiv 2412.19437).
 
-    The score of expert i is s_i = sigmoid(x·e_i), computed in float32, where e_i is a learned vector. The K experts
-    with the largest s_i + b_i are chosen. Their gates are their scores divided by the sum of the K scores (arXiv
-    2412.19437, equations 13 to 16).
+    Expert i has the score s_i = sigmoid(x·e_i), computed in float32, where e_i is a learned vector. The K experts with
+    the largest s_i + b_i are chosen. The gate of a chosen expert is its score divided by the sum of the K scores
+    (equations 13 to 16).
 
     The biases b balance the experts without an auxiliary loss (section 2.1.2). After each update, b_i grows by
-    `expert_bias_rate` if expert i got fewer tokens of the batch than the mean. It shrinks by this rate if the expert
-    got more. The state `load` counts the tokens of each expert over all microbatches. The biases are changed at the
-    start of the next update; evaluation and decoding also use the changed biases.
+    `expert_bias_rate` if expert i got fewer tokens than the mean, and shrinks by this rate if it got more. The state
+    `load` counts the tokens of each expert in an update, over all microbatches. The new biases are computed from it at
+    the start of the next update, and also in evaluation and decoding.
 
-    With `balance_loss` α, the sequence-wise loss α·Σ f_i·P_i is added (equations 17 to 20). The loss is α for
-    balanced experts.
+    With `balance_loss` α, the loss α·Σ f_i·P_i per sequence is added (equations 17 to 20; see `sequence_balance`). For
+    balanced experts, it is α.
     """
 
     config: ModelConfig
@@ -57,7 +57,7 @@ class Router(nn.Module):
         def on_one_device(biased_BxTxE):
             return jax.lax.top_k(biased_BxTxE, self.config.experts_per_token)[1]
 
-        # Without `per_device`, the compiler would gather the scores of all devices: it does not partition top_k.
+        # The compiler does not partition top_k. Without `per_device`, it would gather the scores of all devices.
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
     def balance(self, context: Context):
@@ -81,16 +81,15 @@ class Router(nn.Module):
 
 
 def move_biases(bias_E, load_E, rate: float):
-    """Returns the biases after an update, (E,), given its biases and its load. Evaluation uses the result, too."""
+    """Returns the biases that follow an update, (E,), from the biases and the load of the update."""
     return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E)
 
 
 def sequence_balance(scores_BxTxE, chosen_BxTxE):
-    """Returns the mean over sequences of Σ f_i·P_i; see arXiv 2412.19437, equations 17 to 20.
+    """Returns Σ f_i·P_i over the experts, averaged over sequences (arXiv 2412.19437, equations 17 to 20).
 
-    f_i is the share of tokens that chose expert i, divided by K/E, the share of each of balanced experts. P_i is the
-    mean over tokens of the relative score of expert i. A relative score is a score divided by the sum of the token's
-    scores.
+    f_i is the share of tokens that chose expert i, divided by its value for balanced experts, K/E. P_i is the score of
+    expert i divided by the sum of the token's scores, averaged over tokens.
     """
     share_BxE = jnp.mean(chosen_BxTxE, axis=1)
     f_BxE = share_BxE / jnp.mean(share_BxE, axis=-1, keepdims=True)

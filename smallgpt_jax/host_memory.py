@@ -19,12 +19,12 @@ def configure() -> None:
     Does nothing with another C library, or if an environment variable configures glibc's allocator.
 
     XLA allocates the temporary memory of a program at each call, and frees it afterwards. By default, glibc returns
-    such large blocks to the operating system, which has to map and zero their pages again at the next training step.
+    such large blocks to the operating system, which then maps and zeroes their pages again at the next training step.
     On two cores of an AMD EPYC (a virtual machine, 2026-11-22), this took 26% of the CPU time of a training step of
     gpt:quickstart with batch size 32, and 16% at width 256. A process that keeps its memory needs about twice as much.
 
-    Call this function before JAX initializes its devices: threads that exist already keep arenas of their own, in which
-    large blocks are always mapped anew.
+    Call this function before JAX initializes its devices. Threads that already exist keep their own arenas, and large
+    blocks in these arenas are always mapped anew.
     """
     is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if is_configured or not runs_on_cpu():

@@ -40,8 +40,7 @@ def relative_error(backend: str, heads: int, time: int, head_width: int, dtype: 
                    separate_documents: bool) -> float:
     """Returns the largest relative error of the outputs and gradients of attention with one key–value head.
 
-    An error is the norm of the difference from the reference backend in float32, divided by the norm of the reference's
-    values.
+    The relative error of x is ‖x − r‖ / ‖r‖, where r is the result of the reference backend in float32.
     """
     rng = np.random.default_rng(0)
     shapes = [(1, heads, time, head_width), *[(1, 1, time, head_width)] * 2, (1, heads, time, head_width)]

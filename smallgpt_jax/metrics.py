@@ -37,8 +37,8 @@ class StepMetrics(NamedTuple):
 class Logger:
     """Logs a run's metrics to files in the workdir and to the terminal.
 
-    The metrics of the newest update stay on the devices. The host does not read these metrics until it has dispatched
-    the next update, so that no device waits for the host. Write errors do not end a run.
+    The host reads the metrics of an update only after it has dispatched the next update, so that no device waits for
+    the host. Write errors do not end a run.
     """
 
     def __init__(self, workdir: Path, first_step: int, progress: "Progress", clock: RunClock, *, log_every: int,
@@ -75,7 +75,7 @@ class Logger:
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the metrics if their step is a multiple of `log_every` or is the run's last step."""
+        """Writes the metrics if the step is a multiple of `log_every`, or the last step of the run."""
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
@@ -106,9 +106,9 @@ class Logger:
 class NonFiniteGuard:
     """Decides whether a run continues after a non-finite update.
 
-    The training step skips updates with a non-finite loss or gradient. If `config.train.on_nonfinite` is "skip", the
-    guard logs each skipped update, and ends the run after `max_nonfinite` skipped updates in a row. Otherwise the first
-    skipped update ends the run. If an update is applied and makes the weights non-finite, the run always ends.
+    The training step skips updates with a non-finite loss or gradient. The first skipped update ends the run. However,
+    if `config.train.on_nonfinite` is "skip", skipped updates are logged, and only `max_nonfinite` of them in a row end
+    the run. An applied update that makes the weights non-finite always ends the run.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
@@ -146,12 +146,12 @@ class NonFiniteGuard:
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl to a tracker.
 
-    `first_step` is the number of steps that are already done. Lines that metrics.jsonl already has for later steps are
-    removed, because the run repeats these steps. `start_tracker` is called with all lines, including the removed ones.
+    `first_step` is the number of steps that are already done. Lines of later steps are removed from metrics.jsonl,
+    because the run repeats these steps. `start_tracker` is called with all lines, including the removed ones.
 
-    After the start, write errors do not end the run. If a line cannot be written to metrics.jsonl, the writer tries
-    again when it writes the next line. After an error in the event file, no more events are written. `log` is called
-    with a message when writing starts to fail. If lines are lost, `close` also calls `log` with a message.
+    After the start, write errors do not end the run. A line that cannot be written to metrics.jsonl is kept and written
+    with the next line. After an error in the event file, no more events are written. `log` is called with a message
+    when writing starts to fail, and by `close` if lines are lost.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,

@@ -51,7 +51,7 @@ def prepare_store(
         folder: the folder of the store. A symbolic link is resolved first. The unfinished store is beside this folder.
         workers: the number of tokenizer threads; None: one per core. The content of the store does not depend on this
             number.
-        unfinished: the name of the unfinished store's folder, without ".partial"; "": the name of `folder`.
+        unfinished: the name of the unfinished store's folder, without ".partial". "" stands for the name of `folder`.
 
     The other arguments are fields of the config's `data` group. Raises UserError if the source or a setting is invalid,
     or if the existing store was made from another source or with other settings.

@@ -27,7 +27,7 @@ class StoreWriter:
         self.flush()  # writes the journal, which marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
-        """Appends a batch to the files. Also writes the journal, at most once per JOURNAL_SECONDS."""
+        """Appends a batch to the files. Also writes the journal, at most once every JOURNAL_SECONDS."""
         for name, split in self._splits.items():
             split.add(encoded[name])
         skipped = Counter(self._journal.latest.skipped)

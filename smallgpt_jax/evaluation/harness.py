@@ -23,10 +23,10 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
-    """A model for lm-evaluation-harness, equivalent to its `hf` backend with a causal language model.
+    """A model for lm-evaluation-harness. It behaves like the harness's `hf` backend with a causal language model.
 
-    An empty context is replaced by the end-of-text token, which is not prepended to other contexts. Contexts that do
-    not fit into the model's context length are truncated on the left. The text to score is never truncated.
+    An empty context is replaced by the end-of-text token. This token is not prepended to other contexts. A context that
+    is too long for the model is truncated on the left. The text to score is never truncated.
 
     Args:
       scorer: computes log-likelihoods.
@@ -66,7 +66,7 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns, per request, the log-likelihood of the continuation and whether it is the greedy continuation.
+        """Returns the log-likelihood of each request's continuation, and whether greedy decoding would generate it.
 
         A request is ((context, continuation), context tokens, continuation tokens).
         """
@@ -88,7 +88,7 @@ class SmallGPT(TemplateLM):
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
         """Returns the score of each job. A job is a text that is split into sequences.
 
-        Also adds the scores to the harness's cache: the score of jobs[i] is stored under `kind` and keys[i].
+        Also stores the score of jobs[i] in the harness's cache, under `kind` and keys[i].
         """
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)

@@ -29,8 +29,8 @@ def json_rows(text: str) -> list[dict]:
 def hellaswag(text: str) -> list[dict]:
     """Returns HellaSwag's rows.
 
-    If a row of the file has no query, the query is composed of the activity label, a colon and the context. The
-    harness's function `preprocess` removes WikiHow's markup in brackets from composed queries and from the choices.
+    If a row of the file has no query, the query is "LABEL: CONTEXT", made from the row's activity label and context.
+    The harness's function `preprocess` removes WikiHow's markup in brackets from such queries and from all choices.
     """
     from lm_eval.tasks.hellaswag.utils import preprocess
 
@@ -87,9 +87,9 @@ TASKS = {
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    """Raises UserError if any task is not in TASKS, or if any file of the tasks is missing in `folder`.
+    """Raises UserError if a task is not in TASKS, or if a file of a task is missing in `folder`.
 
-    The message lists all of these tasks or files.
+    The message lists all such tasks or files.
     """
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
@@ -100,7 +100,7 @@ def require_files(names: Sequence[str], folder: Path) -> None:
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns a changed copy of `config`, with which the harness reads a task's rows from the files in `folder`.
+    """Returns a copy of a task's config, changed so that the harness reads the task's rows from files in `folder`.
 
     `config` is the harness's own config of the task. Raises UserError if a file is damaged.
     """

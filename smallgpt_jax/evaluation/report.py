@@ -2,7 +2,7 @@
 
 import math
 
-# Accuracy of a uniform choice among a question's options.
+# Accuracy of choosing one of a question's options at random.
 CHANCE = {"hellaswag": 1 / 4, "winogrande": 1 / 2, "commonsense_qa": 1 / 5, "anli_r1": 1 / 3, "piqa": 1 / 2,
           "copa": 1 / 2, "arc_easy": 1 / 4}
 # Accuracies logged by the authors of arXiv 2404.14462.
@@ -17,7 +17,7 @@ LOGGED = {
                  arc_easy=.2456),
     "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
                  arc_easy=.2561)}
-LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of the scores in LOGGED; all other tasks: acc
+LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of each task's scores in LOGGED; for tasks not listed here: acc
 FOOTNOTE = (
     "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "
     "For the other six tasks, their code sums the log-probabilities of the whole vocabulary at every position and "

@@ -14,13 +14,12 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.formatting import short_reason
 
-# Tasks in the order of arXiv 2404.14462, table 2. For ARC-Easy, this table gives the number of examples in the
-# validation split. The harness evaluates the validation split only if a task has no test split, so PAPER_SPLITS removes
-# the test split of ARC-Easy.
+# The tasks of arXiv 2404.14462, in the order of its table 2. The number of examples there shows that the paper used the
+# validation split of ARC-Easy. The harness prefers a task's test split, so PAPER_SPLITS removes this test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 PAPER_SPLITS = {"arc_easy": {"test_split": None}}
-# The harness's folder of each task. Only the folders of the requested tasks are read, because reading the descriptions
-# of all tasks takes six seconds.
+# The harness's folder of each task. Only the folders of the requested tasks are read, because reading all folders takes
+# six seconds.
 FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa": "commonsense_qa",
            "anli_r1": "anli", "piqa": "piqa", "copa": "super_glue/copa", "arc_easy": "arc",
            "lambada_openai": "lambada", "wikitext": "wikitext"}

@@ -137,18 +137,18 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns the static lengths that minimize the total padding of sequences with lengths `needed`.
+    """Returns the lengths to which sequences of lengths `needed` are padded, chosen for the least total padding.
 
-    Returns at most STATIC_LENGTHS lengths, in ascending order. None of them exceeds `longest`.
+    There are at most STATIC_LENGTHS lengths, in ascending order. None of them exceeds `longest`.
     """
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # The pair best[i] describes the best padding of the sequences whose `rounded(length)` is one of the first i
-    # candidates. The first element is the total number of positions of these sequences, padding included. The second
-    # element is the list of static lengths. Each round of the loop allows one more static length.
+    # best[i] is the best solution for the sequences that belong to the first i candidates. It is a pair: the total
+    # number of positions, padding included, and the list of static lengths. Each round of the loop allows one more
+    # static length.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
         best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
@@ -159,9 +159,10 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
 
 def split_into_sequences(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """Splits a text into the fewest sequences in which each token of tokens[first:] is scored exactly once.
+    """Splits a text into as few sequences as possible, so that each token of tokens[first:] is scored exactly once.
 
-    A sequence has at most context_length + 1 tokens. Its scored tokens are preceded by as many earlier tokens as fit.
+    A sequence consists of its scored tokens and as many tokens before them as fit. It has at most context_length + 1
+    tokens.
     """
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)

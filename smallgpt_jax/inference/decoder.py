@@ -76,8 +76,8 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
     """Calls `decode_step` `steps` times; `steps` is at most MAX_STEPS.
 
     The first call reads `token_B`, one token per row. Each later call reads the tokens that the previous call sampled.
-    Rows whose `count_B` is 0 are not continued, and their samples are meaningless. The same holds for a row after it
-    has sampled `end_of_text`, so that its cache contains no later tokens.
+    A row ends when it has sampled `end_of_text`, or at once if its `count_B` is 0. From then on, its cache gets no more
+    tokens, and its samples are meaningless.
 
     The loop runs on the device. Returning to the host after each step would increase the step time of a small model by
     10% or more.
@@ -133,20 +133,26 @@ class DecodeSession:
     becomes longer than the model's context, only the newest context_length / 2 tokens of the row are kept, and the
     cache is computed again.
 
-    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype. The sum is over the blocks; S is the number of
-    positions that a block caches (at most its attention window), G is its number of key–value heads, and K is their
-    width. In a cgpt, the cache has another B·(conv_kernel − 1)·ΣD elements; the sum is over the convolutions, and D is
-    the input width of a convolution.
+    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks:
+
+    - S: number of positions that the block caches, at most its attention window
+    - G: number of its key–value heads
+    - K: width of these heads
+
+    The cache of a cgpt has another B·(conv_kernel − 1)·ΣD elements, summed over the convolutions. D is a convolution's
+    input width.
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
                  seed: int = 0, end_of_text: int | None = None, samples: Sequence[int] | None = None):
         """Starts a session.
 
-        `weights` are in the layout of `layout.pack`. `ids` contains one list of tokens per row; each list has at least
-        one token. The repetition penalty does not apply to the token `end_of_text`; `sample_steps` adds no tokens to
-        the cache of a row that has sampled it. `samples` has one number per row; rows with the same text but different
-        numbers have different random streams.
+        Args:
+            weights: the weights, in the layout of `layout.pack`.
+            ids: one list of tokens per row. Each list has at least one token.
+            end_of_text: the token after which `sample_steps` adds no more tokens to a row's cache. The repetition
+                penalty does not apply to this token.
+            samples: one number per row. Rows with the same text but different numbers have different random streams.
         """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
@@ -162,7 +168,7 @@ class DecodeSession:
     def repeat(self, times: int, sampling: Sampling) -> None:
         """Replaces each row by `times` copies with different random streams.
 
-        The tokens of a row, except the last, are prefilled before the row is copied. Each prompt is therefore prefilled
+        All tokens of a row but the last are prefilled before the row is copied. Each prompt is therefore prefilled
         once, not `times` times.
         """
         if times == 1:
@@ -192,10 +198,11 @@ class DecodeSession:
     def sample(self, sampling: Sampling) -> jax.Array:
         """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
 
-        The call returns before the computation is finished. If no row has new tokens, the samples are drawn from the
-        logits of the previous call; after a call of `sample_steps`, the cache is computed again. If only some rows have
-        new tokens, the rows without new tokens are finished: they cannot be continued, and their samples are
-        meaningless.
+        The call returns before the computation is finished.
+
+        If only some rows have new tokens, the other rows are finished: they cannot be continued, and their samples are
+        meaningless. If no row has new tokens, the samples are drawn from the logits of the previous call. If that was a
+        call of `sample_steps`, which keeps no logits, the cache is computed again.
         """
         return self.sample_with_logits(sampling)[0]
 
@@ -224,8 +231,10 @@ class DecodeSession:
         """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32.
 
         N is at most `max_steps` and at most MAX_STEPS. If a row has several new tokens, as after a prompt, N is 1. Each
-        token is sampled given the tokens before it. To continue a row, the caller must append all N tokens to the row's
-        list, or those before end-of-text, or call `resume`; otherwise the row is finished (see `sample`).
+        token is sampled given the tokens before it.
+
+        To continue a row, append all N tokens to the row's list. Tokens from end-of-text on may be left out. If other
+        tokens are left out, call `resume`. Without this call, the row is finished (see `sample`).
         """
         new, counts, streams = self._new_tokens()
         longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
@@ -241,7 +250,7 @@ class DecodeSession:
         return np.asarray(sampled_BxN)[:, :steps]
 
     def resume(self) -> None:
-        """Makes all rows continuable: empties the cache if it contains sampled tokens that are not in `ids`."""
+        """Empties the cache if it contains tokens that are not in `ids`. All rows can then be continued."""
         if any(len(row) < cached for row, cached in zip(self.ids, self._cached)):
             self._empty_cache()
 
@@ -254,10 +263,7 @@ class DecodeSession:
         return int(self._dropped.sum())
 
     def _new_tokens(self):
-        """Returns the tokens of each row that are not yet in the cache, their number per row, and `stream_Bx2`.
-
-        See `decode_step` for `stream_Bx2`.
-        """
+        """Returns the uncached tokens of each row, their count per row, and `decode_step`'s argument `stream_Bx2`."""
         new = [row[start:] for row, start in zip(self.ids, self._cached)]
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts

@@ -12,9 +12,11 @@ DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with 
 class Detokenizer:
     """Converts tokens to text, one token at a time. The text ends before the first stop string.
 
-    `stop` contains the stop strings. `before` contains the ids of the tokens that precede the first new token. The text
-    of `before` ends with `prompt`. New tokens are decoded together with the last DECODED_CONTEXT ids of `before`,
-    because some tokenizers drop the leading space of a text's first token.
+    Args:
+        stop: the stop strings.
+        before: the ids of the tokens before the first new token. The last DECODED_CONTEXT of them are decoded together
+            with the new tokens, because some tokenizers drop the leading space of a text's first token.
+        prompt: the end of the text of `before`.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
@@ -36,7 +38,7 @@ class Detokenizer:
             return self.flush()
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # text[len(self._before):] would be wrong if the token completes a character that begins in `before`.
+        # If a character begins in `before` and ends in a new token, the new text begins before len(self._before).
         self.text = text[common_prefix_length(self._before, text):]
         if starts := [start for s in self._stop if (start := self.text.find(s)) >= 0]:
             self.is_done = True

@@ -6,11 +6,10 @@ products with few rows:
 - The weights of layers and paths are stacked in training. Here each stack becomes a tuple with one array per layer or
   path, because slicing a stack would copy the weights for every generated token.
 - All arrays except vectors and routers are cast to the compute dtype once, instead of for every token.
-- The output head, (V, W) in training, is stored transposed, (W, V), where V is the vocabulary size and W the head's
-  input width. The product of one row with the head was timed on a two-core Intel Xeon (jax 0.10.2, float32,
-  2026-11-22). With (W, V), the product takes 0.68× as long as with (V, W) for V = 50,304 and W = 768, and 0.85× as long
-  for V = 8,192 and W = 256. With a column-major physical layout (`jax.experimental.layout`), the product takes 8 to 20
-  times as long as with (V, W), because XLA's CPU compiler copies the head.
+- The output head is stored transposed: (W, V) instead of (V, W), where V is the vocabulary size and W the head's input
+  width. The product of one row with the head then takes 0.68× as long for V = 50,304 and W = 768, and 0.85× as long for
+  V = 8,192 and W = 256 (two-core Intel Xeon, jax 0.10.2, float32, 2026-11-22). A column-major physical layout
+  (`jax.experimental.layout`) takes 8 to 20 times as long as (V, W), because XLA's CPU compiler copies the head.
 """
 
 import functools

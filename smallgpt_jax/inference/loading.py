@@ -65,7 +65,7 @@ class TrainedModel(NamedTuple):
 
 def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
-    distributed.skip_tpu_search()  # commands have called this before; other programs have not
+    distributed.skip_tpu_search()  # commands call this earlier; other programs that load a model do not
     folder = as_path("--workdir", folder)
     if is_remote(folder):
         require_bucket("--workdir", folder)

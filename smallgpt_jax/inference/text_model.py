@@ -12,7 +12,7 @@ from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer
 from smallgpt_jax.inference.sampling import Sampling
 
-FAST_STEP = 0.02  # seconds; if a step takes longer, a call of the compiled program per token costs less than 3%
+FAST_STEP = 0.02  # seconds; for slower steps, calling the compiled program once per token costs less than 3%
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,7 @@ class TextModel:
         ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} tokens has "
-                            f"room for {context - 1:,}, because an end-of-text token precedes the prompt; shorten the "
-                            "prompt")
+                            f"room for {context - 1:,} after the end-of-text token; shorten the prompt")
         return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
                                      end_of_text=self.tokenizer.end_of_text)
 
@@ -134,8 +133,8 @@ class TextModel:
                 sampling: Sampling, max_steps: int) -> Iterator[str]:
         """Yields the continuation of the session's only row piece by piece, and appends its tokens to the row.
 
-        Before the call, the text of the row ends with `prompt`. Up to `max_steps` tokens are computed per call of the
-        compiled program, but only one if a step takes FAST_STEP seconds or more, so that the text appears evenly.
+        `prompt` is the end of the row's text before the call. The compiled program computes up to `max_steps` tokens
+        per call. If a step takes FAST_STEP seconds or more, it computes one, so that the text appears evenly.
         """
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
@@ -171,8 +170,10 @@ class Conversation:
         """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.
 
         The call itself appends `text`; the continuation is appended while the caller iterates over it. A stop string is
-        not yielded, but becomes part of the conversation. Raises UserError and leaves the conversation unchanged if a
-        setting is out of range, if the tokenizer cannot encode `text`, or if `text` is longer than half the context.
+        not yielded, but becomes part of the conversation.
+
+        Raises UserError if a setting is out of range, if the tokenizer cannot encode `text`, or if `text` is longer
+        than half the context. The conversation then stays unchanged.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -184,8 +185,8 @@ class Conversation:
                             "shorten the text")
         self._session.resume()
         self._session.ids[0] += ids
-        # With stop strings, tokens are computed one by one. Otherwise, tokens after a stop string would be in the
-        # cache, and the next turn would have to compute the whole cache again.
+        # With stop strings, compute one token per call. A call for several tokens could also cache tokens after the
+        # stop string. The next turn would then have to compute the whole cache again.
         return self._model._stream(self._session, text, max_new_tokens, stop, sampling,
                                    1 if stop else decoder.MAX_STEPS)
 

@@ -20,11 +20,10 @@ PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/c
 
 
 def configure() -> None:
-    """Sets JAX's cache folder, unless the program that called this one has set it, or VARIABLE is empty.
+    """Sets the folder of JAX's compilation cache. Short compilations are cached too.
 
-    Short compilations are cached too.
-
-    Raises UserError if VARIABLE is a URL that is not supported.
+    Keeps a folder that the calling program has set. Sets no folder if VARIABLE is the empty string. Raises UserError if
+    VARIABLE is a URL that is not supported.
     """
     given = os.environ.get(VARIABLE)
     if given != "" and jax.config.jax_compilation_cache_dir in (None, given):

@@ -35,9 +35,9 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range of the values that `field` has in the last evaluations of the runs.
+    """Returns the mean and range of `field` over the last evaluations of the runs.
 
-    Returns None if the runs' last evaluations are of different steps, or if a value is missing.
+    Returns None if these evaluations are at different steps, or if a value is missing.
     """
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
@@ -45,9 +45,9 @@ def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
-    """Returns [(mean of `axis`, spread of the loss)], with one pair for each step at which all seeds were evaluated.
+    """Returns [(mean of `axis`, spread of the loss)] over seeds, with one pair per step.
 
-    The mean and the spread are over seeds. Evaluations are left out if their number of targets differs from that of the
+    The steps are those at which all seeds were evaluated. Ignores evaluations with another number of targets than the
     run's last evaluation.
     """
     at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
@@ -60,16 +60,16 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the last evaluations of the runs differ by more than 1% in their number of targets.
+    """Whether the numbers of targets in the runs' last evaluations differ by more than 1%.
 
-    If they do, their losses are means over different rows. Returns False if a run does not record the number.
+    If so, the losses are means over different rows. Returns False if a run does not record the number.
     """
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and None not in targets and max(targets) > 1.01 * min(targets)
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    """Returns {context length: bits per byte on a text, as mean and range over seeds}."""
+    """Returns {context length: mean and range, over seeds, of the bits per byte on a text}."""
     found: dict[int, list[float | None]] = {}
     for run in runs:
         for row in run.texts:

@@ -177,7 +177,7 @@ def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed:
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
-    """Returns the FLOPs of a training step for the budget "flops", and its tokens for the other budgets.
+    """Returns the cost of one training step: its FLOPs if the budget is "flops", else its tokens.
 
     The FLOPs include those of padding and those of the optimizer. The tokens do not include padding.
     """
@@ -214,7 +214,7 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 def config_digest(run: ConfigDict) -> str:
     """Returns a hash of all config fields.
 
-    Fields that have their value in `workdir.NEWER_FIELDS` are left out, so that older versions give the same digest.
+    A newer field with its value in `workdir.NEWER_FIELDS` is left out, so that the digest is as in older versions.
     """
     groups = json.loads(run.to_json_best_effort())
     for group, neutral in workdir.NEWER_FIELDS.items():

@@ -62,8 +62,8 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
 def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> Figure:
     """Returns a plot of the last validation loss against the learning rate, with a line for each grid.
 
-    A filled marker is the best rate, and a cross near the top is a rate at which the run has diverged. `runs` are the
-    runs at the best rates; a vertical line reaches from their lowest to their highest loss over the seeds.
+    The best rate has a filled marker. A rate at which the run has diverged has a cross near the top. `runs` are the
+    runs at the best rates, with all seeds. A vertical line shows the range of their losses.
     """
     figure, plot = new_plot("learning rate", "validation loss, nats per token")
     groups = aggregation.group_by_name(runs)

@@ -13,7 +13,7 @@ SCALED_FIELDS = ("learning_rate", "final_learning_rate")  # of the group `optimi
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A model's losses at two or more multiples of its own learning rate, all trained with the first seed."""
+    """A model's losses after training, with the first seed, at two or more multiples of its own learning rate."""
 
     learning_rate: float  # the model's own learning rate, which is multiplied
     # {multiple: validation loss after the last step}, in ascending order of the multiples. A loss is infinite if the
@@ -42,11 +42,11 @@ class Grid:
 
 def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
            loss_of: Callable[[float], float | None]) -> Grid:
-    """Returns the grid of the multiples that must be trained, as far as the known losses determine them.
+    """Returns the grid of the multiples to train, as far as the known losses determine them.
 
-    While the best multiple is the lowest or highest, the next one beyond it is added, at most `max_added` in total. The
-    ratio of neighbors stays the same at each end. `loss_of` maps a multiple to its loss, as in `Grid.losses`. The
-    result depends only on the arguments, so processes that know the same losses find the same grid.
+    If the best multiple is the lowest or highest, one more multiple is added beyond it. The ratio of neighbors at this
+    end stays the same. This is repeated, at most `max_added` times, while the best multiple is at an end.
+    `loss_of` maps a multiple to its loss, as in `Grid.losses`. Processes that know the same losses find the same grid.
     """
     grid = Grid(learning_rate, {float(multiple): loss_of(float(multiple)) for multiple in sorted(multiples)})
     for _ in range(max_added):
@@ -67,7 +67,7 @@ def scale(config: ConfigDict, multiple: float) -> None:
 
 
 def format_multiple(multiple: float) -> str:
-    """Returns a multiple as text that identifies it: 2.0 is "2", 0.25 is "0.25"."""
+    """Returns a multiple as text, such as "2" or "0.25". Different multiples give different texts."""
     return str(multiple).removesuffix(".0")
 
 

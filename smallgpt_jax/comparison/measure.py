@@ -41,7 +41,7 @@ def parse_texts(texts: str) -> dict[str, str]:
                             "text; use another name")
         if name in found:
             raise UserError(f"config.compare.texts={texts!r}: two texts are named {name!r}; use different names")
-        refuse_url("config.compare.texts", source)  # not hf:NAME and tfds:NAME
+        refuse_url("config.compare.texts", source)  # accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
 
@@ -53,7 +53,7 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
     """
     own = data.load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
-    tokenizer = cache_folder() / "tokenizers" / name  # the same path for equal tokenizers, so that runs share stores
+    tokenizer = cache_folder() / "tokenizers" / name  # runs with equal tokenizers share this path
     if texts:
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(tokenizer.with_suffix(".lock"), wait=True):
@@ -69,13 +69,13 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
 
 
 class TextSample:
-    """A random sample of a validation split that can be cut into rows of several lengths.
+    """A random sample of a validation split. It can be cut into rows of several lengths, all with the same tokens.
 
-    `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows whose
-    length is divisible by every row length, so rows of all lengths contain the same tokens. The sample has as many
-    tokens as an evaluation during training. If the corpus is a mixture of several token stores, each store is sampled
-    in proportion to its weight. Raises UserError if a validation split is shorter than one window. The error message
-    calls the text `name`.
+    `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows. Every
+    row length divides the length of a window. The sample has as many tokens as an evaluation during training. In a
+    mixture, each token store is sampled in proportion to its weight.
+
+    Raises UserError if a validation split is shorter than one window. The error message calls the text `name`.
     """
 
     def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
@@ -115,7 +115,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
-    is_learned = config.model.position == "learned"  # if so, rows cannot be longer than the context length
+    is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
     if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
@@ -147,8 +147,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     config.data.packing = "concat"  # the packing that TextSample uses
     mesh = build_program(config).mesh
     shards = sharding.num_batch_shards(mesh)
-    # A batch has at most as many tokens as a training microbatch, so that the evaluation fits in memory. But it has at
-    # least one row per device.
+    # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
     config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * shards, 1
     program = build_program(config)

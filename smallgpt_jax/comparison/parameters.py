@@ -11,8 +11,8 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 
 PARAMETER_TOLERANCE = 0.02
-# The widths of all runs are adjusted to one target number of parameters. This constant is the maximum relative
-# difference between the target and the number of parameters of the reference run.
+# All runs get about the same number of parameters. It differs from the reference run's own number by at most this
+# fraction.
 MAX_PARAMETER_CHANGE = 0.1
 
 
@@ -25,14 +25,13 @@ _num_parameters = functools.cache(models.num_parameters)
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs with their widths changed so that their numbers of parameters are within 2% of each other.
+    """Returns the runs with new widths, so that their numbers of parameters are within 2% of each other.
 
-    Each run gets the width whose number of parameters is nearest to a common target, which is `wanted` at first. While
-    the runs differ by more than 2%, the target is replaced by the number of parameters of the run that is farthest from
-    it.
+    All runs have the same target for their number of parameters. It is `wanted` at first. Each run gets the width that
+    comes nearest to the target. If the runs then differ by more than 2%, this is repeated with a new target: the number
+    of parameters of the run that is farthest from the old target.
 
-    Raises UserError if the target moves more than 10% away from `wanted`, or if the runs still differ by more than 2%
-    after len(runs) + 1 targets.
+    Raises UserError if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets are not enough.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -54,10 +53,11 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    Each number of heads allows only certain widths. If no width with the config's number of heads gives a number of
-    parameters within 2% of `target`, other numbers of heads are tried, the nearest first, until one allows such a
-    width. If the number of heads changes, the head width (width / number of heads) may change by less than a factor of
-    two. If config.model.head_dim is set, the number of heads is kept, because it then affects the number of parameters.
+    Each number of heads allows only certain widths. The config's own number of heads is tried first. If none of its
+    widths comes within 2% of `target`, other numbers of heads are tried, the nearest first, until one has such a width.
+    The head width (width / number of heads) then changes by less than a factor of two.
+
+    If config.model.head_dim is set, the number of parameters depends on the number of heads, which is therefore kept.
     """
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.

@@ -21,7 +21,7 @@ class PlannedRun(NamedTuple):
     config: ConfigDict
     folder: Path
     multiple: float = 1.0  # of the model's own learning rate
-    in_grid: bool = False  # True: only the loss is needed, to choose the learning rate
+    in_grid: bool = False  # True: the run only serves to choose the learning rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Plan:
     max_added: int  # maximum number of multiples that are added to a model's grid
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
-        """Returns {name: grid}. Without multiples, returns no grids.
+        """Returns {name: grid}, or {} if the plan has no multiples.
 
         `losses` maps the folders of finished runs to their losses; see `Grid.losses`.
         """
@@ -45,12 +45,13 @@ class Plan:
             for name, model in self.models.items() if self.multiples}
 
     def runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns the runs that the known losses determine, in training order.
+        """Returns the runs in training order, as far as the known losses determine them.
 
-        The list begins with the runs of all grids, which have the first seed. The runs of all models at the best
-        multiples of their grids follow, seed by seed. For the first seed, these are the best runs of the grids, which
-        are thus listed twice. Models whose grids are not finished are left out of the second part. A model that has
-        diverged at every multiple is not trained with further seeds.
+        The first part contains the runs of all grids, with the first seed. The second part contains the runs at the
+        best multiples, for all seeds and models, seed by seed. The best run of each grid is in both parts.
+
+        A model is left out of the second part while its grid is unfinished. A model that has diverged at every multiple
+        is not trained with further seeds.
         """
         grids = self.grids(losses)
         best = {name: grids[name].best if grids else 1.0 for name in self.models}
@@ -61,7 +62,7 @@ class Plan:
             if best[name] is not None and (seed == self.seeds[0] or not grids or not grids[name].has_diverged)]
 
     def num_runs(self, losses: Mapping[Path, float]) -> int:
-        """Returns the number of runs to train, unless grids are extended further."""
+        """Returns the number of runs to train, assuming that no grid is extended further."""
         further = len(self.seeds) - 1
         if not self.multiples:
             return len(self.models) * (1 + further)
@@ -78,7 +79,7 @@ class Plan:
 def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Path:
     """Returns the workdir of a run, named after the run, its seed and the multiple of its learning rate.
 
-    The multiple 1 is left out, so that a grid can be added to a comparison without one.
+    The multiple 1 is left out of the name. A grid that is added later can then reuse the existing runs.
     """
     suffix = "" if multiple == 1 else f"-lr{learning_rates.format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"

@@ -33,8 +33,9 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logge
 
     `about` has the keys "title", "budget" (a sentence about the budget of the runs) and "command" (the command that
     repeats the comparison). `logged` contains additional curves for the plot of the loss against tokens. `grids`
-    maps the names of the runs to their learning-rate grids; `runs` are then the runs at the best learning rates.
-    Returns the start of the report, up to and including the first table, as plain text.
+    maps the names of the runs to their learning-rate grids. With grids, `runs` are the runs at the best learning rates.
+
+    Returns the report as plain text, up to and including the first table.
     """
     blocks = report_blocks(runs, about, logged, grids or {})
     for block in blocks:

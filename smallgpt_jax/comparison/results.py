@@ -63,7 +63,7 @@ class Run:
     tokens_per_second: float | None  # mean training speed of the whole run
     memory_bytes: int | None  # per device, of the compiled training step
     sessions: tuple[dict, ...]
-    expert_load: dict[str, list] | None  # the last logged load: {path of a router: load by layer and expert}
+    expert_load: dict[str, list] | None  # the last logged {path of a router: load by layer and expert}
     texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
@@ -119,7 +119,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 
 class Counts(NamedTuple):
-    """Parameters and FLOPs of a model, which follow from its config and the name of its optimizer."""
+    """The numbers of parameters and FLOPs of a model with a given optimizer."""
 
     components: dict[str, int]  # number of parameters of each component
     active_parameters: int
@@ -150,9 +150,9 @@ def has_diverged(folder: Path) -> bool:
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Returns the steps with a logged speed, and the training seconds up to each of them, computed from the speeds.
+    """Returns the steps with a logged speed, and the seconds of training up to each of these steps.
 
-    Both lists begin with 0.
+    The seconds are computed from the speeds. Both lists begin with 0.
     """
     steps, seconds = [0], [0.0]
     for line in lines:
@@ -165,8 +165,8 @@ def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
     """Returns the training seconds up to `step`, or None if no speed is logged.
 
-    `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps. Extrapolates after the
-    last of them, at the last speed.
+    `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps. After the last one,
+    assumes the last speed.
     """
     if len(steps) < 2:
         return None
@@ -226,10 +226,8 @@ def read_json(path: Path):
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (name, workdir) pairs. A run's name is its folder's name without -seedN.
 
-    -seedN may be at the end of the folder's name or before -lrMx: "gpt-seed1-lr2x" becomes "gpt-lr2x".
-
-    If two runs would get the same name but their configs differ in more than the seed, a number is appended to the name
-    of the second.
+    For example, "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x" becomes "gpt-lr2x". Runs have the same name only if
+    their configs are equal except for the seed. Otherwise, the second name gets a number: "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
@@ -270,7 +268,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
 
 
 def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if measurements differ in `field`, which identifies the content of the measured text."""
+    """Raises UserError if the measured texts differ. `field` is the field to compare: "fingerprint" or "source"."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row[field] != first[field]:
@@ -280,7 +278,7 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 
 def text_identity(folder: Path) -> tuple[dict, str]:
-    """Returns the token store's description and the tokenizer's fingerprint, which together identify a run's text."""
+    """Returns (description of the token store, fingerprint of the tokenizer). Together, they identify a run's text."""
     store = read_json(folder / workdir.STORE_FILE)
     if store is None:
         raise UserError(f"{folder}: the run has not started; train it first")

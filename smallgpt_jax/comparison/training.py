@@ -15,10 +15,10 @@ from smallgpt_jax.files import file_lock
 
 
 def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
-    """Trains those runs of a plan that no other process trains. Returns {folder: loss} of the finished runs.
+    """Trains the runs of a plan. Returns {folder: loss} of the finished runs.
 
-    The losses determine which runs follow. If another process is training a run, continues with the next run. When no
-    other runs are left, waits for the grids that are not finished, because further runs depend on them.
+    Skips runs that another process is training. When no other runs are left, waits for the skipped runs of grids,
+    because their losses determine which runs follow.
     """
     losses: dict[Path, float] = {}
     measured, busy = set(), set()
@@ -76,13 +76,13 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
 
 
 def last_loss(run: PlannedRun) -> float:
-    """Returns the loss of a finished run's last evaluation, infinity if it is not finite."""
+    """Returns the loss of a finished run's last evaluation, or infinity if the loss is not finite."""
     loss = results.read_run(run.name, run.folder).last.loss
     return math.inf if loss is None else loss
 
 
 def check_existing(run: PlannedRun, output: Path, text: data.Corpus) -> None:
-    """Raises UserError if the run's folder contains a run that has another config or was trained on another text."""
+    """Raises UserError if the run's folder contains a run with another config or another training text."""
     try:
         workdir.check_workdir(run.folder, run.config)
         workdir.check_same_text(run.folder, text)

@@ -78,9 +78,9 @@ def main() -> None:
 
 
 def new_folder(flag: str, name: str | None) -> Path:
-    """Returns `name` as an absolute path. Raises UserError unless it is the path of a new or empty folder.
+    """Returns `name`, the path of a new or empty folder, as an absolute path.
 
-    The current folder is refused too. Error messages start with `flag`, the name of the flag that contains the path.
+    Raises UserError for other paths and for the current folder. The message starts with `flag`, the name of the flag.
     """
     if not name:
         raise UserError(f"{flag}: must be given; name a new folder")
@@ -143,7 +143,7 @@ def import_model(source: str, folder: Path) -> None:
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
-    # orbax writes checkpoints in object storage in another way than on a local disk, so they cannot be uploaded.
+    # orbax checkpoints have another layout in object storage than on a local disk, so a local one cannot be uploaded.
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "

@@ -16,7 +16,7 @@ from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 CURVES_FILE = "curves.png"
 DPI = 110
-# Fixed margins: layout="constrained", which computes them, doubles the time.
+# Margins are fixed, because computing them with layout="constrained" doubles the time.
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.08, "top": 0.97, "wspace": 0.23, "hspace": 0.12}
 
 

@@ -45,7 +45,7 @@ class ConfigJson(NamedTuple):
         return found
 
     def require(self, supported: Mapping) -> None:
-        """Raises UserError if a field of the file has another value than in `supported`. The file may lack fields."""
+        """Raises UserError if a field has another value than in `supported`. Missing fields are allowed."""
         for name, value in supported.items():
             if self.fields.get(name) not in (None, value):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")
@@ -54,9 +54,9 @@ class ConfigJson(NamedTuple):
 def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
     """Whether a model config can be expressed in a format.
 
-    The format supports all values of the fields `free`, and only one value, given in `fixed`, of other fields. All
-    remaining fields must have their default or a value with the same effect, so a new field is not supported until it
-    is added to the format.
+    The format supports all values of the fields in `free`. `fixed` maps other fields to their only supported value. All
+    remaining fields must have their default or a value with the same effect. A new field is therefore unsupported until
+    it is added to the format.
     """
     config, free = with_defaults(config), {*free, *TRAINING_FIELDS}
     return all(getattr(config, field.name) == fixed.get(field.name, field.default)
@@ -64,7 +64,7 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
 
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
-    """Returns a config in which each value with the effect of its field's default is replaced by this default."""
+    """Returns an equivalent config with defaults where possible. For example, num_kv_heads = num_heads becomes 0."""
     return dataclasses.replace(
         config, num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,

@@ -14,7 +14,7 @@ from smallgpt_jax.conversion.config_json import ConfigJson, has_only
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("gpt2",)
-CODE = ()  # transformers has the code of this model
+CODE = ()  # no files: transformers contains the code of this model
 BLOCK_NAMES = {
     "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
     "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}

@@ -1,9 +1,11 @@
 """Imports models of all four architectures from `.pt` files of the paper's released code (SkAndMl/gpt-variations).
 
 A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the released code's class
-models.GPTConfig), "step" and "val_loss". Sizes are inferred from the tensors, because the saved config of an lgpt or
-cgpt has the wrong width. While the released code builds the model, it overwrites the config's width with the width of
-the last stage. Only the number of heads comes from the config, because no tensor's shape depends on it.
+models.GPTConfig), "step" and "val_loss".
+
+The number of heads is read from the config, because no tensor's shape depends on it. All other sizes are inferred from
+the tensors. The config of an lgpt or cgpt has the wrong width, because the released code overwrites the width with that
+of the last stage.
 """
 
 import re
@@ -82,8 +84,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 def complete_fields(architecture: str, fields: dict, **architecture_fields) -> dict:
     """Returns all fields of our `model` config group for a model of the paper's released code.
 
-    The arguments are the fields whose values differ between these models. The other fields have the same values in all
-    of these models.
+    The arguments are the fields that differ between these models. All other fields have fixed values.
     """
     return dict(architecture=architecture, **fields, **architecture_fields, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)

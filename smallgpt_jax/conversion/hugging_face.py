@@ -29,7 +29,7 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
 
-NATIVE = (gpt2, llama)  # formats whose models transformers runs with its own code
+NATIVE = (gpt2, llama)  # formats of models that transformers contains
 FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
 
 
@@ -128,7 +128,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors in a folder's weight files, and the path that error messages show for these files."""
+    """Returns all tensors in a folder's weight files, and the path of these files for error messages."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():

@@ -15,7 +15,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("llama", "qwen3")
-CODE = ()  # transformers has the code of these models
+CODE = ()  # no files: transformers contains the code of these models
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm", "attention.out": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
@@ -28,7 +28,7 @@ FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads
 # For these fields of the config, our model supports only these values.
 SUPPORTED_VALUES = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
                     "quantization_config": None}
-DEFAULT_HEAD_DIM = {"qwen3": 128}  # model_type → head_dim if config.json has none. Llama's: hidden size / heads
+DEFAULT_HEAD_DIM = {"qwen3": 128}  # used if config.json has no head_dim. Other models: hidden size / heads
 
 
 def supports(config: ModelConfig) -> bool:
@@ -92,7 +92,7 @@ def add_prefix(name: str) -> str:
 
 
 def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns the matrix of our attention.qkv, given {name: matrix} of queries, keys and values, in this order."""
+    """Returns the matrix of our attention.qkv. `parts` contains the query, key and value matrices, in this order."""
     groups, width = config.kv_heads, config.head_width
     for (name, x), heads in zip(parts.items(), (config.num_heads, groups, groups)):
         if x.shape != (expected := (heads * width, config.d_model)):
@@ -143,7 +143,10 @@ def from_config(theirs: ConfigJson) -> dict:
 
 
 def rope_base(theirs: ConfigJson) -> float:
-    """Returns the base of the rotary frequencies. Raises UserError unless all blocks have the plain, full rotation."""
+    """Returns the base of the rotary frequencies.
+
+    Raises UserError if the rotation is scaled, covers only part of a head, or depends on the type of a layer.
+    """
     name = next((name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)), "rope_parameters")
     rope = theirs.fields.get(name) or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":

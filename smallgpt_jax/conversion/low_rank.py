@@ -1,9 +1,9 @@
 """Replaces the matrices of a trained model by products of two factors, W ≈ A·B, and the reverse.
 
-This is the first step of PELA (Guo et al., arXiv 2310.10700). The product A·B is the truncated singular value
-decomposition of W: no other matrix of the same rank is closer to W in the Frobenius norm. The projections to queries,
-keys and values are one matrix, as in the released code of PELA. The heads of the output projection are flattened. In
-the second step, an ordinary run trains the model further.
+This is the first step of PELA (Guo et al., arXiv 2310.10700). In the second step, an ordinary run trains the model
+further. A·B is the truncated singular value decomposition of W. No other matrix of the same rank is closer to W in the
+Frobenius norm. The projection to queries, keys and values is one matrix, as in PELA's released code. In the output
+projection, all heads are flattened into one axis.
 """
 
 import dataclasses
@@ -50,7 +50,10 @@ def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
-    """Returns the full kernel, (*stack, *inputs, *features) float32, for arrays with `stacked` leading stack axes."""
+    """Returns the product of two factors as a float32 kernel, (*stack, *inputs, *features).
+
+    `stacked` is the number of stack axes, along which layers and paths are stacked.
+    """
     stack, rank = kernel_in.shape[:stacked], kernel_in.shape[-1]
     product = (kernel_in.reshape(*stack, -1, rank).astype(np.float64)
                @ kernel_out.reshape(*stack, rank, -1).astype(np.float64))
@@ -58,7 +61,7 @@ def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.
 
 
 def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns {path of a module with two factors: number of leading axes along which layers and paths are stacked}."""
+    """Returns {path of a module with two factors: number of axes along which its layers and paths are stacked}."""
     return {path[:-1]: sum(name in STACKED for name in box.names)
             for path, box in flatten(models.abstract_params(model)).items() if path[-1] == "kernel_in"}
 

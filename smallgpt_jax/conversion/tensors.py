@@ -1,13 +1,12 @@
 """Converts parameters to and from a flat dictionary of tensors, with the names and layouts of PyTorch modules.
 
 Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights have
-the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The output axis of
-`attention.qkv` is a flattened (key–value heads, query heads per key–value head + 2, head width). The second of these
-axes contains the query heads, the key head and the value head of a group. The matrices of routed experts keep their
+the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The outputs of `attention.qkv`
+are, for each key–value head in turn, its query heads, its key and its value. The matrices of routed experts keep their
 shape (experts, inputs, outputs).
 
-The routers' biases are the only part of the model state that is converted. Their tensors contain the biases that
-evaluation uses; see `models.router.move_biases`. An imported model starts with a load of zero.
+Of the model state, only the routers' biases are converted. An export contains the biases that evaluation uses; see
+`models.router.move_biases`. An imported model starts with a load of zero.
 """
 
 import functools
@@ -32,10 +31,10 @@ TABLES = ("token_embedding", "position_embedding", "head")  # parameters without
 
 
 class TensorSlot(NamedTuple):
-    """Describes a tensor, and the place in the parameter tree where it is stored."""
+    """A tensor's name and shape, and its place in the parameter tree."""
 
     name: str
-    path: tuple[str, ...]  # the place, in the parameter tree, of the array that contains the tensor
+    path: tuple[str, ...]  # path in the parameter tree of the array that contains the tensor
     index: tuple[int, ...]  # the tensor's index in this array: (), (layer,) or (path, layer)
     axes: tuple[str, ...]  # logical axis names of the tensor
     shape: tuple[int, ...]  # shape of the tensor in this project's layout
@@ -102,7 +101,8 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
     """Returns a slot for the biases of each router.
 
-    The path of the biases in the model state is that of the router's kernel in the parameter tree, except its last key.
+    The biases have the same path in the model state as the router's kernel has in the parameter tree, except the last
+    key, "bias".
     """
     return tuple(TensorSlot(slot.name.removesuffix("weight") + "bias", (*slot.path[:-1], "bias"), slot.index,
                             slot.axes[1:], slot.shape[1:])
@@ -121,11 +121,11 @@ def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 
 
 def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
-    """Yields the slots of the subtree at `path` in the parameter tree.
+    """Yields the slots of a subtree of the parameter tree. `path` is the path of the subtree.
 
-    The leading axes of an array in this tree can be the layers, the parallel paths of a pgpt, or both. `index` has one
-    entry for each of these axes: the index of the layer or path that the subtree belongs to. `prefix` is the dotted
-    name of the module that contains the subtree. If `prefix` is "", the tensor names are derived from `path` alone.
+    An array can have leading axes for layers, for the parallel paths of a pgpt, or for both. `index` selects a layer or
+    path along each of these axes. `prefix` is the dotted name of the module that contains the subtree. If `prefix` is
+    "", the tensor names are derived from `path` alone.
     """
     boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
@@ -149,8 +149,8 @@ def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
 def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
     """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked along `axis`.
 
-    `path` is the path of `tree`. Usually, `tree` is the only stack. If blocks have different attention windows, `tree`
-    contains several stacks, in the layout that models/block.py describes.
+    A stack is a tree of arrays, each for several modules. Usually, `tree` is one stack; its path is `path`. If blocks
+    have different attention windows, `tree` contains several stacks; see models/block.py.
     """
     if not all(child.isdigit() for child in tree):
         yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))

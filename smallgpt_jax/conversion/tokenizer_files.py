@@ -18,8 +18,9 @@ PROBES = [
 def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
     """Returns {file name: content} of the tokenizer.json and tokenizer_config.json to export.
 
-    A file is left out if the tokenizer's own files include one of this name. The exported tokenizer encodes
-    `<|endoftext|>` in a text as ordinary text, not as the special token. A HuggingFaceTokenizer is exported unchanged.
+    A HuggingFaceTokenizer keeps its own files; only a missing tokenizer_config.json is returned. Other tokenizers are
+    converted. They then encode `<|endoftext|>` in a text as ordinary text, not as the special token.
+
     Raises UserError if the `tokenizers` library cannot reproduce the tokenizer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -117,10 +118,10 @@ def sentencepiece_spec(tokenizer: Tokenizer):
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns the merges of a byte-pair model, given {piece: score}, in order of decreasing score.
+    """Returns the merges of a byte-pair model, the highest score first. `scores` is {piece: score}.
 
-    SentencePiece does not store merges, only a score for each piece. So each split of a piece into two other pieces is
-    a merge, and has the score of the whole piece.
+    SentencePiece stores scores of pieces, but no merges. Each split of a piece into two other pieces is a merge. Its
+    score is that of the whole piece.
     """
     found = []
     for piece, score in scores.items():

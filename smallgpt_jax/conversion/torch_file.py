@@ -1,12 +1,12 @@
 """Reads files written by `torch.save`, without PyTorch and without running code in the files.
 
 A `.pt` file is a zip archive. One member is a pickle of the saved object, in which each tensor refers to a storage.
-Each storage is a member of its own. A pickle can call any function by name. This reader supports the few names that
-tensors need, turns instances of classes that the caller expects into inert `Record`s, and refuses all other names.
+Each storage is a member of its own. A pickle can call any function by name. This reader therefore allows only the few
+names that tensors need, and the classes that the caller expects. Instances of these classes become inert `Record`s.
 
-Sizes in the file are not trusted either. A member is read only if it is uncompressed and not larger than the file, and
-tensors are views of the bytes read. So reading a file allocates at most a few times the file's size, plus a few hundred
-bytes per byte of the pickle. The length of the pickle is limited.
+Sizes in the file are not trusted either. Members must be uncompressed and not larger than the file. Tensors are views
+of the bytes read. The memory is therefore at most a few times the file's size, plus a few hundred bytes per byte of the
+pickle. The length of the pickle is limited, too.
 """
 
 import io
@@ -28,8 +28,8 @@ DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
-# A file is refused if the total size of its tensors is more than this many times the file size. In a valid file, the
-# tensors can be up to 2 times as large as the file, because tied weights are stored once but count as two tensors.
+# The maximum total size of a file's tensors, as a multiple of the file size. In a valid file, it can be up to 2,
+# because tied weights are stored once but count as two tensors.
 MAX_SHARING = 8
 
 
@@ -86,8 +86,7 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
     """Returns the object saved in `path`, with tensors as NumPy arrays.
 
     Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, for files not
-    written by `torch.save`, and for pickles that name a class or function that is neither in `records` nor needed for
-    tensors.
+    written by `torch.save`, and for pickles that name any other class or function, except those that tensors need.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -117,11 +116,11 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
 
 
 def check_pickle(program: bytes) -> None:
-    """Raises ValueError if a pickle is truncated or has a memo index above the number of preceding opcodes.
+    """Raises ValueError for pickles with which the unpickler could allocate too much memory.
 
-    Unpickling such a pickle could allocate too much memory, for two reasons. The unpickler's memo is as long as the
-    largest memo index. To read a string, the unpickler allocates a buffer of the length that the pickle declares, even
-    if the string is truncated.
+    The unpickler's memo is as long as the largest memo index, so an index must not exceed the number of preceding
+    opcodes. The unpickler allocates the declared length of a string before it reads the string, so truncated pickles
+    are refused.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if "PUT" in opcode.name and argument > count:

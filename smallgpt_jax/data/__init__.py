@@ -60,8 +60,8 @@ class Corpus:
 def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ.
 
-    Compares the fingerprints of the stores. A store that was prepared by an older version of this project has no
-    fingerprints. In this case, compares all other metadata of the stores instead.
+    Compares the fingerprints of the stores. If a store has none, because an older version of this project prepared it,
+    compares all other metadata instead.
     """
     both = [description.get("mixture", [description]) for description in (one, other)]
     if all("fingerprints" in store for stores in both for store in stores):
@@ -177,8 +177,8 @@ def cached_store_folder(data) -> Path:
 def partial_name(data) -> str:
     """Returns the name of an unfinished store in the cache.
 
-    The name depends neither on the content of the source nor on the handling of invalid items. Preparation can
-    therefore resume after either is changed.
+    If the content of the source or the handling of invalid items changes, the name stays the same, so that preparation
+    can resume.
     """
     names = [str(Path(name).expanduser().absolute()) if sources.is_local(name) else name
              for name in sources.split_names(data.source)]

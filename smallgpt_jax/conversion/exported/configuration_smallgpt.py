@@ -82,7 +82,7 @@ class SmallGPTConfig(PretrainedConfig):
 
     @property
     def ends_with_norm(self) -> bool:
-        """Whether the trunk ends with a norm, so that the model has no final norm."""
+        """Whether the trunk ends with a norm. If so, the model has no final norm of its own."""
         return self.norm_position != "pre" and not self.compress_last_stage
 
     def stage(self, number: int) -> tuple[int, int, int, int]:

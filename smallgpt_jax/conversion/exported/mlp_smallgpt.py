@@ -41,10 +41,10 @@ class GatedMLP(MLP):
 
 
 class Router(nn.Linear):
-    """Returns the factors of the experts for each token, (N, E); they are 0 for experts that the token does not use.
+    """Returns a factor for each of N tokens and E experts, (N, E). It is 0 if the token does not use the expert.
 
-    The biases balance the experts: they change which experts are chosen, but not their factors (arXiv 2412.19437,
-    section 2.1.2).
+    The biases balance the load of the experts. They affect the choice of experts, but not the factors
+    (arXiv 2412.19437, section 2.1.2).
     """
 
     def __init__(self, config, width):
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         self.up = nn.Parameter(0.02 * torch.randn(experts, width, inner))
         self.down = nn.Parameter(0.02 * torch.randn(experts, inner, width))
         self.shared = None
-        if config.num_shared_experts:  # together, they are one MLP
+        if config.num_shared_experts:  # all shared experts are computed as one wide MLP
             self.shared = MLPS[config.expert_mlp](config, width, config.num_shared_experts * inner)
 
     def forward(self, x):  # (B, T, D)

@@ -20,7 +20,7 @@ from .mlp_smallgpt import MLPS
 class AttentionInputs(NamedTuple):
     """The attention mask and positions of a forward pass."""
 
-    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key, if the attention window is unlimited
+    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
     distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
 
@@ -53,8 +53,8 @@ def alibi_bias(mask, distances, heads):
 class Attention(nn.Module):
     """Causal self-attention. Each of the G key–value heads is shared by H/G heads.
 
-    `qkv` returns the H/G queries, the key and the value of the first key–value head, then those of the second, and so
-    on. With a window of w positions, a query attends to its own position and the w − 1 positions before.
+    For each key–value head in turn, `qkv` returns H/G queries, one key and one value. With a window of w positions, a
+    query attends to its own position and the w − 1 positions before.
     """
 
     def __init__(self, config, layer, window, stage):
@@ -106,7 +106,7 @@ class Block(nn.Module):
         return self.add(x, self.mlp_norm, self.mlp)
 
     def add(self, x, norm, f):
-        """Returns the sum of x and f(x), normalized before f ("pre") or after the sum ("post", "deepnorm")."""
+        """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post", "deepnorm")."""
         if self.norm_position == "pre":
             return x + f(norm(x))
         return norm(self.alpha * x + f(x))  # DeepNorm: arXiv 2203.00555

@@ -1,8 +1,8 @@
 """Locks in object storage.
 
-A lock is an object that is created only if it does not exist. Its holder writes the object again every RENEWAL_SECONDS.
-If it is not written for LEASE_SECONDS, its holder has died, and another process may take over the lock. The process
-that wants the lock measures this time itself, so the clocks of the machines need not agree.
+A lock is an object that is created only if it does not exist. Its holder renews the lock by writing the object again
+every RENEWAL_SECONDS. A lock that is not renewed for LEASE_SECONDS may be taken over by another process, because its
+holder has probably died. The other process measures this time itself, so the clocks of the machines need not agree.
 """
 
 import contextlib
@@ -28,12 +28,11 @@ POLL_SECONDS = 1.0
 def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock, the object at `path`, and removes the object on exit.
 
-    If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError (`wait=False`). Takes over the
-    lock if it is not renewed within LEASE_SECONDS. With `wait=False`, this function therefore waits for the first
-    renewal before it raises LockHeldError.
+    If another process holds the lock, waits until the lock is free. With `wait=False`, raises LockHeldError as soon as
+    the other process renews the lock. Takes over a lock that is not renewed within LEASE_SECONDS.
 
-    Ends this process, with status 1, if it cannot renew the lock in time, before another process may take over the
-    lock. Also ends it if another process has taken over the lock, for example while this process was suspended.
+    Ends this process with status 1 if it cannot renew the lock in time, or if another process has taken over the lock,
+    for example while this process was suspended.
     """
     lock = Lease(path)
     lock.acquire(wait)
@@ -64,7 +63,7 @@ class Lease:
     def _write(self, replaced: int, **request) -> bool:
         """Writes the object if its generation is `replaced`; returns whether this process then holds the lock.
 
-        `request` are options of the requests: `timeout` and `retry`.
+        `request` are the options `timeout` and `retry` of Google's library.
         """
         from google.api_core.exceptions import PreconditionFailed
 
@@ -72,7 +71,7 @@ class Lease:
         try:
             blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request)
         except PreconditionFailed:
-            # If the answer to a successful request is lost, the client repeats the request, which then fails.
+            # The write may have succeeded: the client repeats a request whose answer is lost, and the second one fails.
             blob, (_, holder_id) = self._read(**request)
             if holder_id != self._id:
                 return False
@@ -80,7 +79,7 @@ class Lease:
         return True
 
     def _read(self, **request):
-        """Returns the object, or None if it does not exist, and its two lines: the holder and the holder's id."""
+        """Returns the object and its two lines, (holder, id of the holder). The object is None if it does not exist."""
         from google.api_core.exceptions import NotFound
 
         with contextlib.suppress(NotFound):
@@ -90,7 +89,7 @@ class Lease:
         return None, ("", "")
 
     def _wait_until_free(self, wait: bool) -> int:
-        """Returns the generation of the object if its lease has ended, or 0 if the object was removed."""
+        """Waits for the lock. Returns the generation of the object to replace, or 0 if the object was removed."""
         generation, seen_at, polled_at = None, 0.0, 0.0
         while True:
             blob, (holder, _) = self._read()
@@ -103,7 +102,7 @@ class Lease:
                 print(f"{self._path}: locked by {holder}; waiting until {until}", file=sys.stderr, flush=True)
             elif blob.generation != generation and not wait:
                 raise LockHeldError(holder)
-            # After a pause, for example of the network, the holder gets the whole lease to renew the lock.
+            # After a pause, for example of the network, start the lease anew: renewals may have been missed.
             if blob.generation != generation or polled_at - before > RENEWAL_SECONDS:
                 generation, seen_at = blob.generation, polled_at
             if polled_at - seen_at > LEASE_SECONDS:
@@ -114,7 +113,7 @@ class Lease:
         """Renews the lock every RENEWAL_SECONDS until `released` is set. Ends the process if the lock is lost."""
         is_failing = False
         while not released.wait(RENEWAL_SECONDS):
-            try:  # a request that hangs or is repeated must not cost the whole lease
+            try:  # with a short timeout and no retry, because a hanging request would use up the lease
                 is_held, is_failing = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None), False
             except Exception as error:  # no network, or the service is overloaded: try again later
                 if time.monotonic() - self._renewed_at > LEASE_SECONDS - 2 * RENEWAL_SECONDS:

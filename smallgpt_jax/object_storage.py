@@ -1,8 +1,8 @@
 """Google Cloud Storage: paths that begin with gs://.
 
-Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that read and write whole files. An object
-is written whole: it cannot be appended to, renamed or mapped into memory, and a folder is only a common prefix of the
-names of objects. Files that need more than this are on the local disk: `download` and `upload_folder` copy them.
+Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that read and write whole files. Objects
+cannot be appended to, renamed or mapped into memory. A folder is only a common prefix of the names of objects. Files
+that need more than this are on the local disk; `download` and `upload_folder` copy them.
 
 Requires the optional dependencies `[gcs]`. Credentials are Google's application default credentials.
 """
@@ -61,8 +61,8 @@ def file_system():
     import aiohttp
     import fsspec
 
-    # Other programs write to the bucket, and so does tensorstore in this process, so listings must not be cached.
-    # A request may take long, but must not hang: gcsfs itself sets no timeout.
+    # Do not cache listings, because other programs and tensorstore also write to the bucket. Set a timeout, because
+    # gcsfs sets none. It limits the time without data, not the duration of a request.
     fsspec.config.conf.setdefault("gcs", {}).update(
         use_listings_cache=False,
         requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS))
@@ -86,7 +86,7 @@ def is_used() -> bool:
 
 @functools.cache
 def client():
-    """Returns the client of Google's library, whose writes can require that an object has a certain generation."""
+    """Returns the client of Google's library. It can write on condition that an object has a certain generation."""
     from google.cloud import storage
 
     return storage.Client(project=None)  # only requests that create or list buckets need a project
@@ -139,7 +139,8 @@ def require_bucket(field: str, path: Path) -> None:
 class Reader(io.RawIOBase):
     """An object that is open for reading. Raises a UserError that begins with its path if a request fails.
 
-    The error is raised here, because decompressors also raise OSError without an errno: for damaged files.
+    A failed request and a damaged compressed file both raise OSError without an errno. Only this class can tell them
+    apart.
     """
 
     def __init__(self, path: Path):

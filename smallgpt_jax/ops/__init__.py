@@ -1,9 +1,8 @@
 """Platform-dependent code, kernels and compiler workarounds. All other code of the models is plain JAX.
 
-Some operations are rewritten to be faster on CPUs. The table shows the speed of each rewrite relative to the plain
-form (above 1: the rewrite is faster). Where there are two numbers per version of JAX, the first is for the quickstart's
-shapes and the second for a model of width 256. Measured with `python benchmarks/ops.py --rounds=11` in float32 on two
-cores of an AMD EPYC, 2026-11-22:
+Some operations are rewritten to be faster on CPUs. The table shows how many times as fast each rewrite is as the plain
+form. The first number is for the quickstart's shapes. The second number, if any, is for a model of width 256. Measured
+with `python benchmarks/ops.py --rounds=11` in float32 on two cores of an AMD EPYC, 2026-11-22:
 
     rewrite                                              jax 0.10.2    jax 0.12.0.1
     matmul: tall weight transposed                       1.20, 1.17     1.17,  1.20

@@ -14,9 +14,8 @@ def gelu(x):
 
     GELU is computed in float32, because 1 + erf in bfloat16 loses the negative tail of Φ.
 
-    The forward pass also computes the derivative. The derivative has the dtype of x and is saved instead of x, so it
-    needs no additional memory. The backward pass then does not recompute `erf` and `exp`, which dominate the time on
-    CPUs.
+    The forward pass also computes the derivative and saves it instead of x. This needs no additional memory, because
+    both have the same dtype. The backward pass then need not compute `erf` and `exp`, which are slow on CPUs.
     """
     return _gelu_forward(x)[0]
 

@@ -10,7 +10,7 @@ Backends, selected by `config.model.attention`:
 
 The kernels do not materialize the (time, time) scores.
 
-`chunked` is used instead of a kernel in the cases that the kernel does not support; see `select_backend`.
+In the cases that a kernel does not support, `chunked` replaces it; see `select_backend`.
 
 Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
 key–value heads, head h attends to the keys of key–value head h // (H / G).
@@ -70,8 +70,8 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
                    has_alibi: bool = False, per_group: int = 1) -> tuple[str, str]:
     """Returns the backend to use on a platform, and the reason for a fallback to "xla".
 
-    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu". There are `per_group` heads per
-    key–value head. "splash" replaces "flash" in the cases that only "splash" supports; this needs no reason.
+    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu". `per_group` is the number of heads
+    per key–value head. "splash" replaces "flash", without a reason, in the cases that only "splash" supports.
     """
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
@@ -131,11 +131,11 @@ def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Computes the matrix products that count as attention's FLOPs. The values in the result are meaningless.
+    """Computes the matrix products that count as attention's FLOPs. The function is only traced, never run.
 
-    The function is traced to count FLOPs, but it is never run. Each query is multiplied with `mask.window` keys, or
-    with all T keys if there is no window. The causal mask does not reduce the count. This is the convention of model
-    FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
+    Each query is multiplied with `mask.window` keys, or with all T keys if there is no window. The causal mask does not
+    reduce the count. This is the convention of model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
+    appendix B). The values in the result are meaningless.
     """
     keys = slice(0, mask.window or q_BxHxTxK.shape[2])
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
@@ -306,7 +306,7 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
     """
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:
-        # A row whose only entry is padding is finished: its cache is no longer needed, so the padding may be written.
+        # If a row's only entry is padding, the row is finished. Padding may overwrite its cache, which has no use left.
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
     new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)

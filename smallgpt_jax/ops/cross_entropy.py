@@ -12,19 +12,21 @@ import jax.numpy as jnp
 from smallgpt_jax import sharding
 from smallgpt_jax.ops.platform import platform
 
-# In training, logits are clipped at the target's logit plus this value, in nats, so that the sum of exponentials stays
-# finite in float32. The loss of targets with a probability below about exp(−70) is therefore too low. In evaluation,
-# logits are not clipped.
+# Maximum difference between a logit and the target's logit in training, in nats. Larger differences are clipped, so
+# that the sum of exponentials stays finite in float32. The loss of targets with a probability below about exp(−70) is
+# therefore too low. Evaluation does not clip.
 MAX_DIFFERENCE = 70.0
 
 
 def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_loss: float = 0.0):
     """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
 
-    The sequence is split into `chunks` parts, so that (batch, time, vocabulary) logits are never materialized; `chunks`
-    must divide T. The forward pass also computes the gradients, part by part, with three matmuls per part. If the
-    backward pass computed the gradients, it would have to compute the logits again, with a fourth matmul per part.
-    Logits and softmax are float32; the operands of the matmuls have the dtype of `x_BxTxW` and `head_VxW`.
+    The sequence is split into `chunks` equal parts, so that (batch, time, vocabulary) logits are never materialized.
+    `chunks` must divide T. Logits and softmax are float32; the operands of the matmuls have the dtype of `x_BxTxW` and
+    `head_VxW`.
+
+    The forward pass also computes the gradients, with three matmuls per part. If the backward pass computed them, it
+    would need a fourth matmul to compute the logits again.
 
     `z_loss` · log(Σ exp(logits))² is added to each loss (Chowdhery et al., arXiv 2204.02311, section 5).
     """

@@ -1,11 +1,11 @@
-"""A TPU kernel for causal attention in which positions, not the head width, are on the last axis of all arrays.
+"""A TPU kernel for causal attention. The last axis of all arrays is for positions, not for the head width.
 
 It is FlashAttention (Dao, arXiv 2307.08691): the (time, time) scores exist only in blocks of (keys × queries), in a
 core's own memory. Two properties make it faster than JAX's splash attention at context lengths of a few thousand:
 
-- With positions on the last axis, heads narrower than 128 need no padding in memory, and the products with the
-  attention weights stream only K rows per head through the matrix unit, where splash attention streams T rows.
-- One kernel computes all gradients. It computes the scores once, where splash attention computes them in two kernels.
+- The axis order. Heads narrower than 128 need no padding in memory. The products with the attention weights stream K
+  rows per head through the matrix unit; splash attention streams T rows.
+- One kernel for all gradients. It computes the scores once; splash attention computes them in each of two kernels.
 
 The kernels keep the queries, keys, values and gradients of a whole head in a core's memory; see `fits`.
 
@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 BLOCK = 512  # maximum length of a block of keys or queries
-MAX_BYTES = 2**19  # maximum size of the queries of a key–value head, see `fits`
-OUTPUT = "attention_output"  # checkpoint name of what the forward pass saves, for rematerialization policies
+MAX_BYTES = 2**19  # maximum bytes of queries per key–value head; see `fits`
+OUTPUT = "attention_output"  # name of the forward pass's results in rematerialization policies
 
 
 def block_length(time: int) -> int:
@@ -33,17 +33,18 @@ def block_length(time: int) -> int:
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
     """Returns whether the kernels' arrays fit into the 16 MiB of a core's memory that a kernel may use by default.
 
-    Per key–value head and byte of its queries, the gradient kernel needs at most 18 bytes: two copies of each of its 7
-    arguments and results, so that one is moved while the other is used, and a float32 sum. Blocks of scores need 5 MiB.
+    For each byte of a key–value head's queries, the gradient kernel needs at most 18 bytes: a float32 sum, and two
+    copies of each of its 7 arguments and results. One copy is moved while the other is used. Blocks of scores need
+    another 5 MiB.
     """
     return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
 
 
 def blocks_in_reach(time: int, window: int) -> int:
-    """Returns how many blocks of keys before its own a block of queries attends to, if there are that many.
+    """Returns the maximum number of earlier blocks of keys that a block of queries attends to.
 
-    Keys and queries that are d blocks apart are at least d · length − (length − 1) positions apart. A query attends to
-    keys that are at most `window` − 1 positions before it; a window of 0 is unlimited.
+    A query attends to keys that are at most `window` − 1 positions before it; a window of 0 is unlimited. Keys that are
+    d blocks before a query are at least d · length − (length − 1) positions before it.
     """
     length = block_length(time)
     return (window + length - 2) // length if window else time // length
@@ -53,8 +54,8 @@ def blocks_in_reach(time: int, window: int) -> int:
 def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
     """Returns the causal attention output softmax(kᵀ·q)·v, (B, H, K, T). The softmax is over keys and float32.
 
-    T must be a multiple of 128; see also `fits`. A query attends to the newest `window` positions, 0: to all. With
-    `interpret`, the kernels run on any platform.
+    T must be a multiple of 128; see also `fits`. Each query attends to its newest `window` positions, or to all of them
+    if `window` is 0. With `interpret`, the kernels run on any platform.
     """
     return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window, interpret)[0]
 
@@ -67,7 +68,7 @@ def _dot(a, b, contract: tuple[int, int]):
 def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     """Returns the scores of a block of keys and the block of queries that is `blocks_apart` blocks later, (S, C)."""
     scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
-    is_diagonal = isinstance(blocks_apart, int)  # 0; other distances are known only when the kernel runs
+    is_diagonal = isinstance(blocks_apart, int)  # the int is 0; all other distances are traced
     if not window and not is_diagonal:
         return scores_SxC
     key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))

@@ -11,9 +11,9 @@ Backends (`config.model.grouped_matmul`):
   rows per group.
 - "auto": "ragged" on TPUs, otherwise "blocks".
 
-The table shows the speed of "blocks" relative to that of "ragged" and to that of a dense MLP of equal FLOPs, for the
-forward and backward pass. Each row is multiplied by 3 of 16 experts. Measured with
-`python benchmarks/ops.py --only=experts` in float32 on two cores of an AMD EPYC, jax 0.10.2, 2026-11-22:
+The table shows how many times as fast "blocks" is as "ragged" and as a dense MLP of equal FLOPs, in forward and
+backward pass together. Each row goes to 3 of 16 experts. Measured with `python benchmarks/ops.py --only=experts` in
+float32 on two cores of an AMD EPYC, jax 0.10.2, 2026-11-22:
 
     shapes                                "ragged"           dense MLP
     1,024 rows of width 128               13.1               0.39
@@ -56,9 +56,9 @@ def block_size(backend: str, rows: int, num_groups: int) -> int:
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
-    """Returns the slots of rows that belong to the groups `group_of_row_R`, (R,) int32, in blocks of `block` slots."""
+    """Returns the slots of R rows, in blocks of `block` slots. `group_of_row_R` (int32) is the group of each row."""
     rows = group_of_row_R.size
-    # Each group that has rows has less than one block of unused slots.
+    # A group with rows has at most `block` − 1 unused slots.
     num_blocks = (rows + min(num_groups, rows) * (block - 1)) // block
     order_R = jnp.argsort(group_of_row_R, stable=True)
     sorted_group_R = group_of_row_R[order_R]
@@ -144,16 +144,17 @@ _block_matmul.defvjp(_block_matmul_forward, _block_matmul_backward)
 def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str):
     """Returns Σ_k gate_k · expert_k(x) for each token, (B, T, D).
 
-    An expert is a(x·W_up)·W_down or, if `into_ExDxF` has two stacks of matrices, (a(x·W_gate) ⊙ x·W_up)·W_down. Each
-    device groups its own rows of the batch, so that no token moves to another device.
+    If `into_ExDxF` is [W_up], an expert is a(x·W_up)·W_down. If it is [W_gate, W_up], an expert is
+    (a(x·W_gate) ⊙ x·W_up)·W_down. Each device groups its own rows of the batch, so that no token moves to another
+    device.
     """
     backend, width = select_backend(backend), len(into_ExDxF)
 
     def on_one_device(x_BxTxD, experts_BxTxK, gates_BxTxK, *weights):
         into, out = weights[:width], weights[width]
         num_choices, num_experts = experts_BxTxK.shape[-1], len(out)
-        # The rows of all tokens' first choices come first. With the choices of a token side by side, TPUs would pad
-        # each token's rows to a multiple of eight rows.
+        # Rows are ordered by choice, then by token. If they were ordered by token first, TPUs would pad the rows of
+        # each token to a multiple of eight.
         x_RxD = jnp.tile(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), (num_choices, 1))
         experts_R, gates_R = (x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK))
         grouping = group_rows(experts_R, num_experts, block_size(backend, len(x_RxD), num_experts))

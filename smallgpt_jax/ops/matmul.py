@@ -9,13 +9,12 @@ from smallgpt_jax.ops.platform import platform
 def matmul(x_BxTxI, w_IxO, decode: bool):
     """Returns x·w, (B, T, O).
 
-    On CPUs, the product is computed on matrices, because XLA's CPU compiler turns three-dimensional products into
-    loops, which are slower. On TPUs, a reshape would keep XLA from fusing the product with the activation function that
-    follows it.
+    On CPUs, x is reshaped to a matrix, because XLA's CPU compiler turns three-dimensional products into slow loops. On
+    TPUs, the reshape would keep XLA from fusing the product with the activation function that follows it.
 
-    On CPUs, a tall `w` is transposed before the product. The gradient of `w` is then a product with a wide result,
-    which XLA computes faster than one with a tall result (see the table in `ops/__init__.py`). The optimization barrier
-    keeps XLA from removing the transposition. Decoding computes no gradient.
+    On CPUs, a tall `w` is transposed before the product, except in decoding. Its gradient is then computed as a wide
+    matrix, which is faster than a tall one (see the table in `ops/__init__.py`). The optimization barrier keeps XLA
+    from removing the transposition.
     """
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)
@@ -32,8 +31,7 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
 def one_product_is_faster(decode: bool) -> bool:
     """Returns whether one fused product for queries, keys and values is faster than separate products.
 
-    Attention reads the layout that separate products produce. The fused result must first be split and transposed,
-    which costs copies on TPUs. The fused product is faster on CPUs. It is also faster in decoding, where there are few
-    rows.
+    Separate products have the layout that attention reads. The result of a fused product must be split and transposed,
+    which costs copies on TPUs. The fused product is faster on CPUs, and in decoding, where there are few rows.
     """
     return decode or platform() == "cpu"

@@ -14,10 +14,9 @@ def platform() -> str:
 
 
 def exchange_dtype(dtype: str) -> str:
-    """Returns the dtype of the gradients that the shards of the mesh axis `data` exchange: `dtype` or float32.
+    """Returns the dtype in which the shards of the mesh axis `data` exchange gradients.
 
-    `dtype` is the compute dtype. On CPUs, the result is float32, because XLA's CPU compiler aborts if a function that
-    is mapped over some of the mesh axes sums bfloat16 arrays over these axes (jaxlib 0.10.2: "Invalid binary
-    instruction opcode copy").
+    This is `dtype`, the compute dtype, but on CPUs it is float32: under a shard_map over some of the mesh axes, XLA's
+    CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
     """
     return "float32" if platform() == "cpu" else dtype

@@ -56,7 +56,7 @@ def make_optimizer(
     decayed = map_names(is_matrix, boxed_params)
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
-        # The state of this chain is that of optax.adamw and optax.lion, which older versions used.
+        # This chain has the same state as optax.adamw and optax.lion, which older versions used.
         optax.chain(OPTIMIZERS[name](boxed_params, beta1, beta2), optax.add_decayed_weights(weight_decay, decayed),
                     optax.scale_by_learning_rate(learning_rate_schedule(**schedule))))
 
@@ -99,14 +99,15 @@ def uses_muon(path: tuple, names: tuple[str | None, ...]) -> bool:
 def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransformation:
     """Returns the transformation of gradients into Muon's updates, without decay and learning rate.
 
-    The momentum of the gradients g is m ← β·m + (1 − β)·g. Nesterov's momentum is U = β·m + (1 − β)·g, in which both
-    terms are corrected for their bias. Five Newton–Schulz steps from U/‖U‖ bring the singular values of U near 1
-    (Jordan et al., github.com/KellerJordan/Muon). The result is multiplied by 0.2·√max(fan_in, fan_out). It then has
-    the RMS of AdamW's updates, so that AdamW's learning rates and weight decay can be used (Liu et al., arXiv
-    2502.16982, section 2.2).
+    1. Momentum of the gradients g: m ← β·m + (1 − β)·g.
+    2. Nesterov's momentum: U = β·m + (1 − β)·g. Both terms are corrected for their bias.
+    3. Five Newton–Schulz steps, starting from U/‖U‖, bring the singular values near 1 (Jordan et al.,
+       github.com/KellerJordan/Muon).
+    4. Multiplication by 0.2·√max(fan_in, fan_out) gives the updates the RMS of AdamW's updates. They can then use
+       AdamW's learning rates and weight decay (Liu et al., arXiv 2502.16982, section 2.2).
 
-    Layers, paths, experts, queries, keys and values are separate matrices. `names` are the axis names of each
-    parameter, by path.
+    Layers, paths, experts, queries, keys and values are separate matrices. `names` maps the path of each parameter to
+    its axis names.
     """
     def matrix_axes(updates):
         return jax.tree_util.tree_map_with_path(
@@ -116,7 +117,7 @@ def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransfor
         fans = (math.prod(x.shape[i] for i in group) for group in axes)
         return ADAMW_RMS * math.sqrt(max(fans)) * x
 
-    def split(tree):  # optax.tree_map_params passes a placeholder for the whole tree, whose path is not in `names`
+    def split(tree):  # optax.tree_map_params replaces the tree by one placeholder, whose path is not in `names`
         return jax.tree_util.tree_map_with_path(lambda path, x: split_qkv(x, names.get(path, ())), tree)
 
     def join(path, x):
@@ -136,8 +137,8 @@ def scale_by_muon(names: dict[tuple, tuple[str, ...]]) -> optax.GradientTransfor
 def dimension_numbers(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers:
     """Returns which axes of a weight are the inputs and which are the outputs of its matrices.
 
-    Axes in STACKED are neither. The outputs are the axes after "embed" (in the second of two low-rank factors: after
-    "rank"). If this axis is the last one, or if there is none, only the last axis is an output.
+    Axes in STACKED are neither. By default, the last axis is the output, and all others are inputs. If an axis "embed"
+    or "rank" comes before the last axis, all axes after it are outputs.
     """
     axes = [i for i, name in enumerate(names) if name not in STACKED]
     inputs = next((n for n, i in enumerate(axes[:-1], start=1) if names[i] in ("embed", "rank")),

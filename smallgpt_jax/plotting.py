@@ -31,7 +31,7 @@ def render(figure: Figure, **options) -> bytes:
     """Returns a figure as the content of an image file. Equal figures give equal bytes.
 
     `options` are arguments of `savefig`. `$` in labels is not parsed as math. Figures that were created without pyplot
-    are drawn by the backend of their format (PNG: Agg), so that no display is needed.
+    need no display.
     """
     file = io.BytesIO()
     for text in figure.findobj(Text):

@@ -34,9 +34,8 @@ class StopRequest:
     def is_requested_anywhere(self) -> bool:
         """Returns whether any process of this run has been asked to stop (collective).
 
-        The result is equal in all processes. With several processes, each call starts a collective and returns the
-        result of the collective that the previous call started. A request is therefore reported one call later, but no
-        process waits for another.
+        All processes get the same result. With several processes, a request is reported one call late: each call starts
+        a collective and returns the result of the previous one. No process thus waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None

@@ -12,10 +12,10 @@ PROFILE_FOLDER = "profile"  # in the workdir
 
 
 class Profiler:
-    """Writes a trace of `steps` training steps, beginning with step `first`, on process 0; no trace if `first` is 0.
+    """Writes a trace of `steps` training steps, beginning with step `first`. If `first` is 0, writes nothing.
 
-    Waiting for the devices before the first and after the last of these steps costs some time, but changes no result.
-    Errors do not end the run; `log` is called with a message.
+    Only process 0 writes. It waits for the devices before the first and after the last of these steps, which takes some
+    time but changes no result. Errors do not end the run; `log` is called with a message.
     """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):

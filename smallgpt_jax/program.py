@@ -58,7 +58,7 @@ class Program:
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
-        """The traced program () → initial state. Both the state's shapes and the state are computed from it."""
+        """The traced function that returns the initial state. It is traced once, for the state and for its shapes."""
         initialize = functools.partial(init_state, self.model, self.optimizer, self.config.train.seed)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 

@@ -14,8 +14,8 @@ CLONE = Path(__file__).parents[1]
 def software() -> dict:
     """Returns the fields of sessions.jsonl that describe the software.
 
-    `versions` maps each package to its version. If the package is in a clone, `commit` is the hash of the clone's
-    commit, and `dirty` says whether tracked files differ from that commit. Otherwise, or if git fails, both are absent.
+    `versions` maps each package to its version. `commit` is the hash of the clone's commit, and `dirty` is whether
+    tracked files differ from that commit. Both are absent if the package is not in a clone, or if git fails.
     """
     versions = {"python": platform.python_version(), "smallgpt_jax": __version__,
                 **{name: metadata.version(name) for name in LIBRARIES}}
@@ -24,7 +24,7 @@ def software() -> dict:
 
 def commit_of(folder: Path) -> dict:
     """Returns {"commit": hash, "dirty": bool} of a git clone, or {} if `folder` is not the root of a readable clone."""
-    if not (folder / ".git").exists():  # without this test, git would find a clone that contains the installation
+    if not (folder / ".git").exists():  # otherwise git would search the parent folders for another clone
         return {}
     try:
         described = subprocess.run(  # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail

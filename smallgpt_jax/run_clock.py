@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
-# {phase other than training steps: its name in the goodput message}. "data_wait" is the time in which the host
-# waits for batches; the devices may still be busy with the previous step.
+# Phases other than training steps → name in the goodput message. In the phase "data_wait", the host waits for a batch;
+# the devices may still be busy with the previous step.
 PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating"}
 
 

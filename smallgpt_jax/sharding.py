@@ -25,8 +25,7 @@ RULES = (
     ("path_embed", "tensor"),
     ("path", "path"),
 )
-# The rules inside a function that `sum_over_data_shards` calls. The function gets only the rows of one shard of the
-# mesh axis `data`.
+# The rules inside `sum_over_data_shards`, where a function gets the rows of only one shard of the mesh axis `data`.
 RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
 
@@ -118,14 +117,14 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
 
 
 def auto_axes(mesh) -> set[str]:
-    """Returns the mesh axes over which the compiler partitions; inside shard_map, these are the axes not mapped."""
+    """Returns the mesh axes over which the compiler partitions. Inside shard_map, these are the unmapped axes."""
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
 
 
 def current_mesh():
-    """Returns the mesh over which the compiler partitions the traced function, or None if it does not partition it.
+    """Returns the mesh over which the compiler partitions the traced function.
 
-    The compiler does not partition functions on one device and inside a shard_map over all axes.
+    Returns None if there is nothing to partition: on one device, or inside a shard_map over all axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
@@ -149,8 +148,8 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
     """Returns `function` under shard_map: each device calls it on its shards of the arguments.
 
     Kernels need this, because the compiler cannot partition them. `names` are the logical axes of each argument. The
-    result is sharded like the first argument. If an argument is sharded along its logical axis `summed`, the result is
-    the sum of the devices' results along that axis.
+    result is sharded like the first argument. If an argument is sharded along its logical axis `summed`, the devices'
+    results are summed along that axis.
     """
     mesh = current_mesh()
     if not mesh:
@@ -180,9 +179,11 @@ def has_data_shards() -> bool:
 def sum_over_data_shards(function, dtype):
     """Returns `function` under shard_map: each shard of the mesh axis `data` calls it, and the results are summed once.
 
-    `function` returns a tree of sums over the rows of a batch; its arguments are parameters, model state and batch.
-    Without shard_map, if the function sums gradients in a loop, the compiler would sum them over the devices in every
-    iteration. Arrays of two or more dimensions are sent as `dtype`.
+    `function` takes parameters, model state and batch. It returns a tree of sums over the rows of the batch. Arrays of
+    two or more dimensions are sent as `dtype`.
+
+    This is for functions that sum gradients in a loop. Without shard_map, the compiler would sum the gradients over the
+    devices in every iteration.
     """
     def total(x):
         return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)

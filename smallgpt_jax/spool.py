@@ -23,10 +23,10 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 
 
 class Spool:
-    """A local folder, `folder`, whose changed files `upload` copies to `workdir`.
+    """A local folder for the files of a run. `upload` copies its changed files to `workdir`.
 
-    If `workdir` is local, both folders are the same, and `upload` does nothing. Failed uploads do not end the run:
-    `log` is called with a message, and the next upload tries again.
+    If `workdir` is local, it is this folder, and `upload` does nothing. Failed uploads do not end the run: `log` is
+    called with a message, and the next upload tries again.
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
@@ -48,7 +48,7 @@ class Spool:
             return not failures
 
     def upload_last(self) -> None:
-        """Uploads the changed files, with several tries. If they fail, keeps the local folder; otherwise removes it."""
+        """Uploads the changed files and removes the local folder. If several tries fail, keeps the folder."""
         for pause in (*CLOSING_PAUSES, None):
             if self.upload():
                 return shutil.rmtree(self.folder.parent, ignore_errors=True)
@@ -57,7 +57,7 @@ class Spool:
         self._log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
 
     def _files(self) -> list[Path]:
-        """Returns the files to upload, metrics.jsonl first. A *.partial file is one that is being written."""
+        """Returns the files to upload, metrics.jsonl first. Skips *.partial files, which are still being written."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
         return sorted(files, key=lambda path: (path != self.folder / METRICS_FILE, path))
 
@@ -69,7 +69,7 @@ class Spool:
                 write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
                 self._uploaded[path] = version
         except Exception as error:  # no network, no permission
-            return short_reason(error) if path.exists() else None  # its owner may have removed the file
+            return short_reason(error) if path.exists() else None  # a file that was removed is no failure
 
 
 @contextlib.contextmanager

@@ -66,9 +66,9 @@ def target_weights(batch, total):
 def feature_distance(features, teacher: LanguageModel, teacher_variables, batch, weights_BxT):
     """Returns the weighted mean-square distance between a model's features and those of its teacher.
 
-    The features are the outputs of all blocks; `features` contains those of the model. The squares are averaged over
-    the width, summed over the positions with `weights_BxT`, and averaged over the blocks, as in PELA (Guo et al.,
-    arXiv 2310.10700). The teacher is applied without dropout.
+    The features are the outputs of all blocks; `features` contains those of the model. As in PELA (Guo et al., arXiv
+    2310.10700), squared differences are averaged over the width. They are then multiplied by `weights_BxT`, summed over
+    the positions, and averaged over the blocks. The teacher is applied without dropout.
     """
     _, collections = teacher.apply(
         teacher_variables, batch.tokens_BxT1[:, :-1], Context(segment_ids_BxT=batch.segment_ids_BxT), method="hidden",
@@ -99,16 +99,20 @@ def train_step(
     """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
-    independent, the shards of the mesh axis `data` sum their own gradients and exchange only these sums. If loss or
-    gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change. With a
-    `teacher`, `feature_weight` times the `feature_distance` is added to the loss. Metrics:
+    independent, each shard of the mesh axis `data` first sums its own gradients. Only these sums are exchanged.
+
+    If loss or gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change.
+
+    With a `teacher`, `feature_weight` · `feature_distance` is added to the loss.
+
+    Metrics:
 
     - loss: mean over the targets in the loss mask, in nats, plus the values that modules sowed into "losses"
     - feature_distance: only with a teacher
     - grad_norm: norm of the gradient before clipping
     - learning_rate
-    - is_finite: whether loss, gradient and updated parameters are finite. An update is not undone if only the
-      parameters are not finite, because undoing it would take a second pass over parameters and optimizer state.
+    - is_finite: whether loss, gradient and updated parameters are finite. If only the updated parameters are not, the
+      update is kept, because undoing it would take a second pass over parameters and optimizer state.
     - skipped: number of updates skipped so far
     - values that modules sowed into "metrics" and "layer_metrics", averaged over the microbatches
     """
@@ -164,10 +168,11 @@ def train_step(
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss of a batch is a sum over its rows: the model has no dropout, no state and sows nothing.
+    """Returns whether the loss of a batch is a sum over its rows.
 
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. State and sown values can be
-    nonlinear functions of the batch, such as a router's balance.
+    This is so if the model has no dropout and no state, and sows nothing. Dropout masks are drawn for the whole batch,
+    so that they do not depend on the mesh. State and sown values can depend on several rows together, for example the
+    balance of a router.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
@@ -191,8 +196,8 @@ def all_finite(tree) -> jax.Array:
 def sown_metrics(collections) -> dict[str, Any]:
     """Returns the values that modules sowed into "metrics" and "layer_metrics", by metric name.
 
-    Values of "metrics" are averaged over layers and paths. A value of "layer_metrics" is {path of the module: array},
-    where the array has leading axes for stacked layers and paths, like the module's parameters.
+    Values of "metrics" are averaged over layers and paths. Values of "layer_metrics" are {path of the module: array}.
+    Like the module's parameters, these arrays have leading axes for stacked layers and paths.
     """
     values: dict[str, list] = {}
     for _, name, value in named_values(collections.get("metrics", {})):

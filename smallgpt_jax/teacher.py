@@ -55,9 +55,9 @@ class Teacher:
 
 
 def with_teacher_step(config: ConfigDict) -> ConfigDict:
-    """Returns the config with the step of the teacher's newest checkpoint, if `train.teacher_step` does not name one.
+    """Returns the config with NEWEST in `train.teacher_step` replaced by the step of the teacher's newest checkpoint.
 
-    Raises UserError if the teacher has no such checkpoint.
+    Raises UserError if the teacher has no checkpoint of this step.
     """
     train = config.train
     if not train.teacher:
@@ -77,8 +77,8 @@ def with_teacher_step(config: ConfigDict) -> ConfigDict:
 def open_teacher(train: ConfigDict, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
     """Returns the teacher of a config's `train` group, or None if it has none. Reads only the teacher's config.
 
-    Raises UserError if the teacher's config cannot be read, if its model is not the student's, apart from MAY_DIFFER,
-    or if the model has no features.
+    Raises UserError if the teacher's config cannot be read, if it differs from the student's in a model field outside
+    MAY_DIFFER, or if the model has no features.
     """
     if not train.teacher:
         return None

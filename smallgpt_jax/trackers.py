@@ -28,9 +28,9 @@ def require_installed(name: str) -> None:
 class Tracker:
     """Sends the lines of metrics.jsonl to a tracker: one row per step, in one run for all sessions.
 
-    A row is sent as soon as a line of a later step is written, so that each row is complete. Rows that were lost when a
-    session was killed are sent again by the next session. Errors do not end the run: nothing more is sent after an
-    error, and `log` is called with a message.
+    A row is sent when a line of a later step is written, because it is complete only then. If a session is killed, the
+    next session sends the rows that were lost. An error does not end the run: `log` is called with a message, and
+    nothing more is sent.
     """
 
     def __init__(self, name: str, workdir: Path, config: dict, lines: Sequence[dict],
@@ -52,8 +52,8 @@ class Tracker:
             self._add(line)
 
     def _add(self, line: dict) -> None:
-        # An evaluation can be repeated after its step was sent. It is sent with the next step, because trackers only
-        # accept increasing steps.
+        # Trackers accept only increasing steps. An evaluation that is repeated after its step was sent is therefore
+        # sent with the next step.
         step = max(line["step"], self._next_step)
         if self._row and step != self._row_step:
             self._send()

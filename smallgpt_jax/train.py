@@ -38,8 +38,8 @@ def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
     Raises:
-      UserError: the config or workdir is invalid or an attention kernel gives wrong results (then nothing is written),
-        the run does not fit into device memory, or its last step cannot be saved.
+      UserError: the config or workdir is invalid, an attention kernel gives wrong results, the run does not fit into
+        device memory, or its last step cannot be saved. In the first two cases, nothing is written.
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """

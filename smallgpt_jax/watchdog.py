@@ -15,8 +15,9 @@ EXEMPT_PHASES = ("restart", "save", "evaluate")
 class Watchdog:
     """Ends the process if no training step finishes for `seconds`; does nothing if `seconds` is 0.
 
-    Watches inside a `with` block, from a thread of its own. Restoring, compiling, saving and evaluating are exempt.
-    Waiting for data is not exempt. Prints the stacks of all threads to standard error and exits with STALLED_STATUS.
+    Watches inside a `with` block, from a thread of its own. Time for restoring, compiling, saving and evaluating does
+    not count; time for waiting for data does. Prints the stacks of all threads to standard error and exits with
+    STALLED_STATUS.
     """
 
     def __init__(self, clock: RunClock, seconds: float):
@@ -38,7 +39,7 @@ class Watchdog:
         idle, progress, checked = 0.0, self._clock.progress, time.monotonic()
         while not self._done.wait(self._interval):
             now = time.monotonic()
-            # A longer time since the last check means that the whole process was suspended, not that it hangs.
+            # If more time has passed since the last check, the whole process was suspended. That is not a hang.
             idle += min(now - checked, 2 * self._interval)
             checked = now
             if self._clock.progress != progress or self._clock.phase in EXEMPT_PHASES:

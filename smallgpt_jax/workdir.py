@@ -7,8 +7,8 @@
 
 Other modules write `metrics.jsonl`, TensorBoard event files and `checkpoints/`.
 
-Until it is trained, the workdir of an imported model (`smallgpt_jax.convert`) contains only a `config.json` with the
-`model` group, `tokenizer/`, `origin.json` and a checkpoint of step 0.
+`smallgpt_jax.convert` writes the workdir of an imported model: `tokenizer/`, `origin.json`, a checkpoint of step 0, and
+a `config.json` with only the group `model`. Training adds the rest.
 """
 
 import contextlib
@@ -44,9 +44,8 @@ CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
 GROUPS = ("model", "data", "mesh", "optimizer", "train")
 
-# Fields that newer versions have added, by config group, and the values with which a run gives the results of older
-# versions. The model's fields are listed only for `comparison.budget.config_digest`, which omits fields with these
-# values.
+# Fields that newer versions have added, by config group. With these values, a run gives the results of older versions.
+# `comparison.budget.config_digest` omits fields that have these values; only this function uses the model's fields.
 NEWER_FIELDS = {
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0,
               "teacher": "", "teacher_step": -1, "feature_weight": 0.1},
@@ -102,7 +101,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
 
 
 def require_writable(workdir: Path) -> None:
-    """Raises UserError if a local folder is not writable or, if it does not exist, cannot be created."""
+    """Raises UserError if a local folder is not writable, or if it is missing and cannot be created."""
     if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -195,8 +194,8 @@ def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
 def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
     """Returns the steps whose last evaluation used the validation rows that `config` selects.
 
-    The rows are identified by their number of targets. Older versions of smallgpt_jax did not log this number. Their
-    evaluations are included if `train.eval_steps` is the same in `config` and in the workdir's config.
+    The number of targets identifies the rows. Older versions did not log this number. Their evaluations count if
+    `train.eval_steps` is the same in `config` and in the workdir's config.
     """
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
     if not lines:
@@ -281,7 +280,7 @@ def read_config(workdir: Path) -> ConfigDict:
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
     """Returns the newest step that has a checkpoint, or `step` if it is given.
 
-    Raises UserError if `workdir` does not exist, or if it has no checkpoint or none of `step`.
+    Raises UserError if `workdir` or the checkpoint does not exist.
     """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give the workdir of a run")

@@ -16,11 +16,10 @@ FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "confi
 
 
 def find_recipe(value: str) -> str:
-    """Returns a value of --config in which the name of a recipe is replaced by its path: gpt:tiny → FOLDER/gpt.py:tiny.
+    """Returns a value of --config with the name of a recipe replaced by its path: gpt:tiny → FOLDER/gpt.py:tiny.
 
-    `value` is PATH or PATH:ARGUMENT of an existing file, or NAME or NAME:ARGUMENT of a recipe in FOLDER. The path of an
-    existing file is returned unchanged. Raises UserError if there is no such file or recipe; the message suggests the
-    most similar name.
+    `value` is NAME or NAME:ARGUMENT. NAME is a recipe in FOLDER or the path of an existing file. A path is returned
+    unchanged. Raises UserError if there is no such file or recipe; the message suggests the most similar name.
     """
     refuse_url("--config", value)
     name, colon, argument = value.partition(":")
@@ -53,5 +52,5 @@ def make_importable() -> None:
         sys.path.append(str(FOLDER.parent))
     configs = importlib.import_module("configs")
     folders = list(getattr(configs, "__path__", ()))
-    if str(FOLDER) not in folders:  # the other configs/ has an __init__.py: Python then searches only that folder
+    if str(FOLDER) not in folders:  # another configs/ has an __init__.py, so Python searches only there
         configs.__path__ = [*folders, str(FOLDER)]

@@ -10,12 +10,12 @@ if version("jaxlib").startswith("0.10."):  # the flag makes compilation four tim
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# A process that runs hundreds of tests must return freed memory; `host_memory.configure` does nothing if this is set.
+# Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # glibc's default
 # Even small programs are kept in the persistent cache, since many tests compile the same programs.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # the emulator does not support its requests
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # turns off requests that the emulator does not support
 
 import atexit
 import contextlib
@@ -123,9 +123,9 @@ def build(name: str, **fields) -> models.LanguageModel:
 
 
 def init(model, seed: int = 0):
-    """Returns random parameters, about as large as initial ones, but with nonzero biases and norm scales other than 1.
+    """Returns random parameters with nonzero biases and with norm scales other than 1.
 
-    NumPy draws the parameters, since compiling `model.init` takes seconds.
+    The parameters are about as large as initial ones. NumPy draws them, since compiling `model.init` takes seconds.
     """
     rng = np.random.default_rng(seed)
 
@@ -138,7 +138,7 @@ def init(model, seed: int = 0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model, params, tokens_BxT, model_state=None):
-    """Returns the model's logits, (B, T, V). The function is jitted because it is slower without jit."""
+    """Returns the model's logits, (B, T, V). Jitted for speed."""
     return model.apply({"params": params, "state": model_state or {}}, tokens_BxT)
 
 

@@ -18,7 +18,7 @@ def generation(storage, bucket: str, name: str) -> str:
 
 
 def requires_match(handler):
-    """Returns a handler that refuses a request whose ifGenerationMatch is not the generation of the object."""
+    """Makes a handler refuse requests whose ifGenerationMatch differs from the generation of the object."""
     def handle(request, response, storage):
         wanted = request.query.get("ifGenerationMatch")
         name = wanted and (request.params.get("object_id") or request.query.get("name", [None])[0]
@@ -52,12 +52,12 @@ MOVE = (r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)/moveT
 server.HANDLERS = (MOVE, *((path, {method: CHANGED.get(handler, handler) for method, handler in handlers.items()})
                            for path, handlers in server.HANDLERS))
 server.server.HTTPServer.request_queue_size = 128  # with 5, clients that send several requests at once have to wait
-Storage._write_config_to_file = lambda self: None  # would write the list of all objects after every request
+Storage._write_config_to_file = lambda self: None  # the original writes a list of all objects after every request
 
 if __name__ == "__main__":
     logging.disable()
     emulator = server.create_server("localhost", 0, in_memory=True, default_bucket="bucket")
     emulator.start()
     print(emulator._api._httpd.server_address[1], flush=True)
-    sys.stdin.read()  # until the tests close the pipe or end
+    sys.stdin.read()  # waits until the tests close the pipe or end
     emulator.stop()

@@ -1,8 +1,8 @@
 """Error messages for unusable texts, stores and workdirs, and their table in docs/bad-input.md.
 
-CASES has one entry per row of the table: the problem, a function that writes the files, the config's settings, and the
-message. Training with these files and settings fails with the message, leaves existing files unchanged, and creates no
-workdir.
+Each row of the table has an entry in CASES: the problem, a function that writes the files, the config's settings, and
+the message. Training on these files with these settings fails with the message. It leaves existing files unchanged and
+creates no workdir.
 """
 
 import bz2
@@ -39,10 +39,9 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 
 @pytest.fixture(scope="session")
 def good_run(shared_folder, trained_run) -> Path:
-    """Returns a folder that is shared by all workers.
+    """Returns a folder, shared by all workers, with a text, its token store, and the workdir `run` of a trained run.
 
-    The folder contains a text, the token store of this text, and `run`, the workdir of a run. The settings in GOOD
-    point to the text and the store, and the run was trained with these settings.
+    The settings in GOOD point to the text and the store. The run was trained with these settings.
     """
     folder = shared_folder / "good"
     folder.mkdir(exist_ok=True)
@@ -86,7 +85,7 @@ def rewrite(path: Path, change) -> None:
 
 
 class Run:
-    """A case for which `good_run` is copied into a folder; `change` then changes this folder."""
+    """A case that starts from a copy of `good_run`. The function `change` then changes the copy."""
 
     def __init__(self, change=lambda folder: None):
         self.change = change
@@ -271,8 +270,8 @@ def test_message_and_files(case, tmp_path, request):
     assert str(error.value).count("\n") <= 1
     after = {path: content for path, content in contents(tmp_path).items() if path.name != ".lock"}
     new = {str(path.relative_to(tmp_path)) for path in after.keys() - before.keys()}
-    # If an invalid item stops the preparation, the documents before it are kept in store.partial. If the error is
-    # found after the preparation, a complete store exists.
+    # The only new files are those of the store. It is partial if an invalid item stopped the preparation, and complete
+    # if the error was found later.
     assert not [name for name in new if not name.startswith(("store/", "store.partial/"))], new
     assert "store/metadata.json" in new or not [name for name in new if name.startswith("store/")]
     assert [path for path, content in before.items() if after.get(path) != content] == []

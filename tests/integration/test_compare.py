@@ -246,7 +246,7 @@ def test_a_pattern_that_ends_with_a_slash_matches_only_folders(tmp_path):
 def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     """The measured losses at each context length match a float64 formula on the same tokens.
 
-    The second call of `measure_texts` measures nothing, because the checkpoint has not changed since the first call.
+    A second call of `measure_texts` measures nothing, because the checkpoint is the same.
     """
     folder = untrained_run(tmp_path / "run", text_file, train__steps=2, train__eval_steps=2, model__position="rope",
                            model__num_layers=1, model__d_model=16, data__packing="best_fit")
@@ -268,7 +268,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
     sample = measure.TextSample(corpus, config, (1, 4), "other")
     starts = sample._window_numbers * 4 * TIME
-    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # eval_steps · batch_size rows, 4 rows per window
+    assert len(starts) == len(set(starts)) == 2 * 8 // 4  # 2 evaluation steps of 8 rows, 4 rows per window
     for times, row in ((1, rows[2]), (4, rows[3])):
         windows = np.stack([tokens[start:start + times * TIME + 1] for first in starts
                             for start in range(first, first + 4 * TIME, times * TIME)])
@@ -291,7 +291,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, tmp_path, monkeypatch):
-    """Batches of `measure_loss` have no more tokens than a training microbatch, so that they fit in memory too."""
+    """A batch of `measure_loss` has at most as many tokens as a training microbatch, so it fits into memory."""
     folder = untrained_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
     config = workdir.read_config(folder)
     sample = measure.TextSample(data.open_existing(config.data), config, (1, 2), "own")
@@ -362,9 +362,8 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
-    # The second store's first row has index of_one among rows of 64 tokens, and index of_four among rows of 256 tokens.
-    # If of_one were 4 * of_four, the test would accept an implementation that multiplies every row index by 4, without
-    # regard to where the second store begins.
+    # The first store has of_one rows of 64 tokens or of_four rows of 256 tokens. If of_one were 4 * of_four, wrong code
+    # that multiplies all row indices by 4 would pass the test.
     assert of_one > 4 * of_four
     seen = [np.sort(np.concatenate([row[1:] for batch in sample.batches(times, 5)
                                     for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]])) for times in (1, 2, 4)]

@@ -25,10 +25,10 @@ BEST = {"gpt": 2 * OWN_RATE, "pgpt": OWN_RATE}  # the learning rates at which th
 
 
 class FakeTrain:
-    """Takes the place of `train.train`: locks the workdir like it, but writes made-up losses instead of training.
+    """Replaces `train.train`. Locks the workdir, but writes made-up losses instead of training.
 
-    The loss is |log2(learning rate / best learning rate)| + seed / 1e5. Runs at more than three times the model's own
-    learning rate diverge. `trained` lists the folders of the runs in the order in which their training starts.
+    The loss is |log2(learning rate / best learning rate)| + seed / 1e5. Runs diverge above three times the recipe's
+    learning rate. `trained` lists the folders of the runs in the order in which they start.
     """
 
     def __init__(self, before_end=lambda folder: None):
@@ -55,7 +55,7 @@ class FakeTrain:
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Returns a function (before_end) → a FakeTrain that is in place of `train.train`."""
+    """Returns a function (before_end) that replaces `train.train` by a FakeTrain and returns it."""
     def install(*arguments) -> FakeTrain:
         monkeypatch.setattr(train, "train", FakeTrain(*arguments))
         return train.train
@@ -64,7 +64,7 @@ def fake_train(monkeypatch):
 
 
 def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatch):
-    """The best rate of gpt, × 2, is at the edge, so its grid is extended by × 4, which diverges."""
+    """The best learning rate of gpt is × 2, the edge of the grid. So × 4 is tried, too; it diverges."""
     output, measured = tmp_path / "out", []
     monkeypatch.setattr(measure, "measure_decoding", lambda folder: measured.append(folder.name))
     arguments = (*TINY, GRID, f"--config.data.source={text_file}", f"--output={output}",
@@ -99,7 +99,7 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
 
 
 def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_train):
-    """Runs at multiple 1 are not trained again. The limit of the extension is reached and reported."""
+    """Existing runs are not trained again. The report says that the best rate is the highest of the grid."""
     arguments = (*TINY, f"--config.data.source={text_file}", f"--output={tmp_path}", "--config.compare.names=gpt",
                  "--config.compare.decoding=false")
     fake, done = fake_train(), call(*arguments)
@@ -110,7 +110,7 @@ def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_tra
     assert done.returncode == 0 and fake.trained == [
         "gpt-seed1337-lr0.5x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
     assert "gpt: the best learning rate is the highest of its grid" in (tmp_path / "report.md").read_text()
-    fake, done = fake_train(), call(*arguments)  # without the grid, the report is the same as before
+    fake, done = fake_train(), call(*arguments)  # without the grid, the report has the same runs as before
     assert fake.trained == [] and json.loads((tmp_path / "results.json").read_text())["runs"] == before["runs"]
 
 
@@ -132,10 +132,8 @@ def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
 def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_train, monkeypatch):
     """The second process waits for a run of the grid that the first one is training.
 
-    The rate of the runs with other seeds depends on the loss of this run.
-
-    If the first process is killed, the second one resumes the run. Threads take the place of the processes; file locks
-    exclude threads, too.
+    The loss of this run is needed to choose the learning rate for the other seeds. If the first process is killed, the
+    second one resumes the run. In this test, threads replace the processes; file locks exclude threads, too.
     """
     started, waits = threading.Event(), threading.Event()
 
@@ -181,7 +179,7 @@ def test_refuses_a_grid_for_existing_runs(tmp_path):
 
 @pytest.mark.slow
 def test_real_runs_at_several_learning_rates(text_file, tmp_path):
-    """The highest rate diverges. The logged learning rates are multiples of each other at every step."""
+    """The highest rate diverges. At every step, the logged rate of the run at × 0.5 is half that of the run at × 1."""
     done = call(*TINY, "--config.compare.learning_rates=0.5,1,1e33", f"--config.data.source={text_file}",
                 f"--output={tmp_path}", "--config.compare.names=gpt", "--config.compare.seeds=1",
                 "--config.compare.max_added_learning_rates=0", "--config.model.num_layers=1",

@@ -117,7 +117,7 @@ def exported_gpt(tmp_path_factory):
 
 
 def test_folders_without_newer_fields(exported_gpt, tmp_path):
-    """Folders that older versions exported lack these fields in config.json; the defaults are the older behaviour."""
+    """Exports of older versions lack these fields in config.json. They get the values that older versions used."""
     source, model, params = exported_gpt
     folder = shutil.copytree(source, tmp_path / "out")
     described = json.loads((folder / "config.json").read_text())
@@ -297,14 +297,13 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
         origin = json.loads((tmp_path / name / "origin.json").read_text())
         assert origin.items() >= expected.items()
         source, expected = tmp_path / name, {"weights from: steps": origin.get("steps")}
-    # "tuned again" is a copy of "tuned". origin.json of "tuned again" has no entry "steps", because "tuned" has not
-    # been trained.
+    # "tuned" was not trained before it was copied to "tuned again". So origin.json of the copy has no entry "steps".
     assert expected == {"weights from: steps": None}
     assert origin["weights from: step"] == "20" and origin["weights from: steps"].startswith("20 of 8 × 64 tokens")
 
 
 def with_large_embedding(params):
-    """Returns `params` with the token embedding, which is also used as the head, multiplied by ten.
+    """Returns `params` with the token embedding multiplied by ten. It is also the head.
 
     No initializer gives such large values, so a test can tell these weights from newly initialized weights.
     """
@@ -331,7 +330,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     assert "learning rate decay ends at step 300, training at step 3 " in result.stdout
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
     assert len(losses) == 3
-    # The first loss is computed with the imported weights.
+    # Training starts from the imported weights, so the first loss is theirs.
     program = on_one_device(workdir.read_config(folder))
     batch = program.open_pipeline().train_batches[0]
     expected, _ = weighted_loss(with_large_embedding(init(model)), {}, model, batch, target_weights(batch, 8 * 32), 1)

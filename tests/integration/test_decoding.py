@@ -60,10 +60,10 @@ def session(model, params, ids, **settings):
 
 
 def assert_cache_matches_forward(model, params):
-    """Decodes three rows; after each call, compares the logits with those of a full forward pass.
+    """Decodes three rows. After each call, compares the logits with those of a full forward pass.
 
-    The prompts have 1, 5 and 9 tokens. Each later call adds tokens to the rows: 1, 2 and 3 tokens to the first, second
-    and third row, but only one token to a row that already has ten or more.
+    The prompts have 1, 5 and 9 tokens. Each later call adds 1 token to the first row, 2 to the second and 3 to the
+    third. A row that has ten or more tokens gets only 1.
     """
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
@@ -72,7 +72,7 @@ def assert_cache_matches_forward(model, params):
     full = forward(model, params, filled)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
-        texts.reserve(CONTEXT)  # not called for cgpt, so that cgpt's cache grows during the test
+        texts.reserve(CONTEXT)  # except for cgpt, whose cache grows during the test
     compared, active = 0, [0, 1, 2]
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
@@ -93,7 +93,7 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
 
 
 def test_a_cache_that_grows_into_a_rolling_one():
-    """With a window of 20, the cache grows from 16 to 20 slots. After that, new tokens replace the oldest ones."""
+    """With a window of 20 tokens, the cache grows from 16 to 20 slots. Then, new tokens replace the oldest ones."""
     model, params = small("gpt", context_length=64, num_layers=1, position="rope", attention_windows=(20,))
     rows = random_rows(model, [50, 41])
     full = forward(model, params, np.stack([np.pad(row, (0, 64 - len(row))) for row in rows]))
@@ -106,9 +106,9 @@ def test_a_cache_that_grows_into_a_rolling_one():
 
 
 def test_a_long_prompt():
-    """Decodes a prompt that takes two chunks of queries, and then one token.
+    """Decodes prompts of two chunks of queries, and then one more token.
 
-    The attention window spans both chunks.
+    The attention window reaches from the second chunk into the first.
     """
     model, params = small("gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,))
     rows = random_rows(model, [150, 170])
@@ -123,7 +123,7 @@ def test_a_long_prompt():
 
 @pytest.mark.slow
 def test_selected_paths():
-    """A model reduced to selected paths gives the same logits as the full model if all other paths have weight zero."""
+    """The selected paths alone give the logits of the full model in which all other paths have weight zero."""
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
@@ -185,8 +185,7 @@ class FailsInDecoding(nn.Module):
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
     """A model of a custom architecture is refused if its decoding gives wrong logits or raises an error.
 
-    A custom architecture with gpt's trunk is accepted. The models have no position encoding, so the position of a token
-    affects its logits only through attention.
+    gpt's trunk is accepted. The models have no position encoding, so only attention can make the logits wrong.
     """
     monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
     monkeypatch.setattr(models, "BUILT_IN", ())
@@ -260,7 +259,7 @@ def test_nothing_is_compiled_twice():
 
 @pytest.mark.slow
 def test_several_steps_draw_the_same_tokens_as_single_steps():
-    """Calls of several steps sample the same tokens as calls of one step, and share one compiled program.
+    """Calls of several steps sample the same tokens as calls of one step. They all use one compiled program.
 
     The texts are longer than the context. When the context is full, the newer half of its tokens is prefilled again.
     """
@@ -284,10 +283,9 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # `numbers` contains the number of steps of each call. A call that prefills a row has only one step. The first call
-    # prefills the prompts. When a row has filled the context, the next call prefills the newer half of its tokens. The
-    # context holds 24 tokens. The prefill counts as one step, so the row with 5 prompt tokens fills the context after
-    # 1 + 19 = 20 steps, and the row with 1 prompt token after 1 + 23 = 24 steps.
+    # `numbers` contains the number of steps of each call. Calls that prefill have one step: the first call, and each
+    # call after a row has filled the context of 24 tokens. The row with 5 prompt tokens is full after 1 + 19 = 20
+    # steps, and the row with 1 prompt token after 1 + 23 = 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
     assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
     assert list(map(len, ahead)) == [30, 30]
@@ -296,7 +294,7 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_end_of_text_within_several_steps(at):
-    """A row that samples end-of-text within a multi-step call can be continued: its cache has no later tokens."""
+    """If a row samples end-of-text within a multi-step call, no later token is cached. The row can be continued."""
     model, params = small("cgpt")
     row, = random_rows(model, [6])
     sampling, plain = Sampling(temperature=1.0), session(model, params, [row[:-1]])
@@ -318,7 +316,7 @@ def test_end_of_text_within_several_steps(at):
 def test_finished_rows_do_not_disturb_the_others():
     """A row gets the same tokens alone and in a batch with two rows that finish earlier.
 
-    One of these two rows ends in the middle of a multi-step call, and the other ends at the end of the context.
+    One of them finishes in the middle of a multi-step call, the other at the end of the context.
     """
     model, params = small("cgpt")
     rows = random_rows(model, [3, 6, CONTEXT - 4])

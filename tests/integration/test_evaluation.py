@@ -101,10 +101,9 @@ def test_blank_and_empty_texts(gpt):
 
 @pytest.mark.slow
 def test_generates_until_the_first_stop_string(gpt):
-    """Texts generated greedily match token-by-token decoding up to the first stop string.
+    """Greedy texts match token-by-token decoding up to the first stop string.
 
-    Contexts that are too long are truncated on the left. Sampled texts differ between equal requests and depend on the
-    seed.
+    Contexts that are too long lose their beginning. Equal requests get different samples, which depend on the seed.
     """
     contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
     for context in contexts:
@@ -190,8 +189,8 @@ class Uniform(SmallGPT):
 def test_a_uniform_model_prefers_short_options(shared_data):
     """The accuracies on the first 100 questions of five tasks match those computed from the tasks' files.
 
-    Longer options are less likely, so acc chooses the first of the shortest options. acc_norm chooses the option with
-    the fewest bytes per character, where the bytes include the space before the option.
+    Longer options are less likely, so acc chooses the shortest option, or the first of several. acc_norm chooses the
+    option with the fewest bytes per character. The space before an option counts as a byte.
     """
     data, count = shared_data / "eval", 100
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]

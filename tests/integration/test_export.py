@@ -20,9 +20,9 @@ pytest.importorskip("safetensors")
 
 EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2,
                scan_layers=False)
-# The variants cover every setting. If an architecture treats a setting in its own way, a variant combines the two. Some
-# norm_epsilon are large, so that another value would change the logits. The attention windows repeat in different ways,
-# because this determines how blocks are stacked (models/block.py).
+# The variants cover every setting, and every architecture that treats a setting in its own way. Where norm_epsilon is
+# large, a wrong value would change the logits. The attention windows repeat in different ways, because this determines
+# how blocks are stacked (models/block.py).
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
     "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
@@ -77,7 +77,7 @@ def test_refuses_parts_without_pytorch_code(tmp_path, monkeypatch):
 
 
 def test_refuses_fields_without_pytorch_code(tmp_path, monkeypatch):
-    """A field that the PyTorch code does not know must have its default."""
+    """If the PyTorch code lacks a field, the field must have its default value."""
     monkeypatch.setattr(smallgpt, "SAME_FIELDS", [name for name in smallgpt.SAME_FIELDS if name != "rope_base"])
     assert "rope_base" not in smallgpt.to_config(build("gpt").config)
     with pytest.raises(UserError, match=r"config.model.rope_base=500.0: no PyTorch code .* only 10000.0"):
@@ -90,9 +90,9 @@ def test_refuses_fields_without_pytorch_code(tmp_path, monkeypatch):
 def test_export_and_import(variant, tmp_path):
     """An exported model has the same loss and logits in PyTorch.
 
-    The logits are the same with cache, without cache, and after PyTorch has saved the model again. A left-padded row
-    has the same logits and generates the same tokens as the row alone. The imported model has bitwise equal parameters,
-    and the same config except for scan_layers=False.
+    This holds with cache, without cache, and after PyTorch has saved the model again. A left-padded row has the same
+    logits and generates the same tokens as the row alone. The imported parameters are bitwise equal. The imported
+    config is the same, except for scan_layers=False.
     """
     model, is_gpt2 = build_variant(variant), VARIANTS[variant][1] == GPT2
     params, model_state = init(model), random_state(model)
@@ -117,7 +117,7 @@ def test_export_and_import(variant, tmp_path):
         rows = np.concatenate([np.pad(short, ((0, 0), (pad, 0))), tokens[1:2, :9 + pad]])
         mask = np.ones_like(rows)
         mask[0, :pad] = 0
-        if not is_gpt2:  # only in `generate` does GPT2LMHeadModel infer positions from the mask
+        if not is_gpt2:  # GPT2LMHeadModel infers positions from the mask only in `generate`
             padded = theirs(torch.tensor(rows), attention_mask=torch.tensor(mask)).logits
             np.testing.assert_allclose(padded[0, pad:], ours[0, :9], atol=1e-4)
             np.testing.assert_allclose(padded[1], ours[1, :9 + pad], atol=1e-4)
@@ -146,7 +146,7 @@ def test_export_and_import(variant, tmp_path):
 
 @pytest.mark.slow
 def test_commands_keep_the_biases_of_experts(tmp_path):
-    """An imported model has the biases that evaluation of the exported model uses, and a load of zero."""
+    """The imported biases are those with which the exported model is evaluated. The imported load is zero."""
     model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
     model_state, run = random_state(model), tmp_path / "run"
     run.mkdir()

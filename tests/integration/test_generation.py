@@ -103,8 +103,7 @@ def cgpt():
 def test_a_batch_with_convolutions(cgpt):
     """A batch gives the same texts as single prompts.
 
-    One prompt is empty. The rows outgrow the context, so each row drops its oldest tokens; the rows do so at
-    different steps.
+    One prompt is empty. The rows outgrow the context at different steps, and then drop their oldest tokens.
     """
     prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
     alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
@@ -130,7 +129,7 @@ def test_an_empty_turn_continues_the_text(model):
 
 @pytest.mark.parametrize("pieces", range(1, 7))
 def test_a_turn_that_is_not_read_to_its_end(cgpt, monkeypatch, pieces):
-    """Tokens that were computed ahead but not read are not part of the conversation, wherever reading stops."""
+    """If reading stops early, tokens that were computed ahead are not part of the conversation."""
     monkeypatch.setattr(text_model, "FAST_STEP", math.inf)
     conversation = cgpt.conversation()
     stream = conversation.say("ab", 9, temperature=0)
@@ -170,7 +169,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
     def counting_steps(*arguments, **static):
         computed.append(int(arguments[6]))
-        monkeypatch.setattr(decoder, "decode_step", decode_step)  # `decode_steps` calls it while it is traced
+        monkeypatch.setattr(decoder, "decode_step", decode_step)  # tracing `decode_steps` calls the original
         result = decode_steps(*arguments, **static)
         monkeypatch.setattr(decoder, "decode_step", counting)
         return result
@@ -179,11 +178,11 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     monkeypatch.setattr(decoder, "decode_steps", counting_steps)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed[0] == 9 and sum(computed[1:]) == 5  # the prompt is end-of-text and 8 bytes; no call reads the last
+    assert computed[0] == 9 and sum(computed[1:]) == 5  # 9 tokens of the prompt; the last new token is no input
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
-    # 11: the last token of the first answer, and the 10 bytes of the turn
+    # The 11 inputs are the last token of the first answer and the 10 bytes of the turn.
     assert computed[0] == 11 and sum(computed[1:]) == 2
 
     ids = conversation._session.ids[0]

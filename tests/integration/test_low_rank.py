@@ -52,7 +52,7 @@ def test_factors_match_the_truncated_svd(shape, rank):
     pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
     pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow)])
 def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
-    """Factors of full rank have the same logits as the model. Their products are the model's parameters."""
+    """Factors of full rank give the model's logits, and their products are the model's matrices."""
     model = build(architecture, **fields)
     params = init(model)
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), models.abstract_model_state(model))
@@ -68,7 +68,7 @@ def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
 
 
 def test_matrices_that_are_factored():
-    """All matrices of attention and MLPs are factored, each slice of a stack on its own, and nothing else is."""
+    """The matrices of attention and MLPs are factored, and no others. Each matrix of a stack is factored on its own."""
     model = build("pgpt")
     params = init(model)
     _, factors = low_rank.with_rank_ratio(model, params, 0.5)
@@ -97,7 +97,7 @@ def test_matrices_that_are_factored():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("ratio", [0.33, 0.9])
 def test_parameters_and_flops(architecture, ratio):
-    """A product with r·(m + n) parameters replaces one with m·n parameters, 6 FLOPs per token and parameter."""
+    """Two factors have r·(m + n) parameters instead of m·n. Each parameter takes 6 FLOPs per token."""
     full, factored = build(architecture), build(architecture, rank_ratio=ratio)
     saved = 0
     for i in range(full.config.num_layers):
@@ -116,7 +116,7 @@ def test_rank_is_at_least_one():
 
 
 def test_memory_estimate():
-    """The estimate finds the attention layers, and counts the products with the first factors."""
+    """The estimate finds the same attention layers as without factors. It includes the outputs of the first factors."""
     config = load_config("gpt", "paper", model__attention="xla", model__head_dim=32, train__microbatches=1)
     full = build_program(config.copy_and_resolve_references(), jax.devices()[:1])
     config.model.rank_ratio = 0.5
@@ -143,7 +143,7 @@ def test_initial_products_have_the_std_of_full_matrices(norm_position, scaled):
 
 
 def test_scanned_unrolled_and_accelerator_forms_agree(monkeypatch):
-    """Outside of CPUs, queries, keys and values are computed by separate products."""
+    """On accelerators, queries, keys and values are computed by separate products."""
     model = build("gpt", rank_ratio=0.4, num_kv_heads=2, use_bias=True, scan_layers=True)
     params = init(model)
     expected = forward(model, params, tokens_of(model))

@@ -14,8 +14,7 @@ from scipy.special import erf, softmax
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# The variants cover scanned and unrolled layers. Each option occurs in every architecture with which the option might
-# interact.
+# The variants cover scanned and unrolled layers. Each option occurs in every architecture that might interact with it.
 VARIANTS = [
     ("gpt", {}),
     ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
@@ -101,8 +100,8 @@ def plain_layers(stack):
         length = len(stack["mlp_norm"]["scale"])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
-    # Parts of equal length belong to a `Pattern`, a sequence of blocks that is repeated. The first part contains the
-    # first block of every repetition, the second part contains the second block of every repetition, and so on.
+    # Parts of equal length belong to a repeated sequence of blocks (a `Pattern`). The first part contains the first
+    # block of every repetition, the second part the second block, and so on.
     if len({len(part) for part in parts}) == 1:
         return [part[i] for i in range(len(parts[0])) for part in parts]
     return [block for part in parts for block in part]  # each part contains consecutive blocks with the same config
@@ -153,7 +152,7 @@ def plain_blocks(config, stack, x, num_heads=None, first=0):
 
 
 def plain_rope(x_TxK):
-    """Returns Su et al.'s R_t·x_t: each pair of entries is a complex number, multiplied by exp(i·t·θ)."""
+    """Returns the rotary embedding of x. Each pair of entries is a complex number, multiplied by exp(i·t·θ)."""
     half = x_TxK.shape[1] // 2
     points = x_TxK[:, :half] + 1j * x_TxK[:, half:]
     thetas = [10_000 ** (-2 * i / x_TxK.shape[1]) for i in range(half)]

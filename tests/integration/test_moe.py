@@ -41,9 +41,9 @@ def random_state(model, seed=0):
 
 
 def plain_experts(config, weights, bias_E, x_TxD):
-    """Returns the outputs of a mixture of experts for one sequence, the number of tokens per expert, and Σ f_i·P_i.
+    """Returns the outputs of a mixture of experts, the number of tokens per expert, and the balance term Σ f_i·P_i.
 
-    NumPy, float64, one token at a time.
+    Computed with NumPy in float64, for one sequence, one token at a time.
     """
     y, counts, shares = np.zeros_like(x_TxD), np.zeros(config.num_experts), np.zeros(config.num_experts)
 
@@ -71,9 +71,9 @@ def plain_experts(config, weights, bias_E, x_TxD):
     {}, {"expert_mlp": "gated", "activation": "silu", "grouped_matmul": "ragged"}, {"num_shared_experts": 0},
     {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"}])
 def test_outputs_match_a_loop_over_tokens(fields):
-    """The chosen experts depend on the biases, and the gates do not.
+    """The biases affect which experts are chosen, but not the gates.
 
-    The biases move by expert_bias_rate before an update.
+    Before an update, each bias moves by expert_bias_rate.
     """
     config = build("gpt", **{**MOE, "expert_bias_rate": 0.2, "balance_loss": 0.5, **fields}).config
     module = MLPS["moe"](config)
@@ -150,7 +150,7 @@ def test_no_row_is_dropped(backend, rows, skew):
 
 @pytest.mark.parametrize("backend", ["blocks", "ragged"])
 def test_gradients_in_bfloat16_are_summed_in_float32(backend):
-    """A matrix's gradient is the sum over 4,096 rows, in many blocks, and is rounded to bfloat16 only once."""
+    """The gradient of a matrix is a sum over 4,096 rows in many blocks. Only the final sum is rounded to bfloat16."""
     rng = np.random.default_rng(0)
     x, ct = (jnp.asarray(1 + 0.1 * rng.standard_normal((4096, 4)), jnp.bfloat16) for _ in range(2))
 
@@ -191,7 +191,7 @@ def compiled_program(devices, recipe, fields):
 
 
 def train(steps=3, devices=1, recipe="gpt", restart=lambda state, program: state, **fields):
-    """Returns the state after `steps` steps, and the metrics of each step. `restart` is applied after each step."""
+    """Returns the last state, and the metrics of each step. After each step, `restart` replaces the state."""
     program, step = compiled_program(devices, recipe, tuple(fields.items()))
     state = program.initial_state()
     metrics = []
@@ -228,7 +228,7 @@ def test_eight_devices_match_one_device(recipe, fields):
 
 @pytest.mark.slow
 def test_rows_do_not_move_between_devices():
-    """With data parallelism, the devices exchange gradients and loads, but no tokens: everything is an all-reduce."""
+    """With data parallelism, devices exchange only gradients and loads, by all-reduces. They exchange no tokens."""
     program, _ = compiled_program(8, "gpt", tuple(mesh(data=8).items()))
     traffic = hlo.Program(program.compile_train_step().as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
@@ -259,9 +259,9 @@ def test_resumption_is_exact(tmp_path):
 
 @pytest.mark.slow
 def test_biases_balance_a_skewed_router():
-    """Two of six experts get all tokens at first. After 60 steps, none gets more than 1.5 times the mean.
+    """At first, two of six experts get all tokens. After 60 steps, no expert gets more than 1.5 times the mean.
 
-    All tokens have a large component in one direction, and so do the vectors of the first two experts.
+    To cause this, the test adds one direction to all tokens and to the router's vectors of these two experts.
     """
     program, step = compiled_program(1, "gpt", (("model__expert_bias_rate", 0.01),))
     state = program.initial_state()
@@ -299,7 +299,7 @@ def test_decoding_matches_the_forward_pass(recipe, fields):
 
 
 def test_parameters_and_flops():
-    """A token uses three of 16 routed experts and the shared one, each with two matrices of width d_model."""
+    """A token uses three of 16 routed experts and one shared expert. Each has two (d_model, d_model) matrices."""
     moe, gpt = (models.build(**load_config(name, "paper", model__scan_layers=True).model) for name in ("moe", "gpt"))
     width, router = 768, 768 * 16
     assert models.num_parameters(moe) - models.num_parameters(gpt) == 12 * (17 * 2 * width**2 - 8 * width**2 + router)
@@ -310,7 +310,7 @@ def test_parameters_and_flops():
 
 
 def test_flops_of_unknown_grouped_products_are_refused():
-    """The gradient of the matrices contracts the dimension of the rows, whose groups differ in length."""
+    """FLOPs are known for `ragged_dot`, but not for its gradient, which sums over groups of different lengths."""
     x, w, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
     assert matmul_flops(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w) == 2 * 8 * 4 * 3
     with pytest.raises(ValueError, match="ragged_dot_general"):
@@ -336,7 +336,7 @@ def test_impossible_fields_are_refused(fields, message):
 
 @pytest.mark.slow
 def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
-    """The run, on eight devices, can also be measured by `compare`."""
+    """The run is trained on eight devices. `compare` can measure it."""
     config = load_config("moe", data__source=str(text_file), data__validation_fraction=0.2, model__num_layers=2,
                          train__steps=2, train__log_every=1, train__eval_every=2, train__eval_steps=1)
     run.train(config, str(tmp_path))

@@ -16,8 +16,8 @@ from smallgpt_jax.train import train
 
 pytestmark = pytest.mark.slow
 MUON = dict(**SMALL, optimizer__name="muon", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
-# Two layers of width 16: four (16, 16) matrices in attention and two (16, 64) matrices in the MLP. Five Newton–Schulz
-# steps on an (m, n) matrix have 2·m²·n, 2·m³ and 2·m²·n FLOPs each.
+# Each of the two layers has four (16, 16) matrices in attention and two (16, 64) matrices in the MLP. An update takes
+# five Newton–Schulz steps. A step on an (m, n) matrix takes 2·m²·n + 2·m³ + 2·m²·n FLOPs.
 UPDATE_FLOPS = 2 * 5 * (4 * 6 * 16**3 + 2 * (4 * 16**2 * 64 + 2 * 16**3))
 
 
@@ -33,7 +33,7 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of):
 
 
 def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(text_file, trained_run, tmp_path):
-    """The first loss of the copy is that of the run's last weights, and the loss falls."""
+    """Training of the copy starts from the run's last weights, and the loss falls."""
     source = trained_run("gpt", **SMALL)
     result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / 'copy'}")
     assert result.returncode == 0, result.stderr

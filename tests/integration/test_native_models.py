@@ -46,7 +46,7 @@ def random_tokens(model) -> np.ndarray:
 
 
 def their_logits(folder: Path, tokens: np.ndarray, class_name: str) -> np.ndarray:
-    """Returns the logits of the model in a folder, which transformers loads without the folder's own code."""
+    """Loads the model in a folder with transformers, without code from the folder. Returns its logits."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert type(theirs).__name__ == class_name
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_refuses_damaged_weights(change, message, small_llama, tmp_path):
 
 
 def test_tensors_of_other_forms(small_llama, tmp_path):
-    """Some folders contain a copy of the tied embedding, rotary frequencies (old versions), or unprefixed names."""
+    """Some folders contain a copy of the tied embedding, rotary frequencies, or tensor names without a prefix."""
     folder = shutil.copytree(small_llama, tmp_path / "llama")
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": True}))

@@ -60,11 +60,10 @@ def test_a_nonfinite_update_is_skipped(name):
 
 
 def test_updated_weights_that_are_not_finite_are_reported():
-    """An update whose loss and gradient are finite is reported if the updated weights are not finite.
+    """Updated weights that are not finite are reported, even if the loss and the gradient are finite.
 
-    The test overwrites the embedding of a token that is not in the batch, so that this embedding does not affect the
-    loss. There are two cases: the embedding is infinite or NaN before the update, or it is so large that the update
-    makes it infinite. If the test sets the embedding to 1.0 instead, nothing is reported.
+    The test overwrites the embedding of a token that is not in the batch, so the loss does not depend on it. Infinite
+    and NaN embeddings are reported. So is an embedding that the update makes infinite. An embedding of 1.0 is not.
     """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)

@@ -21,7 +21,7 @@ def train_steps_in(folder) -> list[int]:
 
 @pytest.mark.slow
 def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
-    """One run traces steps 3 and 4, with a checkpoint in between; another run ends before its trace would."""
+    """One run traces steps 3 and 4 and saves a checkpoint between them. Another run ends before its trace is over."""
     fields = dict(SMALL, train__steps=6, train__log_every=1, train__eval_every=6, train__checkpoint_every=3)
     plain, inside, over_end = (tmp_path / name for name in ("plain", "inside", "over_end"))
     train(config_for(text_file, **fields), str(plain))

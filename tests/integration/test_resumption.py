@@ -18,7 +18,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import build_program
 from smallgpt_jax.train import train
 
-# log_every must not divide checkpoint_every, so that a checkpoint contains losses that are not logged yet.
+# log_every does not divide checkpoint_every, so checkpoints contain losses that are not logged yet.
 RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
 
 
@@ -32,7 +32,7 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
     if failure == "damaged":
-        for path in (workdir / "checkpoints" / "40" / "params").rglob("d/*"):  # which of these files are read varies
+        for path in (workdir / "checkpoints" / "40" / "params").rglob("d/*"):  # all, since the files that are read vary
             flip_a_bit(path)
         with pytest.raises(UserError, match=r"checkpoints/40: damaged checkpoint \(.*\); continue the"):
             inference.load(workdir)
@@ -42,8 +42,8 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
         file.write('{"step": 50, "spl')  # truncated
     if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # Every save fails, because the limit is below the size of opt_state/_METADATA. The sizes of data files are not
-        # a reliable bound, because they vary with the order of writes.
+        # The limit is below the size of opt_state/_METADATA, so every save fails. The sizes of data files vary too much
+        # for such a limit.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
         try:
             with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
@@ -75,8 +75,8 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
     """A finished run is evaluated again if train.eval_steps selects other validation rows.
 
-    The rows are identified by the field `targets` in metrics.jsonl. Older versions did not write this field. For their
-    runs, the new value of train.eval_steps is compared with the value in the saved config.
+    The field `targets` in metrics.jsonl identifies the rows. Runs of older versions lack this field. For them, the new
+    train.eval_steps is compared with the saved one.
     """
     workdir = copy_of("gpt", **SMALL)
     path, batch = workdir / "metrics.jsonl", 8 * 32

@@ -85,7 +85,7 @@ def test_eight_devices_match_one_device(architecture, fields):
 def test_muon_on_eight_devices_matches_one_device(architecture, axes):
     """Losses and gradient norms match at the first step and after two updates.
 
-    Each device has a part of a matrix, or some of the paths' matrices. With 4 heads and 2 key–value heads, queries and
+    Each device has parts of matrices, or the matrices of some paths. With 4 heads and 2 key–value heads, queries and
     keys differ in shape.
     """
     fields = {"optimizer__name": "muon", "model__num_heads": 4, "model__num_kv_heads": 2}
@@ -214,10 +214,9 @@ def test_microbatches_save_memory_in_evaluation():
 class DropoutMasks:
     """Runs two training steps of a pgpt and records the dropout masks.
 
-    The pgpt has two paths of three blocks, and each step has two microbatches. The number of recorded masks shows
-    whether nn.scan shares a mask between the blocks of a path. Without sharing, three masks are recorded per path. With
-    sharing, two masks would be recorded per path, because flax first computes the mask once to find out which values
-    are shared. Two blocks per path would not do, because two masks would be recorded in both cases.
+    The pgpt has two paths of three blocks, and each step has two microbatches. Every block must have its own mask, so
+    three masks are recorded per path. If the blocks shared a mask, two would be recorded, because flax computes shared
+    values twice. With two blocks per path, the number of masks would be the same in both cases.
     """
 
     def __init__(self, devices: int = 1, **fields):
@@ -225,7 +224,7 @@ class DropoutMasks:
         config = load_config("pgpt", **{**SMALL, "model__num_layers": 6, **fields}, model__dropout=0.5,
                              train__microbatches=2)
         self.program = build_program(config, jax.devices()[:devices])
-        self.program.abstract_state  # noqa: B018 — traces the initialization, whose masks are not recorded
+        self.program.abstract_state  # noqa: B018 — traces the initialization now, before masks are recorded
         with nn.intercept_methods(self.record):
             self.step = self.program.runnable(self.program.compile_train_step())
 
@@ -238,9 +237,9 @@ class DropoutMasks:
         return args[0] * scale
 
     def run(self, restart=lambda state: state) -> list[list[tuple[str, bytes]]]:
-        """Returns sorted pairs (module name, mask of kept entries) for each of the two steps.
+        """Returns the sorted pairs (module name, mask of kept entries) of each of the two steps.
 
-        The state after each step is replaced by `restart(state)`.
+        After each step, `restart(state)` replaces the state.
         """
         self.found = []
         tokens = np.arange(16 * 33, dtype=np.int32).reshape(16, 33) % 64
@@ -272,7 +271,7 @@ def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
 
 
 def test_the_initial_state_takes_two_traces():
-    """Tracing takes a large part of a warm start. One trace is for the shapes and axis names, one for the state."""
+    """The model is traced once for shapes and axis names, and once for the state. Tracing slows the start of a run."""
     calls = []
 
     def count(call, arguments, keywords, context):

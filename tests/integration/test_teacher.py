@@ -59,7 +59,7 @@ def first_step(batch, devices=1, params=None, architecture="gpt", **fields):
 
 
 def block_outputs(model, params, tokens, context):
-    """Returns the output of each block of a gpt, in float64. Output k is the trunk's output of a model of k blocks."""
+    """Returns the output of each block of a gpt, in float64. Output k is that of a model cut after k blocks."""
     outputs = []
     for k in range(1, model.config.num_layers + 1):
         cut = models.LanguageModel(dataclasses.replace(model.config, num_layers=k))
@@ -81,7 +81,7 @@ PACKED = {"data__packing": "best_fit", "data__separate_documents": True}
     pytest.param({"train__microbatches": 2, "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, **PACKED}, 8,
                  marks=pytest.mark.slow)])
 def test_distance_matches_a_float64_formula(teacher, fields, devices):
-    """The loss grows by 0.25 · mean over blocks of the mean-square distance at the targets in the loss mask."""
+    """The loss grows by 0.25 times the mean-square distance, averaged over blocks and over targets in the loss mask."""
     student = models.build(**load_config("gpt", **SMALL, model__rank_ratio=0.5).model)
     full = models.build(**load_config("gpt", **SMALL).model)
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_distance_matches_a_float64_formula(teacher, fields, devices):
     assert found["feature_distance"] == pytest.approx(expected, rel=1e-5) and expected > 0.01
     assert found["loss"] - plain["loss"] == pytest.approx(0.25 * expected, rel=1e-4)
     assert "feature_distance" not in plain
-    if devices == 8:  # compared with one device: the sum of the gradients, too
+    if devices == 8:  # the gradient norm must match that on one device
         one, _ = first_step(batch, train__teacher=teacher(seed=2), train__feature_weight=0.25, **{
             name: value for name, value in fields.items() if not name.startswith("mesh")})
         other, _ = first_step(batch, devices, train__teacher=teacher(seed=2), train__feature_weight=0.25, **fields)
@@ -134,7 +134,7 @@ def test_gradient_of_the_distance(teacher):
     *((architecture, {}) for architecture in ARCHITECTURES)])
 @pytest.mark.slow
 def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
-    """Factors of full rank have the teacher's features. Dropout applies to the student alone."""
+    """A student with factors of full rank has the teacher's features. Dropout changes only the student's."""
     fields = {**fields, "model__attention_windows": (4, 0)} if architecture == "lgpt" else fields
     model = models.build(**load_config(architecture, **{**SMALL, **fields}).model)
     params = init(model)
@@ -150,7 +150,7 @@ def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
 
 
 def test_cost(teacher):
-    """`plan` counts the forward pass of the teacher, without the head, and the memory of its weights."""
+    """`plan` includes the teacher's forward pass (without its head) and the memory of its weights."""
     config = load_config("gpt", **SMALL, model__rank_ratio=0.5)
     plain = estimate(build_program(config, jax.devices()[:1]))
     config.train.teacher = teacher()

@@ -32,8 +32,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 @pytest.fixture
 def optimized(monkeypatch):
-    """Makes training steps compile with optimization and for one device, which saves time in runs of a hundred steps.
-    """
+    """Makes training steps compile with optimization and for one device. Runs of a hundred steps are then faster."""
     devices, compile_step = jax.devices()[:1], Program.compile_train_step
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(Program, "compile_train_step",
@@ -77,7 +76,7 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
 
 @pytest.mark.slow
 def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monkeypatch):
-    """A closed standard output does not end data preparation, training or the final message."""
+    """Data preparation, training and the final message continue if standard output is closed."""
 
     class ClosedStream:
         def isatty(self):

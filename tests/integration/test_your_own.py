@@ -67,7 +67,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
     result = estimate(build_program(config))
-    # Despite its name, `Twice` applies its blocks `passes` times, here 3 times. The FLOPs of each pass are counted.
+    # Here, `Twice` applies its blocks three times (passes=3). The FLOPs of every pass are counted.
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives
@@ -101,7 +101,7 @@ def test_own_blocks_and_mixers(architecture, fields):
     tokens = np.random.default_rng(0).integers(0, 257, (2, 65), np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0).astype(np.int32)
     eval_step, losses = program.compile_eval_step(), []
-    # The two batches differ in the first token of each row, which belongs to the row's first document.
+    # In the two batches, only the first token of each row differs. It belongs to the first document.
     for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):
         rows = Batch(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
                      np.tile(np.arange(64) >= 32, (2, 1)))  # the loss counts only the second document's targets
@@ -131,9 +131,8 @@ def test_own_losses_metrics_and_state():
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
-        # Each layer has one mean square per microbatch. The state `energy` of a layer is the sum over microbatches. The
-        # metric `mean_square` is the mean over layers and microbatches. The loss that `Calm` adds is 1e-3 times the sum
-        # over layers of the mean over microbatches.
+        # Each layer has one mean square per microbatch. A layer's state `energy` is their sum. The metric `mean_square`
+        # is the mean over layers and microbatches. `Calm` adds 1e-3 · layers · mean_square to the loss.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)

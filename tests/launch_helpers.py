@@ -29,7 +29,7 @@ exec((folder / f"{{name}}.py").read_text())
 
 
 class Machine:
-    """Runs scripts with fake programs, whose folder comes first in PATH, and records the calls of these programs."""
+    """Runs scripts with fake programs and records their calls. The folder of the fakes comes first in PATH."""
 
     def __init__(self, folder: Path):
         self.folder = folder

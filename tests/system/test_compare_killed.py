@@ -51,7 +51,7 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
     first, second = (one.stdout for one in done)
     assert "[1/3]" not in first + second and "[2/3] gpt, seed 1338" in first
     sessions = re.findall(r"steps of 8 × 64 tokens(.*)", first + second)
-    # Run 3 starts from scratch, so nothing follows the word "tokens". Run 2 resumes at step 4, so ", 4 done" follows.
+    # The startup line of run 2 ends in ", 4 done", because run 2 resumes at step 4. Run 3 starts from scratch.
     assert sorted(sessions) == ["", ", 4 done"]
     assert "is training it" in first + second
     assert [path.name for path in sorted((output / "runs").iterdir())] == [

@@ -18,7 +18,7 @@ from smallgpt_jax.program import build_program
 
 pytestmark = pytest.mark.slow
 
-# Runs a changed smallgpt_jax.prepare, which writes its journal after every batch and hangs in the eleventh batch.
+# Runs a changed `prepare`. It writes its journal after every batch and hangs in the eleventh batch.
 HANGING_PREPARE = """
 import runpy, threading
 from smallgpt_jax.data import encoding, parts, store_writer
@@ -73,7 +73,7 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 def test_global_batches_do_not_depend_on_processes(text_file):
     """Two processes, with two devices each, read the same batches as one process with eight devices.
 
-    The first batch that the test compares is not the first batch of the run.
+    The test compares batches in the middle of a run.
     """
     first, last = 23, 31
     config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)

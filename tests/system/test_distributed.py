@@ -121,7 +121,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
 
 
 def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
-    """No process hangs if process 0 refuses the workdir, which only process 0 checks."""
+    """Only process 0 checks the workdir. If it refuses the workdir, the other processes exit, too."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").write_text("")
     started = time.monotonic()

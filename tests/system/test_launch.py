@@ -208,8 +208,8 @@ def test_slurm_python_can_be_a_container_command(machine, python, words):
     assert commands(result.stdout) == [[*SRUN, *words, *MAIN, "--x"]]
 
 
-# Replaces srun by a run that takes one second to save. The signal of scancel goes to the run, not to srun. As in a real
-# cluster, requeueing ends the run at once.
+# The fake srun is a run that takes one second to save when it gets SIGTERM. The fake scancel sends this signal. As in a
+# real cluster, requeueing ends the run at once.
 SAVING = """
 def save(*_):
     time.sleep(1)

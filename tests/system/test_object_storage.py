@@ -63,7 +63,7 @@ def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tm
 
 
 def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
-    """A source that is really damaged is still called so."""
+    """A file is called damaged if its content is invalid, but not if reading it fails."""
     config = load_config("gpt", data__source=f"{texts[0]}/a.jsonl.gz", data__store=f"{bucket}/store").data
     (texts[0] / "a.jsonl.gz").write_bytes(b"not compressed")
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged, or of another type than its suffix"):
@@ -128,7 +128,7 @@ def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):
     first, second = open_store(bucket / "store"), open_store(bucket / "store")
     assert capsys.readouterr().err.count("copying") == 1 and isinstance(first.train.stream, np.memmap)
     assert first.train.folder == second.train.folder != first.folder == bucket / "store"
-    # Another version of the store is another copy.
+    # If the store changes, it is copied again.
     (bucket / "store" / "train.bin").write_bytes(b"\0" * 10)
     with pytest.raises(UserError, match=rf"{bucket}/store/train.bin: damaged, has 10 bytes, expected"):
         open_store(bucket / "store")
@@ -239,7 +239,7 @@ print(jax.jit(lambda x: x @ x + 3)(jax.numpy.ones((4, 4)))[0, 0], sum(hits))
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["bucket", "tmp_path"])
 def test_processes_share_a_compilation_cache(place, request):
-    """A part of an entry, which a process leaves if it is killed while it writes the entry, is ignored."""
+    """An incomplete entry is ignored. A process leaves one if it is killed while it writes."""
     folder = request.getfixturevalue(place) / "compiled"
 
     def compile_in_process() -> tuple[str, int]:

@@ -24,8 +24,8 @@ def test_memory_matches_the_compiled_steps():
     assert planned["temp_bytes"] == pytest.approx(memory_stats.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == memory_stats.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
-    # An evaluation step reads only the weights. But the optimizer's moments, which are twice as large as the weights,
-    # stay in memory.
+    # An evaluation step reads only the weights, but the optimizer's moments stay in memory. They are twice as large as
+    # the weights.
     moments = 2 * 4 * planned["parameters"]
     assert planned["eval_needed_bytes"] - planned["eval_temp_bytes"] == pytest.approx(
         eval_needs.argument_size_in_bytes + moments, rel=0.01)

@@ -53,7 +53,7 @@ def test_stops_and_kills_do_not_change_a_run(text_file, tmp_path):
     assert status == 143 and 10 <= int(saved[1]) < 100
     interrupted.start()
     interrupted.wait_for("step  60/200")
-    # The run is training. But `kill` returns "evaluating" if the last logged step is a multiple of ten.
+    # The run is training, but `kill` returns "evaluating" if the last logged step is a multiple of ten.
     assert interrupted.kill() in ("training", "evaluating")
     status, last = interrupt("step 100/200", signal.SIGINT)
     saved = re.fullmatch(stopped, last)

@@ -24,7 +24,7 @@ from smallgpt_jax.files import write_atomically
 
 pytestmark = pytest.mark.slow
 FIELDS = dict(train__checkpoint_every=10, train__log_every=5)
-# Runs the command `main`, and kills it when it commits the checkpoint of step 20, whose arrays are written by then.
+# Runs the command `main`. Kills it after it has written the arrays of step 20, before it commits this checkpoint.
 KILLED_IN_SAVE = """
 import os, runpy, signal, sys
 from smallgpt_jax import object_storage
@@ -160,7 +160,7 @@ def test_folders_of_the_user_survive_a_failed_save(remote_run, bucket, monkeypat
 
 
 def test_a_damaged_checkpoint_is_moved_away(remote_run, bucket):
-    """The array is changed in such a way that tensorstore can still read it."""
+    """The test changes the saved checksums, so tensorstore can read the arrays, but they count as damaged."""
     copy = bucket / "run"
     storage = object_storage.file_system()
     storage.copy(str(remote_run), str(copy), recursive=True)

@@ -302,7 +302,7 @@ STARTED = ["scp", "ssh install", "ssh ready", "ssh start"]
 
 
 def test_tpu_watch_continues_a_run_after_a_preemption(cloud):
-    """ACTIVE → SUSPENDED → NOT_FOUND → ACTIVE → finished: one delete, create, install and start."""
+    """After the preemption, the slice is deleted and created once, and the run is installed and started once."""
     cloud.states("ACTIVE")
     assert cloud.tpu("install").returncode == cloud.tpu("start", "--", "--x").returncode == 0
     wait_until(lambda: cloud.calls("python"))
@@ -335,7 +335,7 @@ def test_tpu_watch_ends_when_the_request_is_deleted_elsewhere(cloud, first):
 
 @pytest.mark.parametrize("program, status, runs, message", [
     ("sys.exit(3)", 1, 1, r"error: the run has failed: \S+: exit status 3; see the log. The slice still exists"),
-    # A stalled run is started again; its second start succeeds.
+    # Exit status 124 means that the run has stalled. It is started again, and the second start succeeds.
     ("sys.exit(124 * ((folder / 'calls').read_text().count('smallgpt_jax.main') == 1))", 0, 2, ""),
     ("sys.exit(124)", 1, 6, "error: the run has stalled 6 times; see the log"),
 ])

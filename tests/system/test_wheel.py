@@ -82,7 +82,7 @@ for value in sys.argv[1:]:
 
 @pytest.mark.parametrize("own_file", [None, "configs/mine.py", "configs/__init__.py", "configs.py"])
 def test_recipes_import_configs(installed, own_file, tmp_path):
-    """Shipped recipes and a user's recipe are loaded, whatever `configs` the working directory has."""
+    """Shipped recipes and a user's recipe are loaded, even if the working directory has its own `configs`."""
     (tmp_path / "own.py").write_text("from configs import base\n\ndef get_config(size):\n"
                                      "    config = base.get_config(size)\n    config.model.architecture = 'own'\n"
                                      "    return config\n")

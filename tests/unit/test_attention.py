@@ -15,7 +15,7 @@ TIME = 256
 
 
 def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
-    """Returns attention outputs, computed in float64 with a formula that applies the rules of the mask one by one."""
+    """Returns attention outputs, computed in float64. Applies the rules of the mask one by one."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
@@ -82,9 +82,9 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
     (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
     pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
 def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
-    """Rows of 384 positions have three blocks of keys and queries, rows of 1024 have two.
+    """Rows of 384 positions have three blocks of keys and queries. Rows of 1024 have two.
 
-    A window of 128 positions reaches into the previous block, a window of 130 also into the block before it.
+    A window of 128 positions touches at most two blocks. A window of 130 touches up to three.
     """
     q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
     y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="flash")
@@ -95,7 +95,7 @@ def test_flash_attention_matches_the_formula(head_width, heads, groups, window, 
 
 
 def test_flash_attention_of_large_scores_is_finite():
-    """Scores of ±1000, whose exponentials overflow, give the values of the keys with the largest scores."""
+    """Outputs and gradients are finite for scores of ±1000, although the exponentials of these scores overflow."""
     q, k, v, weights = inputs(heads=1, time=384)
     q, k = 1000 * jnp.sign(q), jnp.sign(k)
     for found in value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash"):
@@ -233,8 +233,8 @@ def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called
 def test_cudnn_is_lowered_for_cuda(monkeypatch, window):
     """The program for CUDA calls cuDNN's kernels, forward and backward, with the mask, the scale and grouped heads.
 
-    Only the lowering is tested, because the kernels need a GPU. JAX asks for the version of cuDNN while it lowers; the
-    test answers in its place.
+    Only the lowering is tested, because the kernels need a GPU. Lowering asks for the version of cuDNN, so the test
+    fakes one.
     """
     kernels = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)

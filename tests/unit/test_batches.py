@@ -37,8 +37,7 @@ def sorted_rows(rows):
 def numbered(lengths):
     """Returns a split of documents with these lengths.
 
-    Each document starts with an end-of-text token, which has id 0. The id of any other token is its position in the
-    stream.
+    The id of a token is its position in the stream. But each document starts with an end-of-text token, which has id 0.
     """
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
@@ -52,8 +51,8 @@ def numbered(lengths):
 def test_targets_of_an_epoch(kind, context, separate):
     """Each token of the stream is an input once per epoch, and the loss mask includes its target.
 
-    The mask also includes targets that are end-of-text tokens. The packing `concat` is an exception: it drops the
-    tokens at the end of the stream that do not fill a row.
+    The mask also includes targets that are end-of-text tokens. The packing `concat` drops the last tokens of the stream
+    if they do not fill a row.
     """
     lengths = np.random.default_rng(0).integers(2, 50, 300)
     split = numbered(lengths)
@@ -66,8 +65,7 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        # The id of a token is its position, but end-of-text tokens have id 0. The position of an end-of-text token is
-        # computed from its target, the next token.
+        # The id of a token is its position. End-of-text has id 0, so its position is computed from the next token.
         position = token or target - 1
         assert target == (0 if position in ends else position + 1)
         positions.append(position)

@@ -77,8 +77,8 @@ def test_flops_are_equal_within_one_percent(tmp_path):
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
 
 
-# At size `paper`, no width of lgpt has gpt's number of parameters within 2%. So gpt's width is changed to match the
-# nearest number of parameters that lgpt can have.
+# At size `paper`, no width of lgpt gives gpt's number of parameters within 2%. So gpt's width is changed to match the
+# nearest lgpt.
 @pytest.mark.parametrize("size, names, target", [
     ("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)])
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_width_search(target, d_model, num_heads, head_dim, monkeypatch):
 
 
 def test_digests_of_older_versions():
-    """Speeds that a comparison has stored stay valid if later versions add config fields."""
+    """Stored speeds of a comparison stay valid when later versions add config fields."""
     config = load_config("gpt")
     before = budget.config_digest(config)
     older = config.copy_and_resolve_references()

@@ -66,8 +66,8 @@ def truncate(path, place):
 def test_damage_to_any_file_is_detected(saved, tmp_path):
     """Whichever file of the newest checkpoint is damaged, the restored state is intact.
 
-    If the damage affects the state, the state of the older checkpoint is restored. Otherwise, the state of the newest
-    checkpoint is restored. The test damages one file at a time.
+    If the state itself is damaged, the older checkpoint is restored. Otherwise, the newest one is restored. The test
+    damages one file at a time.
     """
     names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
              if path.is_file() and path.stat().st_size]

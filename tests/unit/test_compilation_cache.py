@@ -45,7 +45,7 @@ def test_the_shared_folder_is_that_of_the_environment(processor, monkeypatch, tm
     ("/shared", "/elsewhere", True), (None, "/elsewhere", True), ("", "", True), ("/shared", "/shared", False),
     (None, None, False)])
 def test_a_cache_that_the_program_has_set_is_kept(monkeypatch, variable, before, is_kept):
-    """An empty variable means that there is no cache."""
+    """If the environment variable is empty, there is no cache."""
     if variable is None:
         monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
     else:
@@ -66,7 +66,7 @@ def test_programs_that_compile_in_a_tenth_of_a_second_are_cached(monkeypatch):
         jax.config.update(option, 3.0)
         monkeypatch.setenv(variable, "3")
         compilation_cache.configure()
-        assert getattr(jax.config, option) == 3  # what the user has set is kept
+        assert getattr(jax.config, option) == 3  # the user's setting is kept
         monkeypatch.delenv(variable)
         compilation_cache.configure()
         assert getattr(jax.config, option) == 0.1

@@ -44,4 +44,4 @@ def test_freed_memory_is_kept_on_cpus():
 
     assert 190 < kept_megabytes(JAX_PLATFORMS="cpu") < 210
     assert kept_megabytes(JAX_PLATFORMS="cuda") < 20
-    assert kept_megabytes(JAX_PLATFORMS="cpu", MALLOC_TOP_PAD_="0") < 20  # what the user has set is kept
+    assert kept_megabytes(JAX_PLATFORMS="cpu", MALLOC_TOP_PAD_="0") < 20  # the user's setting is kept

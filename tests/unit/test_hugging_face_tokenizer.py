@@ -77,7 +77,7 @@ def test_ids_are_those_of_the_library(make, tmp_path):
         assert not {theirs.token_to_id(token) for token in SPECIAL[:3]} & {*own.tolist()}
     assert tokenizer.end_of_text == theirs.token_to_id("</s>") and tokenizer.vocab_size == theirs.get_vocab_size()
     assert tokenizer.unknown == (None if make is byte_level else theirs.token_to_id("<unk>"))
-    # Metaspace does not prepend a space to a text that begins with one, so decoding removes that space.
+    # If a text begins with a space, Metaspace prepends none. Decoding then removes the text's own space.
     assert [tokenizer.decode(own) for own in ids] == [
         text.removeprefix(" ") if "Metaspace" in theirs.to_str() else text for text in TEXTS]
     tokenizers.save(tokenizer, tmp_path / "saved")

@@ -95,7 +95,7 @@ def test_gpt2_initialization():
 @pytest.mark.parametrize("norm_position, scaled, others", [
     ("post", 0.02, 0.02), ("deepnorm", 0.02 * (8 * 4) ** -0.25, 0.02)])
 def test_initialization_by_norm_position(norm_position, scaled, others):
-    """DeepNorm scales the weights of MLPs, values and attention outputs by (8N)^−¼, with N blocks per path."""
+    """DeepNorm scales the weights of MLPs, values and attention outputs by (8N)^−¼ for N blocks per path."""
     model = build("pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated")
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     block = params["trunk"]["paths"]["blocks"]
@@ -112,7 +112,7 @@ def test_initialization_by_norm_position(norm_position, scaled, others):
 @pytest.mark.parametrize("norm_position, compress_last_stage, has_final_norm", [
     ("pre", False, True), ("post", False, False), ("deepnorm", True, True)])
 def test_final_norm(norm_position, compress_last_stage, has_final_norm):
-    """There is a final norm unless the trunk ends with a block that ends with a norm."""
+    """The model has a final norm, except if its trunk already ends with a norm."""
     model = build("lgpt", norm_position=norm_position, compress_last_stage=compress_last_stage)
     assert ("final_norm" in models.abstract_params(model)) == has_final_norm
 

@@ -30,7 +30,7 @@ def parabola(optimum: float) -> dict[float, float]:
     ((0.5, 1, 2), parabola(4), 1, [0.5, 1, 2, 4], "highest"),  # limits
     ((0.5, 1, 2), parabola(256), 3, [0.5, 1, 2, 4, 8, 16], "highest"),
     ((0.5, 1, 2), parabola(1 / 256), 0, [0.5, 1, 2], "lowest"),
-    ((1, 2, 8), {1: 3.0, 2: 2.0, 8: 1.0, 32: 2.0}, 4, [1, 2, 8, 32], ""),  # each end has its own ratio
+    ((1, 2, 8), {1: 3.0, 2: 2.0, 8: 1.0, 32: 2.0}, 4, [1, 2, 8, 32], ""),  # each end is extended by its own ratio
     ((1, 2, 8), {0.5: 2.0, 1: 1.0, 2: 2.0, 8: 3.0}, 4, [0.5, 1, 2, 8], ""),
     ((1, 3), {0.333333: 3.0, 1: 2.0, 3: 2.5}, 4, [0.333333, 1, 3], ""),
     ((0.5, 1, 2), {0.25: 3.0, 0.5: 2.0, 1: INF, 2: INF}, 4, [0.25, 0.5, 1, 2], ""),  # divergence is the worst loss
@@ -66,7 +66,7 @@ def run_plan(plan: Plan, losses: dict[str, dict]) -> list[str]:
 
 
 def test_grids_are_trained_before_further_seeds(tmp_path):
-    """Model a has its best rate at the edge of the grid, so its grid is extended. Model b has it in the middle."""
+    """The best rate of model a is at the edge of its grid, so the grid is extended. That of b is in the middle."""
     losses = {"a": parabola(2), "b": parabola(1)}
     assert run_plan(plan(tmp_path, seeds=3), losses) == [
         "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr4x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
@@ -83,7 +83,10 @@ def test_a_model_that_always_diverges_is_not_trained_with_further_seeds(tmp_path
 
 
 def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
-    """A model whose grid is finished does not wait for other grids. The learning rates of the runs are scaled."""
+    """If a model's grid is finished, its next seeds do not wait for other grids.
+
+    The multiple of a run scales its learning rate and its final learning rate.
+    """
     folder = plan(tmp_path).output
     known = {run_folder(folder, "b", 7, multiple): loss for multiple, loss in parabola(1).items()}
     runs = plan(tmp_path).runs(known)

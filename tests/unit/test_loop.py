@@ -12,7 +12,7 @@ from smallgpt_jax.train import train_loop
 
 
 class Run:
-    """Stands in for everything that the training loop calls: logger, checkpoints, evaluation, stop request.
+    """A fake of everything that the training loop calls, such as the logger, checkpoints and evaluation.
 
     The fake methods append what they do to `events`. The train state is the number of updates made so far. A stop is
     requested after step `stop_after`, or during the evaluation after step `stop_in_evaluation`. The losses of the steps
@@ -139,8 +139,8 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    # Step 4 is a multiple of checkpoint_every, so the loop saves it before the evaluation. Step 2 is not a multiple of
-    # checkpoint_every; `train.run` saves it after the loop, which this test does not cover.
+    # The loop saves step 4, a multiple of checkpoint_every, before the evaluation. It does not save step 2: `train.run`
+    # does so after the loop.
     assert (f"save {step}" in run.events) == is_saved
 
 
@@ -148,8 +148,8 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
 def test_divergence_ends_the_run_before_anything_is_saved(bad_step, last_event):
     """A non-finite loss ends the run, both at an ordinary step and at a step with a checkpoint.
 
-    Step 2 is an ordinary step. Its metrics are read after step 3 is dispatched. Step 3 is a step with a checkpoint. Its
-    metrics are read before its state is saved.
+    Step 2 is ordinary: its metrics are read after step 3 is dispatched. Step 3 has a checkpoint, so its metrics are
+    read before its state is saved.
     """
     run = Run(bad_steps=(bad_step,))
     with pytest.raises(DivergenceError, match=f"step {bad_step}: loss nan"):

@@ -79,7 +79,7 @@ def test_improbable_tokens():
 
 
 def test_logits_are_never_materialized():
-    """The lowered gradient computation contains arrays with a chunk of the logits, but no array with all logits."""
+    """The gradient computation has arrays with a chunk of the logits, but no array with all logits."""
     x, head = jax.ShapeDtypeStruct((4, 64, 8), "float32"), jax.ShapeDtypeStruct((999, 8), "float32")
     targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in ("int32", "float32"))
     text = jax.jit(jax.grad(cross_entropy), static_argnums=4).lower(
@@ -219,8 +219,8 @@ def test_flops_of_windows(windows, positions):
 def test_flops_of_the_benchmark_peer(monkeypatch):
     """The FLOPs of the benchmark's peer are those of a plain GPT-2, even if the recipe has other blocks.
 
-    The peer is the PyTorch model with which benchmarks/train_step.py compares the model of a recipe. The peer has the
-    sizes of this model.
+    The peer is the PyTorch model with which benchmarks/train_step.py compares the recipe's model. Both have the same
+    sizes.
     """
     for name, value in copy.deepcopy(ABSL_FLAGS).items():  # the benchmark defines flags that other modules also define
         monkeypatch.setitem(flags.FLAGS.__dict__, name, value)

@@ -25,7 +25,7 @@ LOSSES = [5 / step for step in range(1, 21)]
 def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list[float] | None:
     """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
 
-    Returns the list of losses that had not yet been logged when step 15 was saved, or None if `first_step` is not 0.
+    Returns the losses that were not logged yet when step 15 was saved. Returns None if `first_step` is not 0.
     """
     timer = RunClock()
     clock.now += 7
@@ -114,9 +114,9 @@ def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
 
 
 def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
-    """After a full disk, metrics.jsonl still gets all lines, but no more events are written.
+    """If the disk is full, no more events are written, but metrics.jsonl still gets all lines.
 
-    Events are not written by tensorboardX's own thread, because that thread would hang after a failed write.
+    tensorboardX's own thread would hang after a failed write, so it does not write the events.
     """
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)

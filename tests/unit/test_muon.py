@@ -30,7 +30,7 @@ def gradients_like(params, step: int):
 
 
 def update_of(boxed_params, params, steps: int):
-    """Returns the update of the last of `steps` steps; the parameters stay the same."""
+    """Computes `steps` updates without changing the parameters. Returns the last one."""
     optimizer = make(boxed_params)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(steps):
@@ -39,7 +39,7 @@ def update_of(boxed_params, params, steps: int):
 
 
 def newton_schulz(matrix):
-    """Returns five Newton–Schulz steps from a matrix divided by its norm (github.com/KellerJordan/Muon)."""
+    """Divides a matrix by its norm, and returns it after five Newton–Schulz steps (github.com/KellerJordan/Muon)."""
     x = matrix / np.linalg.norm(matrix)
     for _ in range(5):
         a = x @ x.T
@@ -50,7 +50,7 @@ def newton_schulz(matrix):
 def expected_update(gradients, param, matrices):
     """Returns the update of a weight in float64.
 
-    `matrices` is a function that returns pairs: the index of a matrix in the weight, and the shape of the matrix.
+    `matrices` is a function that yields the index and the shape of each matrix in the weight.
     """
     m = np.zeros(param.shape)
     for step, g in enumerate(np.asarray(gradients, np.float64), start=1):
@@ -66,7 +66,7 @@ def expected_update(gradients, param, matrices):
 def stacked(axes: int, inputs: int):
     """Returns a function that lists the matrices of a weight.
 
-    The first `axes` axes of the weight are stacked. Of the others, `inputs` axes are the matrices' inputs.
+    The first `axes` axes number the matrices. The next `inputs` axes are a matrix's inputs, the rest its outputs.
     """
     def matrices(shape):
         own = shape[axes:]
@@ -77,7 +77,7 @@ def stacked(axes: int, inputs: int):
 
 
 def fused(axes: int):
-    """Returns a function that lists the matrices of queries, keys and values in a fused projection."""
+    """Returns a function that lists the query, key and value matrices in a fused projection."""
     def matrices(shape):
         width, groups, parts, head_width = shape[axes:]
         for index in np.ndindex(shape[:axes]):
@@ -152,10 +152,10 @@ def test_layers_in_separate_arrays_are_updated_as_in_one_array():
 
 
 def test_parameters_are_chosen_by_their_axis_names():
-    """Muon updates the matrices of experts, each on its own, but neither their router nor weights without axis names.
+    """Muon updates the matrix of each expert on its own. It updates neither routers nor weights without axis names.
 
-    Weights with unknown axis names, such as those of custom architectures, have matrices too: all axes but the last are
-    inputs if there is no axis "embed".
+    It also updates weights with unknown axis names, as in custom architectures. If no axis is named "embed", the last
+    axis is the output, and all others are inputs.
     """
     shapes = {"expert_up": ("expert", "embed", "mlp"), "expert_down": ("layers", "expert", "mlp", "embed"),
               "factor": ("rank", "own"), "router": ("embed", "router"), "unnamed": (None, None),
@@ -200,7 +200,7 @@ def test_adamw_and_lion_are_those_of_optax(name, reference):
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Returns the FLOPs of five Newton–Schulz steps: the products x·xᵀ, a·a and (…)·x for x of shape (m, n)."""
+    """Returns the FLOPs of five Newton–Schulz steps. Each has the products x·xᵀ, a·a and (…)·x, where x is (m, n)."""
     m, n = min(rows, columns), max(rows, columns)
     return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 

@@ -33,8 +33,8 @@ MULTIPLIED = {
 MULTIPLIED["cgpt"] = MULTIPLIED["lgpt"]
 PARAMETERS = {
     "gpt": MULTIPLIED["gpt"] + (V + S) * D + (2 * L + 1) * D,
-    # The weighted sum of pgpt's paths has 1 parameter but 2·D multiplications. Its dense layers have 2·D biases, which
-    # multiply nothing. So the two differences cancel, apart from the 1.
+    # pgpt's weighted sum has 2·D multiplications but 1 parameter. Its dense layers have 2·D biases, which multiply
+    # nothing. So the 2·D cancel, and only the 1 remains.
     "pgpt": MULTIPLIED["pgpt"] + (V + S) * D + (2 * L + 1) * D + 1,
     "lgpt": MULTIPLIED["lgpt"] + (V + S) * D + sum(4 * w + w // 2 for w in WIDTHS) + 12,
 }
@@ -98,9 +98,10 @@ def test_positions_without_an_embedding(position, fallback):
 @pytest.mark.parametrize("fields, kept", [
     ({}, 4 + 12 / 2), ({"model__remat": "dots"}, 3 + 8 / 2), ({"model__remat": "full"}, 1)])
 def test_activation_memory_matches_the_formula(fields, kept):
-    """The estimated memory matches formulas for 12 blocks, 4 sequences per device and microbatch, and bfloat16.
+    """The estimated memory matches formulas.
 
-    Tensor parallelism splits most arrays over 2 devices.
+    The model has 12 blocks in bfloat16. A microbatch has 4 sequences per device. Tensor parallelism splits most arrays
+    over 2 devices.
     """
     config = load_config("gpt", "paper", mesh__data=4, mesh__tensor=2, train__batch_size=32,
                          train__microbatches=2, **fields)
@@ -162,7 +163,7 @@ def tiny():
 
 @pytest.fixture
 def compiled(tiny, monkeypatch):
-    """Returns (program, estimate) of `tiny`. During the test, compiling a step returns the compiled step of `tiny`."""
+    """Returns (program, estimate) of `tiny`. During the test, every program gets the compiled steps of `tiny`."""
     program, train_step, eval_step, known = tiny
     monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
     monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
@@ -302,8 +303,8 @@ def test_reading_a_program():
 def test_roofline_of_a_kernel():
     """The estimated time of an attention kernel is the time of its matrix products at the peak speed of the chip.
 
-    Splash attention computes two matrix products per head, with 1024 positions and the head width padded to 128. It
-    computes 3 of the 4 blocks of (512 × 512) scores, because the causal mask excludes the fourth block.
+    Splash attention computes two matrix products per head. Rows have 1024 positions, and the head width is padded to
+    128. The causal mask excludes one of the 4 blocks of (512 × 512) scores.
     """
     line = ('%splash_mha_fwd_residuals.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}")
@@ -324,7 +325,7 @@ def test_roofline_of_a_kernel():
     ("flash_attention_gradient", 64, "TPU v5 lite", 2 * 2 * 128 / 197e12, 3),
     ("flash_attention_gradient", 256, "TPU v6 lite", 4 / 1024 / 1.75e9, 3)])
 def test_roofline_of_flash_attention(kernel, width, chip, scores_seconds, products):
-    """The kernels compute 3 of 4 blocks of (512 × 512) scores. Heads narrower than 16 take as long as heads of 16."""
+    """The kernels compute 3 of 4 blocks of (512 × 512) scores. Head widths below 16 take as long as 16."""
     line = (f'%{kernel}_0.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
             f"operand_layout_constraints={{bf16[8,12,{width},1024]{{3,2,1,0}}, bf16[8,6,{width},1024]{{3,2,1,0}}}}")
     expected = 8 * 12 * 0.75 * 1024**2 * (scores_seconds + products * 2 * max(width, 16) / chips.CHIPS[chip].flops)
@@ -332,7 +333,7 @@ def test_roofline_of_flash_attention(kernel, width, chip, scores_seconds, produc
 
 
 def test_roofline_of_a_grouped_product():
-    """A product of 1,000 rows in tiles of 128 and 16 groups computes at most 8 + 15 tiles of 128 rows."""
+    """A product of 1,000 rows takes 8 tiles of 128 rows. The borders between 16 groups add up to 15 tiles."""
     line = ('%ragged-dot-none.5 = bf16[16,64,256] custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s32[1]{0}, s32[17]{0}, s32[23]{0}, s32[23]{0}, s32[1]{0}, bf16[1000,64]{1,0}, "
             'OPERAND}, frontend_attributes={ragged_dot_tiling="128,64,256"}')
@@ -345,7 +346,7 @@ def test_roofline_of_a_grouped_product():
 
 @pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
 def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
-    """The mask of JAX's kernel is nonzero for the blocks that the kernels compute. A block has 512 × 512 scores."""
+    """A block of 512 × 512 scores counts if the mask of JAX's kernel is nonzero there."""
     kernel = splash_kernel(2, 2048, 64, window, True)
     chip = chips.CHIPS["TPU v5 lite"]
     line = (f"%jvp_flash_attention_forward_{window}_.1 = custom-call(%a), "

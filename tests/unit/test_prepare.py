@@ -170,10 +170,10 @@ def prepare_until_the_invalid_line(shards, tmp_path, **settings):
     (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
 ], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
 def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """When the bad input has been fixed, preparation resumes, and tokenizes at most `max_tokenized` texts.
+    """After the bad input is fixed, preparation resumes and tokenizes at most `max_tokenized` texts.
 
-    `fix` is applied to the folder, and `settings` are config fields of the resumed preparation. The store equals a
-    store that is prepared from the fixed folder, with the same settings, without interruption.
+    `fix` changes the folder, and `settings` are config fields of the resumed preparation. An uninterrupted preparation
+    with the same files and settings makes the same store.
     """
     prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)

@@ -49,9 +49,9 @@ def test_conclusion_compares_runs_with_the_same_seed():
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
     """`benchmarks` returns results of the given step only.
 
-    It ignores results of a part of the model, of another dtype than the model's own, or of some examples of a task.
-    Two results of the same task are separate entries if their numbers of shots differ. They are also separate entries
-    if the task had another number of examples when it was evaluated again.
+    It ignores results of a part of the model, of another dtype than the model's own, or of some examples of a task. Two
+    results of the same task are separate entries if they differ in the number of shots or in the task's number of
+    examples.
     """
     def write(name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None) -> None:
         scored = scored or examples

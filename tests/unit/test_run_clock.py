@@ -7,7 +7,7 @@ from smallgpt_jax.run_clock import RunClock
 
 
 def test_goodput(monkeypatch):
-    """A session of 100 s: 20 s until training starts, 5 s for data, 10 s for saving, 15 s for evaluating."""
+    """Of 100 s, 20 s pass until training starts, 5 s go to data, 10 s to saving and 15 s to evaluating."""
     time = SimpleNamespace(now=50.0)
     monkeypatch.setattr(run_clock, "time", SimpleNamespace(monotonic=lambda: time.now))
 

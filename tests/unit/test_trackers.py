@@ -49,7 +49,7 @@ def rows(monkeypatch):
 
 
 def session(folder, first_step, lines):
-    """Writes lines, (step, split, loss), as a session that resumes after `first_step`. Returns the writer."""
+    """Writes lines (step, split, loss) like a run that resumes after `first_step`. Returns the writer."""
     writer = MetricsWriter(folder, first_step, start_tracker=lambda old: Tracker("wandb", folder, {}, old))
     for step, split, loss in lines:
         writer.write(step, split, {"loss": loss})
@@ -73,9 +73,9 @@ def losses(steps, evaluated=(4, 5)):
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
 def test_each_step_is_sent_once_across_kills(tmp_path, rows, lost):
-    """The session is killed after step 6 and resumes from the checkpoint of step 4; the tracker has lost rows."""
+    """A run is killed after step 6 and resumes from step 4. The tracker has lost the last `lost` rows."""
     session(tmp_path, 0, losses(range(1, 7)))
-    assert list(rows) == [1, 2, 3, 4, 5]  # step 6 may get an evaluation
+    assert list(rows) == [1, 2, 3, 4, 5]  # step 6 is not sent yet, since an evaluation may follow
     for step in list(rows)[len(rows) - lost:]:
         del rows[step]
     session(tmp_path, 4, losses(range(5, 9))).close()
@@ -132,7 +132,7 @@ writer.close()
 @pytest.mark.slow
 @pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_the_real_package_has_the_values_of_metrics_jsonl(tmp_path, name):
-    """Two sessions without network; the first is killed after step 6, the second resumes after step 4."""
+    """The package runs offline. The first process is killed after step 6. The second one resumes after step 4."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install -e '.[{name}]'")
     folder = tmp_path / "my run"
@@ -148,7 +148,7 @@ def test_the_real_package_has_the_values_of_metrics_jsonl(tmp_path, name):
 
 
 def read_wandb(tmp_path, folder, run_id):
-    """Returns {step: row} of the newest session's offline file."""
+    """Returns {step: row} from wandb's newest offline file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = {}
@@ -162,10 +162,11 @@ def read_wandb(tmp_path, folder, run_id):
 
 
 def leveldb_records(data: bytes):
-    """Yields the records of a log in LevelDB's format, after a header of 7 bytes.
+    """Yields the records of a log in LevelDB's format. The log starts with a header of 7 bytes.
 
-    A record consists of chunks: checksum (4 bytes), length (2), type (1: whole record, 2: first, 3: middle, 4: last
-    chunk), content. No chunk crosses a multiple of 32,768 bytes.
+    A record has one or more chunks. A chunk has a checksum (4 bytes), a length (2 bytes), a type (1 byte) and content.
+    Type 1 is a whole record. Types 2, 3 and 4 are the first, a middle and the last chunk of a record. No chunk crosses
+    a multiple of 32,768 bytes.
     """
     position, record = 7, b""
     while position + 7 <= len(data):

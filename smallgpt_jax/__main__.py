@@ -2,8 +2,8 @@
 
     python -m smallgpt_jax
 
-Also defines the scripts that pip installs: smallgpt-train runs `python -m smallgpt_jax.main`, and for the other
-commands, smallgpt-NAME runs `python -m smallgpt_jax.NAME`.
+Also defines the scripts that pip installs. `smallgpt-train` runs `python -m smallgpt_jax.main`. For every other command
+NAME, `smallgpt-NAME` runs `python -m smallgpt_jax.NAME`.
 """
 
 import ast
@@ -18,7 +18,7 @@ COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compa
 
 def run_script(command: str) -> None:
     """Runs `python -m smallgpt_jax.COMMAND` with the arguments of this process."""
-    if not sys.flags.safe_path:  # like `python -m`, a script can then import modules from the working directory
+    if not sys.flags.safe_path:  # like `python -m`, makes modules in the working directory importable
         sys.path.insert(0, os.getcwd())
     runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
 

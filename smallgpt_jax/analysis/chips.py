@@ -32,11 +32,12 @@ class Chip:
 
 
 # A TPU's key is JAX's device_kind; a GPU's key is a prefix of the device_kind.
-# The figures for TPUs are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. A clock rate is derived from the
-# peak and the number of matrix units: for v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
-# The figures for GPUs are from NVIDIA's data sheets. The sheets give the speed with sparsity for H100 PCIe
-# (1,513 TFLOP/s) and for H100 NVL and H200 NVL (1,671 TFLOP/s). The table below has the dense speed, which is half of
-# the speed with sparsity.
+#
+# TPUs: the figures are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. The clock rate is computed from the
+# peak speed and the number of matrix units. For v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+#
+# GPUs: the figures are from NVIDIA's data sheets. For H100 PCIe, H100 NVL and H200 NVL, the sheets give the speed with
+# sparsity (1,513, 1,671 and 1,671 TFLOP/s). The table below has the dense speed, which is half of that.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),

@@ -124,8 +124,8 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
     """Returns the HLO of a compiled training step, or None if it cannot be read.
 
     Reads the TPU compiler's dump in the folder `dump` if there is one, otherwise `program.as_text()`. Both have the
-    same text, but for TPU v5p and v6e `as_text()` can fail with a stack trace on standard error (libtpu 0.0.51, jaxlib
-    0.10.2: "async-update instruction should have 1 operands but sees 3").
+    same text. The dump is preferred because `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard
+    error (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
@@ -139,8 +139,8 @@ def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None
 def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
     """Returns the bytes of an evaluation step's temporaries and the total bytes that evaluation needs.
 
-    The bytes of the temporaries are None if the step does not fit into memory. The total includes the optimizer state,
-    which stays in memory during evaluation.
+    The first number is None if the step does not fit into memory. The second number includes the optimizer state, which
+    stays in memory during evaluation.
     """
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
@@ -151,8 +151,9 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(memory_stats) -> int:
-    """Returns the total bytes of a program's arguments, of its temporaries, and of its results that alias no argument.
+    """Returns the total bytes of a program's arguments, temporaries and results.
 
+    Results that share the memory of an argument are not counted again.
     `memory_stats` is the program's `memory_analysis()`.
     """
     return (memory_stats.argument_size_in_bytes + memory_stats.temp_size_in_bytes
@@ -167,8 +168,8 @@ TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
     """Returns the bytes that a program needs according to the compiler's out-of-memory error.
 
-    If the error message counts only the temporaries, adds `argument_bytes`, the bytes of the program's arguments.
-    Re-raises other errors.
+    Some error messages count only the temporaries. Then `argument_bytes`, the bytes of the program's arguments, are
+    added. Re-raises other errors.
     """
     found = TOO_LARGE.search(str(error))
     if not found:
@@ -194,12 +195,12 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:
     """Returns the largest batch size with which training and evaluation fit into `hbm` bytes per device.
 
-    To compile few programs, the search interpolates the memory linearly between a batch size that fits and one that
+    The search compiles few programs: it interpolates the memory linearly between a batch size that fits and one that
     does not. Raises UserError if no batch size fits.
 
     Args:
       build: returns the program for a batch size.
-      divisor: number that must divide the batch size.
+      divisor: the batch size must be a multiple of this number.
       hbm: memory per device in bytes.
       log: called with one line of text for each batch size that is tried.
     """

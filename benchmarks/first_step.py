@@ -5,7 +5,7 @@
 
 The benchmark has its own cache folder, in which the token store is already prepared. Each round runs three processes:
 
-- imports: imports `smallgpt_jax.train` and ends
+- imports: imports `smallgpt_jax.main` and ends
 - cold: trains for one step, with an empty compilation cache
 - warm: trains for one step, with the programs that the cold run compiled
 
@@ -72,7 +72,7 @@ def main(argv) -> None:
         cache = Path(folder)
         run_once(cache)  # prepares the token store
         for _ in range(_ROUNDS.value):
-            imports, _ = python(["-c", "import smallgpt_jax.train"], cache)
+            imports, _ = python(["-c", "import smallgpt_jax.main"], cache)
             shutil.rmtree(cache / "smallgpt_jax" / "compiled")
             rounds.append({"imports": imports, "cold": run_once(cache), "warm": run_once(cache)})
     print("| | imports | " + " | ".join([*EVENTS, "ended"]) + " |\n" + "|---" * (len(EVENTS) + 3) + "|")

@@ -11,12 +11,17 @@ Exit status:
 """
 
 import ast
+import gc
 import io
 import keyword
 import re
 import sys
 import traceback
 from collections.abc import Callable
+
+# Before the other imports: imports and tracing allocate many objects and free few of them. With Python's thresholds,
+# searching these objects for garbage takes a quarter of the time of the imports.
+gc.set_threshold(50_000, 20, 50)
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags

@@ -8,7 +8,8 @@
 This project's models are compared with the peer, `transformers`' GPT-2 of the same sizes. Like our gpt, the peer has
 exact GELU and an untied head. Unlike our gpt, it has biases. AdamW and gradient clipping have the same settings for all
 models. Our models run their compiled training step. On a CPU, the peer runs eagerly. On a GPU, it runs with
-`torch.compile` and PyTorch's fused attention.
+`torch.compile` and PyTorch's fused attention. The peer runs in a process of its own, because our commands change how
+their process allocates memory (smallgpt_jax/host_memory.py).
 
 All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
 each round, each model runs --steps steps without waiting between steps. The benchmark fails if the loss of a model does
@@ -26,9 +27,11 @@ The table has these columns for each model:
 The last line of standard output has the same results as JSON.
 """
 
+import contextlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -142,16 +145,55 @@ class CompiledModel:
                 + plan.temp_size_in_bytes)
 
 
+class PeerProcess:
+    """`Transformers` in a process of its own."""
+
+    def __init__(self, config: ConfigDict, tokens_BxT1):
+        context = multiprocessing.get_context("spawn")
+        self.connection, connection = context.Pipe()
+        arguments = (connection, config, tokens_BxT1, jax.default_backend() == "gpu")
+        context.Process(target=serve_peer, args=arguments, daemon=True).start()
+        connection.close()  # so that `receive` notices the end of the process
+        self.parameters, self.flops_per_token, self.first_loss, self.compile_seconds = self.receive()
+
+    def receive(self):
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise UserError("the process of PyTorch has ended; the reason is in its output above") from None
+
+    def run(self, steps: int) -> float:
+        """Runs training steps, waits for them, and returns the last loss."""
+        self.connection.send(steps)
+        return self.receive()[0]
+
+    def memory_bytes(self) -> int | None:
+        self.connection.send(0)
+        return self.receive()[1]
+
+
+def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool) -> None:
+    """Sends the constants of the peer. For each number of steps received, runs the steps; sends loss and memory."""
+    jax.config.update("jax_platforms", "cpu")  # JAX only counts the FLOPs here
+    peer, loss = Transformers(config, tokens_BxT1, on_gpu), None
+    connection.send((peer.parameters, peer.flops_per_token, peer.first_loss, peer.compile_seconds))
+    with contextlib.suppress(EOFError):  # the benchmark has ended
+        while True:
+            if steps := connection.recv():
+                loss = peer.run(steps)
+            connection.send((loss, peer.memory_bytes()))
+
+
 class Transformers:
     """`transformers`' GPT-2 and PyTorch's AdamW on one device."""
 
-    def __init__(self, config: ConfigDict, tokens_BxT1):
+    def __init__(self, config: ConfigDict, tokens_BxT1, on_gpu: bool):
         import torch
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         plain_gpt = as_gpt(config)
-        c, self.torch, self.on_gpu = plain_gpt.config, torch, jax.default_backend() == "gpu"
+        c, self.torch, self.on_gpu = plain_gpt.config, torch, on_gpu
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -230,7 +272,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
     contenders = {config.model.architecture: CompiledModel(config, tokens_BxT1) for config in configs}
     if _PEER.value != "none":
-        contenders[PEER] = Transformers(configs[0], tokens_BxT1)
+        contenders[PEER] = PeerProcess(configs[0], tokens_BxT1)
     seconds, losses = {name: [] for name in contenders}, {}
     for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
         for name, contender in contenders.items():

@@ -38,9 +38,14 @@ def plan(config: ConfigDict, output: Path) -> Plan:
     reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
-    speeds = measure_speeds(runs, output) if compare.budget == "seconds" else {}
+    if compare.budget == "seconds":
+        step_costs = {name: 1 / speed for name, speed in measure_speeds(runs, output).items()}
+        target = compare.seconds
+    else:
+        step_costs = {name: cost_per_step(run, compare.budget) for name, run in runs.items()}
+        target = cost_per_step(reference, compare.budget) * reference.train.steps
     for name, run in runs.items():
-        set_steps(name, run, compare, reference, speeds.get(name))
+        set_steps(name, run, compare.budget, step_costs[name], target)
     return Plan(output, runs, range(config.train.seed, config.train.seed + compare.seeds), compare.learning_rates,
                 compare.max_added_learning_rates)
 
@@ -151,26 +156,22 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
                                 "config.compare.texts")
 
 
-def set_steps(name: str, run: ConfigDict, compare, reference: ConfigDict, speed: float | None) -> None:
+def set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target: float) -> None:
     """Sets the run's number of steps according to the budget, and scales its learning rate schedule in proportion.
 
-    `speed` is the run's speed in steps per second. Only the budget "seconds" needs it.
+    `step_cost` is the cost of one step and `target` the cost of the run, in FLOPs, tokens or seconds.
+
+    Raises UserError if every number of steps misses the target by more than BUDGET_TOLERANCE.
     """
-    before = run.train.steps
-    if compare.budget == "seconds":
-        step_cost, target, unit = 1 / speed, compare.seconds, "seconds"
-    else:
-        step_cost = cost_per_step(run, compare.budget)
-        target = cost_per_step(reference, compare.budget) * reference.train.steps
-        unit = "FLOPs" if compare.budget == "flops" else "tokens"
+    before, unit = run.train.steps, {"flops": "FLOPs", "parameters": "tokens"}.get(budget, budget)
     run.train.steps = steps = max(1, round(target / step_cost))
     error = steps * step_cost / target - 1
     if abs(error) > BUDGET_TOLERANCE:
         raise UserError(
-            f"config.compare.budget={compare.budget!r}: one step of {name} takes {step_cost:,.4g} {unit} and the "
+            f"config.compare.budget={budget!r}: one step of {name} takes {step_cost:,.4g} {unit} and the "
             f"budget is {target:,.4g}, so the nearest number of steps, {steps}, misses the budget by {error:+.1%} "
             f"(limit: {BUDGET_TOLERANCE:.0%}); "
-            + ("increase config.compare.seconds" if compare.budget == "seconds" else
+            + ("increase config.compare.seconds" if budget == "seconds" else
                "increase config.train.steps or decrease config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
         run.optimizer[field] = round(run.optimizer[field] * steps / before)

@@ -173,7 +173,11 @@ class PeerProcess:
 
 
 def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool) -> None:
-    """Sends the constants of the peer. For each number of steps received, runs the steps; sends loss and memory."""
+    """Runs the peer in its process; `PeerProcess` is the other end of the connection.
+
+    First sends size and first loss of the model. Then receives numbers of steps; runs each and answers with the last
+    loss and the memory in use.
+    """
     jax.config.update("jax_platforms", "cpu")  # JAX only counts the FLOPs here
     peer, loss = Transformers(config, tokens_BxT1, on_gpu), None
     connection.send((peer.parameters, peer.flops_per_token, peer.first_loss, peer.compile_seconds))

@@ -114,7 +114,7 @@ def export_model(source: Path, output: Path) -> None:
             folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
     print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
           f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}"
-          + (f"; the factors of config.model.rank_ratio={rank_ratio:g} are multiplied" if rank_ratio else ""))
+          + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
 
 
 def import_model(source: str, folder: Path) -> None:

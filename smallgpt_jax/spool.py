@@ -25,8 +25,8 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 class Spool:
     """A local folder for the files of a run. `upload` copies its changed files to `workdir`.
 
-    If `workdir` is local, it is this folder, and `upload` does nothing. Failed uploads do not end the run: `log` is
-    called with a message, and the next upload tries again.
+    If `workdir` is local, no other folder is used, and `upload` does nothing. Failed uploads do not end the run:
+    `log` is called with a message, and the next upload tries again.
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):

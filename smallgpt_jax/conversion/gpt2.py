@@ -74,7 +74,7 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Converts the tensors of a GPT2LMHeadModel or GPT2Model to our names and layouts.
 
-    `names` are the tensor names of our model. Tensors that our model does not have keep their names.
+    `names` are the tensor names of our model. Tensors without a counterpart in our model keep their names.
     """
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}

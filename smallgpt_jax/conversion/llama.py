@@ -70,8 +70,9 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Converts the tensors of a LlamaForCausalLM, Qwen3ForCausalLM, LlamaModel or Qwen3Model to ours.
 
-    `names` are the tensor names of our model. Tensors that our model does not have keep their names. Raises UserError
-    if a query, key or value matrix has the wrong shape.
+    `names` are the tensor names of our model. Tensors without a counterpart in our model keep their names.
+
+    Raises UserError if a query, key or value matrix has the wrong shape.
     """
     tensors = {add_prefix(name): x for name, x in tensors.items()}
     tensors = {name: x for name, x in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}  # in old files

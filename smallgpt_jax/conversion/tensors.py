@@ -34,7 +34,7 @@ class TensorSlot(NamedTuple):
     """A tensor's name and shape, and its place in the parameter tree."""
 
     name: str
-    path: tuple[str, ...]  # path in the parameter tree of the array that contains the tensor
+    path: tuple[str, ...]  # the array that contains the tensor, as a path in the parameter tree
     index: tuple[int, ...]  # the tensor's index in this array: (), (layer,) or (path, layer)
     axes: tuple[str, ...]  # logical axis names of the tensor
     shape: tuple[int, ...]  # shape of the tensor in this project's layout

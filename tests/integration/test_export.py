@@ -146,7 +146,7 @@ def test_export_and_import(variant, tmp_path):
 
 @pytest.mark.slow
 def test_commands_keep_the_biases_of_experts(tmp_path):
-    """The imported biases are those with which the exported model is evaluated. The imported load is zero."""
+    """A model is exported with the biases of its last evaluation. The import has the same biases, and loads of zero."""
     model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
     model_state, run = random_state(model), tmp_path / "run"
     run.mkdir()

@@ -91,7 +91,7 @@ def new_folder(flag: str, name: str | None) -> Path:
             raise UserError(f"{flag}={name}: folder is not empty; choose another")
         return folder
     if folder == Path.cwd():
-        raise UserError(f"{flag}={name}: is the current folder; choose another")
+        raise UserError(f"{flag}={name}: this is the current folder; choose another")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag}={name}: folder is not empty; choose another")
     return folder

@@ -48,7 +48,7 @@ def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 class Lease:
-    """A lock object. `generation` is the version of the object that this process has written."""
+    """A lock in object storage. `generation` is the version that this process has written."""
 
     def __init__(self, path: Path):
         self._path, (self._bucket, self._name) = path, bucket_of(path)

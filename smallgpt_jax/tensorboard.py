@@ -14,7 +14,7 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int):
-        """Starts a new file. TensorBoard then ignores events after step `first_step` in the folder's older files."""
+        """Starts a new file. If the run was resumed, TensorBoard ignores events after `first_step` in older files."""
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog

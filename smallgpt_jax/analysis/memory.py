@@ -84,7 +84,7 @@ def sum_of_ranks(model: LanguageModel) -> int:
 
 
 def bytes_on_device(tree) -> int:
-    """Returns the bytes per device of a tree of arrays, or of shapes with shardings."""
+    """Returns the bytes per device of a tree. Its leaves are arrays, or shapes with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

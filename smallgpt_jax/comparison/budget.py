@@ -89,7 +89,7 @@ def validate_comparison(config: ConfigDict) -> None:
     folders: dict[Path, str] = {}
     for name in config.runs:
         if "steps" in config.runs[name].get("train", {}):
-            raise UserError(f"config.runs.{name}.train.steps: is computed from the budget; set config.train.steps, the "
+            raise UserError(f"config.runs.{name}.train.steps: the budget determines it; set config.train.steps, the "
                             "number of steps of the reference")
         other = folders.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
@@ -215,7 +215,8 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 def config_digest(run: ConfigDict) -> str:
     """Returns a hash of all config fields.
 
-    A newer field with its value in `workdir.NEWER_FIELDS` is left out, so that the digest is as in older versions.
+    Fields that older versions did not have are left out if they change nothing (`workdir.NEWER_FIELDS`). The digest is
+    then the same as in older versions.
     """
     groups = json.loads(run.to_json_best_effort())
     for group, neutral in workdir.NEWER_FIELDS.items():

@@ -44,8 +44,8 @@ def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
            loss_of: Callable[[float], float | None]) -> Grid:
     """Returns the grid of the multiples to train, as far as the known losses determine them.
 
-    If the best multiple is the lowest or highest, one more multiple is added beyond it. The ratio of neighbors at this
-    end stays the same. This is repeated, at most `max_added` times, while the best multiple is at an end.
+    If the best multiple is the lowest or highest, one more is added beyond it, at an equal ratio: 4 after 1 and 2.
+    This is repeated, at most `max_added` times, while the best multiple is at an end.
     `loss_of` maps a multiple to its loss, as in `Grid.losses`. Processes that know the same losses find the same grid.
     """
     grid = Grid(learning_rate, {float(multiple): loss_of(float(multiple)) for multiple in sorted(multiples)})

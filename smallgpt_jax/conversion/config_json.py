@@ -26,7 +26,7 @@ class ConfigJson(NamedTuple):
         raise UserError(f"{self.path}: {name}={value!r}: {rule}")
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Returns the first of the fields `names` that has a value."""
+        """Returns the value of the first of the fields `names` that has one."""
         found = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             self.refuse(names[0], found, "must be an integer, at least 1")

@@ -188,7 +188,7 @@ def find_enclosing_folder(source: str, path: Path) -> Path | None:
 
 
 def num_bytes(source: str) -> int:
-    """Returns the total size of a source's files in bytes. Datasets are not counted."""
+    """Returns the total size of a source's files in bytes. Datasets count as 0."""
     return sum(file.size for name in split_names(source) if not is_dataset(name) for file in find_files(name))
 
 

@@ -99,7 +99,7 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
 
 
 def block_numbers(configs: list[ModelConfig]) -> list[range]:
-    """Returns the numbers of the blocks in each stack, in the layout of this module's docstring."""
+    """Returns the indices of the blocks in each stack, in the layout of this module's docstring."""
     period = period_of(configs)
     if period < len(configs):
         return [range(start, len(configs), period) for start in range(period)]

@@ -105,7 +105,7 @@ def abstract_params(model: LanguageModel, variables=None):
     """Returns the shapes and axis names of the parameters, as a tree of LogicallyPartitioned. Allocates no arrays.
 
     Parameters without axis names, such as those of flax's own layers, get None for every axis and are replicated.
-    `variables` are `abstract_variables(model)`, computed by default.
+    `variables` are `abstract_variables(model)`. If they are None, they are computed.
     """
     def with_names(x):
         return x if isinstance(x, nn.LogicallyPartitioned) else nn.LogicallyPartitioned(

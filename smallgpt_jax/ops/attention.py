@@ -135,7 +135,7 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
     Each query is multiplied with `mask.window` keys, or with all T keys if there is no window. The causal mask does not
     reduce the count. This is the convention of model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
-    appendix B). The values in the result are meaningless.
+    appendix B). The values of the result have no meaning.
     """
     keys = slice(0, mask.window or q_BxHxTxK.shape[2])
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)

@@ -348,7 +348,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     (["--from=hf"], ["--input: must be given"]),
     (["--from=hf", "--input=HERE/none"], ["HERE/none", "not a local folder"]),
     (["--to=hf", "--output=HERE/out"], ["HERE/run", "no such folder"]),
-    (["--to=hf", "--output=."], ["--output=.: is the current folder"]),
+    (["--to=hf", "--output=."], ["--output=.: this is the current folder"]),
     (["--from=hf", "--input=HERE/none", "--paths=best"], ["--paths: cannot be combined with --from=hf"]),
     (["--from=run", "--input=HERE/none"], ["HERE/none", "no such folder"]),
     (["--from=run", "--input=HERE/none", "--tokenizer=gpt2"], ["--tokenizer: cannot be combined with --from=run"]),

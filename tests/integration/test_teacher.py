@@ -114,7 +114,7 @@ BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
 
 @pytest.mark.slow
 def test_gradient_of_the_distance(teacher):
-    """With weight 0, the updates are those without a teacher. With a weight, the distance falls."""
+    """With weight 0, the updates are those without a teacher. With weight 10, an update reduces the distance."""
     fields = {"model__rank_ratio": 0.5, "optimizer__learning_rate": 5e-3}
     plain, expected = first_step(BATCH, **fields)
     found, params = first_step(BATCH, **fields, train__teacher=teacher(), train__feature_weight=0.0)

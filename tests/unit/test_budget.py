@@ -225,7 +225,7 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
     ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
     ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
     ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),
-    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: is computed from the budget"),
+    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: the budget determines it"),
     ({"a, b": {}}, "names cannot contain commas"),
     ({"a": {"model": {"num_paths": 2}}}, "config.runs.a.model.num_paths: no such field"),
     ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "data.tokenizer is 'bytes' in 'a' and 'gpt2' in 'b'"),

@@ -333,7 +333,7 @@ def test_roofline_of_flash_attention(kernel, width, chip, scores_seconds, produc
 
 
 def test_roofline_of_a_grouped_product():
-    """A product of 1,000 rows takes 8 tiles of 128 rows. The borders between 16 groups add up to 15 tiles."""
+    """1,000 rows are 8 tiles of 128 rows. At most 15 tiles are computed twice, at the 15 borders between 16 groups."""
     line = ('%ragged-dot-none.5 = bf16[16,64,256] custom-call(%a), custom_call_target="tpu_custom_call", '
             "operand_layout_constraints={s32[1]{0}, s32[17]{0}, s32[23]{0}, s32[23]{0}, s32[1]{0}, bf16[1000,64]{1,0}, "
             'OPERAND}, frontend_attributes={ragged_dot_tiling="128,64,256"}')

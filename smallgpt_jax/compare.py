@@ -74,8 +74,8 @@ def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
 def find_runs(output: Path) -> list[tuple[str, Path]]:
     """Returns (name, folder) for each run in --workdirs.
 
-    Raises UserError if --workdirs is empty. Also raises UserError if `output` contains the report of other runs, because
-    that report would be overwritten.
+    Raises UserError if --workdirs is empty. Also raises UserError if `output` contains the report of other runs, which
+    would be overwritten.
     """
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]

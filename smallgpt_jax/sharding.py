@@ -117,7 +117,7 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
 
 
 def auto_axes(mesh) -> set[str]:
-    """Returns the mesh axes over which the compiler partitions arrays. Inside shard_map, these are the unmapped axes."""
+    """Returns the mesh axes over which the compiler shards arrays. Inside shard_map, these are the unmapped axes."""
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
 
 

@@ -85,7 +85,7 @@ class Program:
         pool = ThreadPoolExecutor(2)
         steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
         pool.shutdown(wait=False)
-        if self.is_simulated:  # a program that runs during compilation could lack threads
+        if self.is_simulated:  # otherwise a program that runs during compilation could lack threads
             wait(steps)
         return steps
 

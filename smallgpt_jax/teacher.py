@@ -78,7 +78,8 @@ def open_teacher(train: ConfigDict, student: models.LanguageModel, mesh: jax.sha
     """Returns the teacher of a config's `train` group, or None if it has none. Reads only the teacher's config.
 
     Raises UserError if the teacher's config cannot be read, if it differs from the student's in a model field outside
-    MAY_DIFFER, or if the model has no features.
+    MAY_DIFFER, or if the
+    student's architecture does not provide features.
     """
     if not train.teacher:
         return None

@@ -48,5 +48,5 @@ def hold_lock(path, unreachable: bool = False) -> Iterator[subprocess.Popen]:
 
 
 def name_of(process: subprocess.Popen) -> str:
-    """Returns how a lock names its holder."""
+    """Returns the name of a process, as in the lock that it holds."""
     return f"process {process.pid} on {socket.gethostname()}"

@@ -11,8 +11,7 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 
 PARAMETER_TOLERANCE = 0.02
-# All runs get about the same number of parameters. It differs from the reference run's own number by at most this
-# fraction.
+# All runs get about the same number of parameters as the reference run. This is the largest relative difference.
 MAX_PARAMETER_CHANGE = 0.1
 
 

@@ -72,8 +72,8 @@ class Part:
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
     """Returns the text of an item as a valid string. `text` is the value of the item's text field.
 
-    If the value is invalid, returns a Skipped or raises UserError, as `rules` say. The error message contains `where`,
-    the item's position in the source, and `fields`, the names of the item's fields.
+    If the value is invalid, returns a Skipped or raises UserError, depending on `rules`. The error message contains
+    `where`, the item's position in the source, and `fields`, the names of the item's fields.
     """
     if isinstance(text, bytes):
         try:

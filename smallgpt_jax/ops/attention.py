@@ -37,7 +37,7 @@ QUERIES = 128  # queries per chunk
 
 @flax.struct.dataclass
 class AttentionMask:
-    """A causal attention mask. Its fields restrict attention to a window or to a text, or allow a bidirectional prefix.
+    """A causal attention mask. Its fields add a window, the borders between texts, or a bidirectional prefix.
 
     `select_backend` falls back to "xla" if a backend does not support a field.
     """
@@ -306,7 +306,7 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
     """
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:
-        # If a row's only entry is padding, the row is finished. Padding may overwrite its cache, which has no use left.
+        # If a row's only entry is padding, the row is finished, and padding may overwrite its cache.
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
     new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)

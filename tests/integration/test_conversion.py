@@ -1,4 +1,4 @@
-"""Import of models, compared with PyTorch and `transformers`, exported tokenizers, and the command.
+"""Tests of imported models, of exported tokenizers and of the command. Models are compared with `transformers`.
 
 The tests cover `.pt` files of the paper's released code, and Hugging Face folders. Exported models are tested in
 test_export.py.

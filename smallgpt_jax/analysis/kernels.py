@@ -7,7 +7,7 @@ import math
 import re
 
 from smallgpt_jax.analysis.chips import Chip
-from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach
+from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach, is_short
 
 # {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) × (values).
 # "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is the scores. It computes the
@@ -15,9 +15,10 @@ from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach
 KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
 
 # {kernel of ops/flash_attention.py: (number of products that compute scores, number of products that use scores, cycles
-# of the vector unit per 1024 scores)}. Heads are padded to 128 in products that compute scores, but not in those that
-# use scores. The cycles are from the TPU compiler's schedules for v5e and v6e (libtpu 0.0.51).
-FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3), "flash_attention_gradient": (2, 3, 4)}
+# of the vector unit per 1024 scores, the same with a short attention window)}. Heads are padded to 128 in products that
+# compute scores, but not in those that use scores. The cycles are from the TPU compiler's schedules for v5e and v6e
+# (libtpu 0.0.51). They are higher with a short window, because blocks are shorter and most of them are masked.
+FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3, 3.5), "flash_attention_gradient": (2, 3, 4, 5)}
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
@@ -44,9 +45,11 @@ def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -
     While the matrix unit computes a block of scores, the vector unit processes the previous block. The slower of the
     two determines the time. The time of the products that use the scores is added.
     """
-    to_scores, with_scores, vector_cycles = FLASH_KERNELS[name]
+    to_scores, with_scores, vector_cycles, vector_cycles_if_short = FLASH_KERNELS[name]
+    if is_short(window):
+        vector_cycles = vector_cycles_if_short
     *rows_and_heads, width, positions = map(int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(","))
-    length = block_length(positions)
+    length = block_length(positions, window)
     blocks = sum(min(i, blocks_in_reach(positions, window)) + 1 for i in range(positions // length))
     scores = math.prod(rows_and_heads) * blocks * length**2
     of_scores = max(to_scores * 2 * max(width, 128) / chip.flops, vector_cycles / 1024 / (chip.cores * chip.hertz))

@@ -22,12 +22,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 BLOCK = 512  # maximum length of a block of keys or queries
+SHORT_BLOCK = 256  # the same with a short window; see `is_short`
 MAX_BYTES = 2**19  # maximum bytes of queries per key–value head; see `fits`
 OUTPUT = "attention_output"  # name of the forward pass's results in rematerialization policies
 
 
-def block_length(time: int) -> int:
-    return math.gcd(time, BLOCK)
+def is_short(window: int) -> bool:
+    """Returns whether each block of queries attends to so few blocks that the kernels need no loop over them."""
+    return 0 < window <= 2 * SHORT_BLOCK
+
+
+def block_length(time: int, window: int) -> int:
+    """Returns the length of a block of keys or queries.
+
+    Of the scores in short blocks, fewer are outside the window. In long blocks, a score takes less time.
+    """
+    return math.gcd(time, SHORT_BLOCK if is_short(window) else BLOCK)
 
 
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
@@ -46,7 +56,7 @@ def blocks_in_reach(time: int, window: int) -> int:
     A query attends to keys that are at most `window` − 1 positions before it; a window of 0 is unlimited. Keys that are
     d blocks before a query are at least d · length − (length − 1) positions before it.
     """
-    length = block_length(time)
+    length = block_length(time, window)
     return (window + length - 2) // length if window else time // length
 
 
@@ -66,39 +76,80 @@ def _dot(a, b, contract: tuple[int, int]):
 
 
 def _scores(k_KxS, q_KxC, blocks_apart, window: int):
-    """Returns the scores of a block of keys and the block of queries that is `blocks_apart` blocks later, (S, C)."""
+    """Returns the scores of a block of keys and the block of queries that is `blocks_apart` blocks later, (S, C).
+
+    `blocks_apart` is an int or, if it is known only when the kernel runs, a positive traced integer.
+    """
     scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
-    is_diagonal = isinstance(blocks_apart, int)  # the int is 0; all other distances are traced
-    if not window and not is_diagonal:
+    length, is_known = q_KxC.shape[1], isinstance(blocks_apart, int)
+    is_diagonal = is_known and blocks_apart == 0
+    is_inside = not window or (is_known and (blocks_apart + 1) * length <= window)
+    if is_inside and not is_diagonal:
         return scores_SxC
     key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))
-    distance = query - key + blocks_apart * q_KxC.shape[1]
-    allowed = distance < window if window else True
+    distance = query - key + blocks_apart * length
+    allowed = True if is_inside else distance < window
     return jnp.where(allowed & (distance >= 0) if is_diagonal else allowed, scores_SxC, -1e30)
 
 
-def _forward_kernel(q_KxC, k_KxT, v_KxT, y_KxC, log_sums_1xC, *, window: int):
-    """Computes the output and the log-sums of exponentials of one block of C queries."""
-    width, length = q_KxC.shape
-    query_block = pl.program_id(2)
-    q = q_KxC[...]
+def _for_each_block(time: int, window: int, body, later: bool = False):
+    """Calls body(i, n) for each block i of a row of `time` positions, in ascending order.
 
-    def add_keys(blocks_apart, carry):
+    n is the number of blocks in reach that are before block i or, with `later`, after it. With a short window, n is an
+    int.
+    """
+    blocks, reach = time // block_length(time, window), blocks_in_reach(time, window)
+
+    def neighbors(i):
+        return blocks - 1 - i if later else i
+
+    if not is_short(window):
+        jax.lax.fori_loop(0, blocks, lambda i, _: body(i, jnp.minimum(neighbors(i), reach)), None)
+        return
+    edge = min(reach, blocks)
+    start, stop = (0, blocks - edge) if later else (edge, blocks)  # these blocks have `reach` neighbors
+    for i in range(start):
+        body(i, neighbors(i))
+    jax.lax.fori_loop(start, stop, lambda i, _: body(i, reach), None)
+    for i in range(stop, blocks):
+        body(i, neighbors(i))
+
+
+def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
+    """Computes the output and the log-sums of exponentials of one head, for one block of C queries after the other."""
+    width, time = q_KxT.shape
+    length = block_length(time, window)
+
+    def add_keys(query_block, blocks_apart, carry):
+        """Adds the blocks of keys that are `blocks_apart`, a sequence, before the block of queries."""
         largest_1xC, sums_1xC, y = carry
-        keys = pl.ds((query_block - blocks_apart) * length, length)
-        scores_SxC = _scores(k_KxT[:, keys], q, blocks_apart, window)
-        new_largest_1xC = jnp.maximum(largest_1xC, jnp.max(scores_SxC, axis=0, keepdims=True))
-        weights_SxC = jnp.exp(scores_SxC - new_largest_1xC)
+        q = q_KxT[:, pl.ds(query_block * length, length)]
+        keys = [pl.ds((query_block - apart) * length, length) for apart in blocks_apart]
+        scores = [_scores(k_KxT[:, block], q, apart, window) for block, apart in zip(keys, blocks_apart)]
+        new_largest_1xC = functools.reduce(
+            jnp.maximum, [jnp.max(scores_SxC, axis=0, keepdims=True) for scores_SxC in scores], largest_1xC)
         rescale_1xC = jnp.exp(largest_1xC - new_largest_1xC)
-        y = y * rescale_1xC + _dot(v_KxT[:, keys], weights_SxC.astype(v_KxT.dtype), (1, 0))
-        return new_largest_1xC, sums_1xC * rescale_1xC + jnp.sum(weights_SxC, axis=0, keepdims=True), y
+        sums_1xC, y = sums_1xC * rescale_1xC, y * rescale_1xC
+        for block, scores_SxC in zip(keys, scores):
+            weights_SxC = jnp.exp(scores_SxC - new_largest_1xC)
+            y += _dot(v_KxT[:, block], weights_SxC.astype(v_KxT.dtype), (1, 0))
+            sums_1xC += jnp.sum(weights_SxC, axis=0, keepdims=True)
+        return new_largest_1xC, sums_1xC, y
 
-    zeros_1xC = jnp.zeros((1, length), jnp.float32)
-    carry = add_keys(0, (zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)))
-    previous = jnp.minimum(query_block, blocks_in_reach(k_KxT.shape[1], window))
-    largest_1xC, sums_1xC, y = jax.lax.fori_loop(1, previous + 1, add_keys, carry)
-    y_KxC[...] = (y / sums_1xC).astype(y_KxC.dtype)
-    log_sums_1xC[...] = largest_1xC + jnp.log(sums_1xC)
+    def outputs_of_queries(query_block, previous):
+        zeros_1xC = jnp.zeros((1, length), jnp.float32)
+        carry = zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)
+        if is_short(window):
+            carry = add_keys(query_block, range(previous + 1), carry)
+        else:
+            carry = jax.lax.fori_loop(1, previous + 1, lambda apart, carry: add_keys(query_block, [apart], carry),
+                                      add_keys(query_block, [0], carry))
+        largest_1xC, sums_1xC, y = carry
+        queries = pl.ds(query_block * length, length)
+        y_KxT[:, queries] = (y / sums_1xC).astype(y_KxT.dtype)
+        log_sums_1xT[:, queries] = largest_1xC + jnp.log(sums_1xC)
+
+    _for_each_block(time, window, outputs_of_queries)
 
 
 def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT, dq_RxKxT, dk_KxT, dv_KxT,
@@ -108,8 +159,7 @@ def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_R
     `products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2).
     """
     per_group, width, time = q_RxKxT.shape
-    length = block_length(time)
-    blocks = time // length
+    length = block_length(time, window)
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
 
     def add_block(head, key_block, blocks_apart, carry):
@@ -122,40 +172,42 @@ def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_R
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
         return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
 
-    def gradients_of_keys(key_block, _):
-        later = jnp.minimum(blocks - 1 - key_block, blocks_in_reach(time, window))
-
+    def gradients_of_keys(key_block, later):
         def add_head(head, carry):
-            return jax.lax.fori_loop(
-                1, later + 1, functools.partial(add_block, head, key_block), add_block(head, key_block, 0, carry))
+            add = functools.partial(add_block, head, key_block)
+            if not is_short(window):
+                return jax.lax.fori_loop(1, later + 1, add, add(0, carry))
+            for blocks_apart in range(later + 1):
+                carry = add(blocks_apart, carry)
+            return carry
 
         zeros_KxS = jnp.zeros((width, length), jnp.float32)
         dk, dv = jax.lax.fori_loop(0, per_group, add_head, (zeros_KxS, zeros_KxS))
         keys = pl.ds(key_block * length, length)
         dk_KxT[:, keys], dv_KxT[:, keys] = dk.astype(dk_KxT.dtype), dv.astype(dv_KxT.dtype)
 
-    jax.lax.fori_loop(0, blocks, gradients_of_keys, None)
+    _for_each_block(time, window, gradients_of_keys, later=True)
     dq_RxKxT[...] = dq_sums_RxKxT[...].astype(dq_RxKxT.dtype)
 
 
 def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
     batch, heads, width, time = q_BxHxKxT.shape
-    per_group, length = heads // k_BxGxKxT.shape[1], block_length(time)
+    per_group = heads // k_BxGxKxT.shape[1]
 
     def queries(rows):
-        return pl.BlockSpec((None, None, rows, length), lambda batch, head, block: (batch, head, 0, block))
+        return pl.BlockSpec((None, None, rows, time), lambda batch, head: (batch, head, 0, 0))
 
-    def group(batch, head, block):
+    def group(batch, head):
         return batch, jax.lax.div(head, per_group), 0, 0  # `//` does not compile for devices that are not attached
 
     keys = pl.BlockSpec((None, None, width, time), group)
     y_BxHxKxT, log_sums_BxHx1xT = pl.pallas_call(
         functools.partial(_forward_kernel, window=window), name=f"flash_attention_forward_{window}",
-        grid=(batch, heads, time // length), in_specs=[queries(width), keys, keys],
+        grid=(batch, heads), in_specs=[queries(width), keys, keys],
         out_specs=[queries(width), queries(1)],
         out_shape=[jax.ShapeDtypeStruct(q_BxHxKxT.shape, q_BxHxKxT.dtype),
                    jax.ShapeDtypeStruct((batch, heads, 1, time), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret)(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
     y_BxHxKxT, log_sums_BxHx1xT = (checkpoint_name(x, OUTPUT) for x in (y_BxHxKxT, log_sums_BxHx1xT))
     return y_BxHxKxT, (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT)

@@ -80,11 +80,13 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
 
 @pytest.mark.parametrize("head_width, heads, groups, window, time", [
     (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
+    (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),
     pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
 def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
-    """Rows of 384 positions have three blocks of keys and queries. Rows of 1024 have two.
+    """Rows of 384 positions have blocks of 128. Longer rows have blocks of 256 if the window is short, otherwise of 512.
 
-    A window of 128 positions touches at most two blocks. A window of 130 touches up to three.
+    A window of 128 positions touches at most two blocks of 128. A window of 130 touches up to three. With windows of
+    256 and 512, some blocks need no mask. A window of 520 is not short.
     """
     q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
     y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="flash")

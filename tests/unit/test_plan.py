@@ -344,16 +344,23 @@ def test_roofline_of_a_grouped_product():
     assert kernels.kernel_seconds(metadata, 1024, chips.CHIPS["TPU v5 lite"]) == 0
 
 
-@pytest.mark.parametrize("window", [0, 1, 256, 512, 513, 514, 1500, 2047])
+@pytest.mark.parametrize("window", [0, 1, 256, 257, 258, 512, 513, 514, 1500, 2047])
 def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
-    """A block of 512 × 512 scores counts if the mask of JAX's kernel is nonzero there."""
-    kernel = splash_kernel(2, 2048, 64, window, True)
+    """Blocks have 256 × 256 scores for windows of up to 512 positions, otherwise 512 × 512. Masked blocks do not count.
+
+    For splash attention, a block of 512 × 512 scores counts if the mask of JAX's kernel is nonzero there.
+    """
+    distances = np.subtract.outer(np.arange(2048), np.arange(2048))
+    allowed = (distances >= 0) & (distances < (window or 2048))
+    length, forward_cycles, gradient_cycles = (256, 3.5, 5) if 0 < window <= 512 else (512, 3, 4)
+    blocks = np.count_nonzero(allowed.reshape(2048 // length, length, 2048 // length, length).any(axis=(1, 3)))
     chip = chips.CHIPS["TPU v5 lite"]
-    line = (f"%jvp_flash_attention_forward_{window}_.1 = custom-call(%a), "
-            "operand_layout_constraints={bf16[3,2,64,2048]{3,2,1,0}}")
-    seconds = 2 * 3 * 512**2 * (3 / 1024 / chip.hertz + 2 * 64 / chip.flops)
-    assert kernels.kernel_seconds(line, 2048, chip) == pytest.approx(
-        np.count_nonzero(kernel.fwd_mask_info.block_mask) / len(kernel.fwd_mask_info.block_mask) * seconds)
+    for name, vector_cycles, products in (("forward", forward_cycles, 1), ("gradient", gradient_cycles, 3)):
+        line = (f"%jvp_flash_attention_{name}_{window}_.1 = custom-call(%a), "
+                "operand_layout_constraints={bf16[3,2,64,2048]{3,2,1,0}}")
+        seconds = 2 * 3 * length**2 * (vector_cycles / 1024 / chip.hertz + products * 2 * 64 / chip.flops)
+        assert kernels.kernel_seconds(line, 2048, chip) == pytest.approx(blocks * seconds)
+    kernel = splash_kernel(2, 2048, 64, window, True)
     for name, info in (("fwd", kernel.fwd_mask_info), ("dq", kernel.dq_mask_info), ("dkv", kernel.dkv_mask_info)):
         shape = ",".join(map(str, info.data_next.shape))
         line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "

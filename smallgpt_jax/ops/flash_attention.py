@@ -28,7 +28,7 @@ OUTPUT = "attention_output"  # name of the forward pass's results in remateriali
 
 
 def is_short(window: int) -> bool:
-    """Returns whether each block of queries attends to so few blocks that the kernels need no loop over them."""
+    """Returns whether the kernels use short blocks, and compute all blocks in reach at once, not in a loop."""
     return 0 < window <= 2 * SHORT_BLOCK
 
 

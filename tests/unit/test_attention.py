@@ -83,7 +83,7 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
     (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),
     pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
 def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
-    """Rows of 384 positions have blocks of 128. Longer rows have blocks of 256 if the window is short, otherwise of 512.
+    """Rows of 384 positions have blocks of 128. Longer rows have blocks of 512, or of 256 with a short window.
 
     A window of 128 positions touches at most two blocks of 128. A window of 130 touches up to three. With windows of
     256 and 512, some blocks need no mask. A window of 520 is not short.

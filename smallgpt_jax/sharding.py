@@ -32,7 +32,8 @@ RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name
 def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
     """Returns the mesh with the axis lengths of the config's `mesh` group; −1 means the remaining devices.
 
-    Raises UserError if the product of the lengths is not the number of devices.
+    Raises UserError if the product of the lengths is not the number of devices, or if the lengths do not fit the shape
+    of a slice of TPUs.
     """
     devices = jax.devices() if devices is None else devices
     lengths = dict(data=data, fsdp=fsdp, tensor=tensor, path=path)
@@ -46,8 +47,13 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
     if math.prod(lengths.values()) != len(devices):
         raise UserError(f"config.mesh: {requested}: the lengths must multiply to the number of devices, "
                         f"which is {len(devices)}")
-    return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
-                         axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
+    try:
+        return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
+                             axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
+    except NotImplementedError:  # on TPUs with a three-dimensional network
+        sides = "×".join(str(len(set(side))) for side in zip(*(device.coords for device in devices)))
+        raise UserError(f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length must be "
+                        "1 or a product of different sides of the slice") from None
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:

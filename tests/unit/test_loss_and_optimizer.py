@@ -1,8 +1,10 @@
 """Tests of loss, optimizer, axis rules and FLOP counts on small arrays and shapes, without training."""
 
 import copy
+import itertools
 import math
 import runpy
+import types
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +182,15 @@ def test_refuses_impossible_meshes(lengths, substrings):
     with pytest.raises(UserError) as error:
         sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
     assert all(s in str(error.value) for s in substrings), str(error.value)
+
+
+def test_refuses_meshes_that_do_not_fit_a_slice_of_tpus():
+    """16 is not a product of different sides of a slice of 4×8×8 chips."""
+    devices = [types.SimpleNamespace(id=i, coords=coords, core_on_chip=0, device_kind="TPU v5", platform="tpu",
+                                     process_index=0, slice_index=0)
+               for i, coords in enumerate(itertools.product(range(4), range(8), range(8)))]
+    with pytest.raises(UserError, match=r"data=16, fsdp=16.*4×8×8.*1 or a product of different sides"):
+        sharding.make_mesh(data=16, fsdp=16, tensor=1, path=1, devices=devices)
 
 
 def test_flops_of_a_matrix_product():

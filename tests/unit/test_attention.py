@@ -79,8 +79,8 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
 
 
 @pytest.mark.parametrize("head_width, heads, groups, window, time", [
-    (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384), (16, 1, 1, 383, 384),
-    (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),
+    (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
+    (16, 1, 1, 383, 384), (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),
     pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
 def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
     """Rows of 384 positions have blocks of 128. Longer rows have blocks of 512, or of 256 with a short window.

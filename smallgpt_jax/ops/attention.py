@@ -16,6 +16,7 @@ Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 
 key–value heads, head h attends to the keys of key–value head h // (H / G).
 """
 
+import functools
 import math
 
 import flax
@@ -27,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from smallgpt_jax import sharding
-from smallgpt_jax.ops import flash_attention
+from smallgpt_jax.ops import bfloat16, flash_attention
 from smallgpt_jax.ops.flash_attention import OUTPUT
 from smallgpt_jax.ops.platform import platform
 
@@ -104,11 +105,15 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
     return backend, ""
 
 
-def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
+def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto",
+              dtype: str | None = None):
     """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
 
     See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
     head's slope times the distance between query and key is subtracted from the head's scores.
+
+    On CPUs, q, k and v may be float32 if `dtype`, the compute dtype, is bfloat16. The operands of the products are then
+    rounded to bfloat16. XLA's CPU compiler is slow at computing the gradients of slices of bfloat16 arrays.
     """
     _, heads, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -116,8 +121,8 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
     name, _ = select_backend(backend, platform(), time=time, head_width=head_width, dtype=str(q_BxHxTxK.dtype),
                              mask=mask, has_alibi=slopes_H is not None, per_group=heads // k_BxGxTxK.shape[1])
     q_BxHxTxK /= math.sqrt(head_width)
-    backends = {"xla": chunked, "reference": reference, "counted": counted, "flash": flash, "splash": splash,
-                "cudnn": cudnn}
+    backends = {"xla": functools.partial(chunked, dtype=dtype) if dtype else chunked, "reference": reference,
+                "counted": counted, "flash": flash, "splash": splash, "cudnn": cudnn}
     return backends[name](q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
 
 
@@ -141,7 +146,7 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
-def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H, dtype: str | None = None):
     """Returns the attention output. The queries are processed in chunks of QUERIES.
 
     Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
@@ -152,11 +157,12 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
         if mask.prefix_lengths_B is not None:
             keys = slice(0, time)
         parts.append(_weighted_values(q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys],
-                                      v_BxGxTxK[:, :, keys], mask, slopes_H, start, keys))
+                                      v_BxGxTxK[:, :, keys], mask, slopes_H, start, keys, dtype))
     return jnp.concatenate(parts, axis=2)
 
 
-def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
+def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice,
+                     dtype: str | None = None):
     """Returns the attention output of T queries for the S keys at positions `keys`, (B, H, T, K).
 
     `start` is the position of the first query. The weights are normalized after the product with the values. This
@@ -166,7 +172,8 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
-    scores_BxGxRxS = jnp.einsum(
+    is_bfloat16 = bfloat16.applies(dtype or q_BxHxTxK.dtype)
+    scores_BxGxRxS = bfloat16.product(q_BxGxRxK, jnp.swapaxes(k_BxGxSxK, 2, 3)) if is_bfloat16 else jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
     if slopes_H is not None:  # each text is contiguous, so distances in the row equal distances in the text
         distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
@@ -177,8 +184,8 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     scores_BxGxRxS += jnp.where(allowed_BxRxS, 0.0, -1e30)[:, None]
     largest_BxGxRx1 = jax.lax.stop_gradient(jnp.max(scores_BxGxRxS, axis=-1, keepdims=True))
     weights_BxGxRxS = jnp.exp(scores_BxGxRxS - largest_BxGxRx1)
-    y_BxGxRxK = jnp.einsum("bhts,bhsk->bhtk", weights_BxGxRxS.astype(v_BxGxSxK.dtype), v_BxGxSxK,
-                           preferred_element_type=jnp.float32)
+    y_BxGxRxK = bfloat16.product(weights_BxGxRxS, v_BxGxSxK) if is_bfloat16 else jnp.einsum(
+        "bhts,bhsk->bhtk", weights_BxGxRxS.astype(v_BxGxSxK.dtype), v_BxGxSxK, preferred_element_type=jnp.float32)
     y_BxGxRxK = (y_BxGxRxK / jnp.sum(weights_BxGxRxS, axis=-1, keepdims=True)).astype(v_BxGxSxK.dtype)
     return y_BxGxRxK.reshape(batch, heads, time, head_width)
 

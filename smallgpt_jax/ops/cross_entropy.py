@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from smallgpt_jax import sharding
+from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.platform import platform
 
 # Maximum difference between a logit and the target's logit in training, in nats. Larger differences are clipped, so
@@ -46,12 +47,18 @@ def _rows(x_BxCxW):
 def _chunk_loss(chunk, head_VxW, z_loss: float):
     """Returns the weighted sum of a chunk's losses."""
     x_BxCxW, _, weights_BxC = chunk
-    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
     log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
     losses_R = log_sums_R - _target_logits(chunk, head_VxW)
     if z_loss:
         losses_R += z_loss * jnp.square(log_sums_R)
     return jnp.sum(weights_BxC.reshape(-1) * losses_R)
+
+
+def _logits(x_RxW, head_VxW):
+    if bfloat16.applies(x_RxW.dtype):
+        return bfloat16.dot(x_RxW, head_VxW.T)
+    return jnp.dot(x_RxW, head_VxW.T, preferred_element_type=jnp.float32)
 
 
 def _target_logits(chunk, head_VxW):
@@ -71,7 +78,7 @@ def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
-    logits_RxV = jnp.dot(_rows(x_BxCxW), head_VxW.T, preferred_element_type=jnp.float32)
+    logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
     target_logits_R = _target_logits(chunk, head_VxW)
     differences_RxV = logits_RxV - target_logits_R[:, None]
     # jnp.where instead of jnp.minimum, because jnp.minimum drops NaN on CPUs.
@@ -110,11 +117,15 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
         total, d_head = carry
         x_BxCxW = chunk[0]
         loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss)
-        d_head += jnp.einsum(
-            f"prv,prw->{axes}", d_logits.reshape(shards, -1, len(head_VxW)),
-            x_BxCxW.reshape(shards, -1, x_BxCxW.shape[2]), preferred_element_type=jnp.float32)
-        d_x = jnp.dot(d_logits, head_VxW).reshape(x_BxCxW.shape)
-        return (total + loss, nn.with_logical_constraint(d_head, names)), d_x
+        x_PxRxW, d_logits_PxRxV = (
+            rows.reshape(shards, -1, rows.shape[-1]) for rows in (x_BxCxW, d_logits))
+        if bfloat16.applies(x_BxCxW.dtype):
+            d_head += bfloat16.transposed_dot(x_PxRxW, d_logits_PxRxV)
+            d_x = bfloat16.dot(d_logits, head_VxW).astype(x_BxCxW.dtype)
+        else:
+            d_head += jnp.einsum(f"prv,prw->{axes}", d_logits_PxRxV, x_PxRxW, preferred_element_type=jnp.float32)
+            d_x = jnp.dot(d_logits, head_VxW)
+        return (total + loss, nn.with_logical_constraint(d_head, names)), d_x.reshape(x_BxCxW.shape)
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     vocabulary, width = head_VxW.shape

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.platform import platform
 
 
@@ -20,7 +21,9 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
         return jnp.dot(x_BxTxI, w_IxO)
     inputs, outputs = w_IxO.shape
     x_RxI = x_BxTxI.reshape(-1, inputs)
-    if inputs > outputs and not decode:
+    if bfloat16.applies(w_IxO.dtype) and not decode:
+        y_RxO = bfloat16.product(x_RxI, w_IxO).astype(jnp.bfloat16)
+    elif inputs > outputs and not decode:
         contract_last = (((1,), (1,)), ((), ()))
         y_RxO = jax.lax.dot_general(x_RxI, jax.lax.optimization_barrier(w_IxO.T), contract_last)
     else:

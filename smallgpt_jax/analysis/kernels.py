@@ -75,8 +75,8 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
 def ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
-    The kernel multiplies tiles of rows. It computes a tile once for each group that has rows in the tile, so at most
-    rows / tile + groups − 1 tiles in total. An operand of this length lists the group of each tile.
+    The kernel multiplies tiles of rows. It computes a tile once for each group that has rows in the tile. These are at
+    most rows / tile + groups − 1 products. One operand lists the group of each product.
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))

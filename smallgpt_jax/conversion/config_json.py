@@ -45,7 +45,7 @@ class ConfigJson(NamedTuple):
         return found
 
     def require(self, supported: Mapping) -> None:
-        """Raises UserError if a field has another value than in `supported`. Missing fields are allowed."""
+        """Raises UserError if a field's value differs from its value in `supported`. Missing fields are allowed."""
         for name, value in supported.items():
             if self.fields.get(name) not in (None, value):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")

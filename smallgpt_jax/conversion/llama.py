@@ -42,7 +42,7 @@ def class_name(config: ModelConfig) -> str:
 
 
 def hugging_face_name(name: str) -> str:
-    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern of three names."""
+    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern that matches three names."""
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.weight", name):
         return f"model.layers.{block[1]}.{BLOCK_NAMES[block[2]]}.weight"
     return OTHER_NAMES.get(name, name)

@@ -241,7 +241,7 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret: bool):
     """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask.
 
-    There may be fewer keys and values, (key–value heads, time, head width).
+    Keys and values may have fewer heads than the queries.
     """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout

@@ -76,7 +76,7 @@ def _dot(a, b, contract: tuple[int, int]):
 
 
 def _scores(k_KxS, q_KxC, blocks_apart, window: int):
-    """Returns the scores of a block of keys and the block of queries that is `blocks_apart` blocks later, (S, C).
+    """Returns the (S, C) scores of a block of keys and the block of queries that is `blocks_apart` blocks later.
 
     `blocks_apart` is an int or, if it is known only when the kernel runs, a positive traced integer.
     """

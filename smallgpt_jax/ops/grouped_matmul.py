@@ -56,7 +56,10 @@ def block_size(backend: str, rows: int, num_groups: int) -> int:
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
-    """Returns the slots of R rows, in blocks of `block` slots. `group_of_row_R` (int32) is the group of each row."""
+    """Sorts R rows by group and pads the rows of each group to a multiple of `block`. Returns the place of each row.
+
+    `group_of_row_R` (int32) is the group of each row.
+    """
     rows = group_of_row_R.size
     # A group with rows has at most `block` − 1 unused slots.
     num_blocks = (rows + min(num_groups, rows) * (block - 1)) // block

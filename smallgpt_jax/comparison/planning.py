@@ -32,7 +32,7 @@ class Plan:
     models: dict[str, ConfigDict]  # {name: config}, each with the number of steps that the budget allows
     seeds: range
     multiples: tuple[float, ...]  # of each model's own learning rate; empty: no grid
-    max_added: int  # maximum number of multiples that are added to a model's grid
+    max_added: int  # maximum number of learning rates that are added to a model's grid
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
         """Returns {name: grid}, or {} if the plan has no multiples.

@@ -43,7 +43,7 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors, without a copy of the tied embedding."""
+    """Returns the tensors. If the embedding is tied, its copy is left out."""
     return {name: x for name, x in tensors.items() if not (config.tie_embeddings and name == "head.weight")}
 
 

@@ -16,7 +16,7 @@ class Detokenizer:
         stop: the stop strings.
         before: the ids of the tokens before the first new token. The last DECODED_CONTEXT of them are decoded together
             with the new tokens, because some tokenizers drop the leading space of a text's first token.
-        prompt: the end of the text of `before`.
+        prompt: the text that `before` encodes, or the end of this text.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),

@@ -169,7 +169,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
     def counting_steps(*arguments, **static):
         computed.append(int(arguments[6]))
-        monkeypatch.setattr(decoder, "decode_step", decode_step)  # tracing `decode_steps` calls the original
+        monkeypatch.setattr(decoder, "decode_step", decode_step)  # `decode_steps` must not call the patched function
         result = decode_steps(*arguments, **static)
         monkeypatch.setattr(decoder, "decode_step", counting)
         return result

@@ -17,7 +17,7 @@ FIELDS = dict(
 
 
 def check(platform: str, separate_documents: bool = False, **fields) -> None:
-    """Runs the check for a program on a device of `platform`. Whatever `platform` is, the kernels run on the CPU."""
+    """Checks the attention kernels of a program, as if its device were a `platform`. The kernels run on the CPU."""
     device = types.SimpleNamespace(platform=platform)
     mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]), shape={"path": 1})
     data = types.SimpleNamespace(separate_documents=separate_documents)

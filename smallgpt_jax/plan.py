@@ -32,6 +32,7 @@ flags.mark_flags_as_required(["config", "topology"])
 
 def main() -> None:
     config, devices = _CONFIG.value, chips.topology_devices(_TOPOLOGY.value)
+    log = functools.partial(print, file=sys.stderr, flush=True)
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
@@ -39,8 +40,9 @@ def main() -> None:
                             "choose a TPU topology")
         config.train.batch_size = largest_batch(
             functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
-            log=lambda line: print(line, file=sys.stderr, flush=True))
+            log=log)
     program = build_program(config, devices)
+    log(f"compiling for {_TOPOLOGY.value}; large models take minutes")
     result = estimate(program)
     print(json.dumps(dataclasses.asdict(result)) if _JSON.value else format_plan(program, result))
     if not result.fits:

@@ -114,7 +114,8 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     if tokens and max(tokens) > 1.01 * min(tokens) and max(flops) > 1.01 * min(flops):
         found.append("The runs differ in tokens and in FLOPs: compare curves, not last losses.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
-        found.append("The runs were trained on different machines: their seconds and tokens/s are not comparable.")
+        found.append("The runs were trained on different devices, or on different numbers of devices: their seconds "
+                     "and tokens/s are not comparable.")
     if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
         found.append(f"An older version measured {', '.join(unrecorded)} and recorded only the source, not the content "
                      "of the text. Whether the runs were measured on the same content is unknown.")

@@ -173,4 +173,4 @@ def import_library(name: str):
     try:
         return import_module(name)
     except ImportError:
-        raise UserError(f"{name} is not installed; run {install_command('hf')}") from None
+        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command('hf')}") from None

@@ -43,15 +43,15 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
         f"length {config.context_length:,}, vocabulary size {config.vocab_size:,}. A base language model: it continues "
         "text, does not follow instructions, and reproduces the errors and biases of its training text. Trained with "
         "smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv 2404.14462).", "",
-        "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+        "```python", "import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})',
         f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
-        'tokens = tokenizer("Once upon a time", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50, do_sample=True)[0]))", "```", "",
+        'tokens = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode("Once upon a time")]])',
+        "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))", "```", "",
         *(["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
           if facts else []),
-        "In training, an end-of-text token precedes every document. The tokenizer does not add this token, and "
-        "encodes `<|endoftext|>` in a text as ordinary text.", ""])
+        "In training, an end-of-text token precedes every document. The tokenizer does not add this token, so the "
+        "example adds it. The tokenizer encodes `<|endoftext|>` in a text as ordinary text.", ""])
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -259,7 +260,7 @@ def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_survives_every_conversion(text_file, tmp_path):
+def test_a_run_survives_every_conversion(text_file, tmp_path, monkeypatch, capsys):
     """The weights of a run do not change when they are exported, imported and copied.
 
     First, the run is exported, and the export is imported. Then, the best path of the imported model is exported.
@@ -274,6 +275,9 @@ def test_a_run_survives_every_conversion(text_file, tmp_path):
     assert "pgpt of step 20, 61,665 parameters" in result.stdout
     card = (out / "README.md").read_text()
     assert "4.1250 nats" in card and "20 of 8 × 64 tokens" in card and "2 parallel paths" in card
+    monkeypatch.chdir(out.parent)
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], {})
+    assert "<|endoftext|>Once upon a time" in capsys.readouterr().out
 
     result = call("convert", "--from=hf", f"--input={out}", f"--workdir={back}")
     assert result.returncode == 0 and not result.stderr, result.stderr

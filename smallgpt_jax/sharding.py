@@ -50,10 +50,10 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
     try:
         return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
                              axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
-    except NotImplementedError:  # on TPUs with a three-dimensional network
+    except NotImplementedError:  # except on v5e, JAX does not split a side of a slice of TPUs between two axes
         sides = "×".join(str(len(set(side))) for side in zip(*(device.coords for device in devices)))
         raise UserError(f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length must be "
-                        "1 or a product of different sides of the slice") from None
+                        "1 or a product of sides of the slice, and no side may be used twice") from None
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:

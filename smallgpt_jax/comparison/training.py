@@ -1,5 +1,6 @@
 """Trains the runs of a comparison. Several processes divide the runs among themselves."""
 
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
     except UserError as error:
         raise UserError(f"{run.name}: {error}") from None
     finally:
+        gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
         jax.clear_caches()  # frees the run's compiled programs
     return last_loss(run)
 

@@ -14,7 +14,7 @@ from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, project, 
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import attention as ops
 from smallgpt_jax.ops import bfloat16
-from smallgpt_jax.ops.matmul import one_product_is_faster
+from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 
 
 class QKVProjection(Dense):
@@ -40,10 +40,8 @@ class QKVProjection(Dense):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         if one_product_is_faster(context.decode):
-            y_BxTxGxJxK = super().__call__(x_BxTxD, context)
-            if bfloat16.applies(self.dtype) and not context.decode:
-                y_BxTxGxJxK = y_BxTxGxJxK.astype(jnp.float32)  # see ops.attention
-            return split_heads(y_BxTxGxJxK)
+            y_BxTxGxJxK = bfloat16.sliceable(super().__call__(x_BxTxD, context))
+            return tuple(part.astype(self.dtype) for part in split_heads(y_BxTxGxJxK))
         *first_factor, kernel_IxGxJxK = self.kernels(x_BxTxD.shape[2:])  # I is D, or the rank of two factors
         x_BxTxI = x_BxTxD.astype(self.dtype)
         for factor_DxI in first_factor:
@@ -81,7 +79,7 @@ class OutputProjection(Dense):
 
     @nn.compact
     def __call__(self, x_BxHxTxK, context: Context):
-        if context.decode or bfloat16.applies(self.dtype):
+        if merging_heads_is_faster(context.decode, self.dtype):
             return super().__call__(jnp.swapaxes(x_BxHxTxK, 1, 2), context)
         _, heads, _, head_width = x_BxHxTxK.shape
         kernel_HxKxO, *second_factor = self.kernels((heads, head_width))  # O is D, or the rank of two factors
@@ -117,7 +115,7 @@ class Attention(nn.Module):
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
-            y_BxHxTxK = ops.attention(q, k, v, mask, slopes_H, backend=c.attention, dtype=c.dtype)
+            y_BxHxTxK = ops.attention(q, k, v, mask, slopes_H, backend=c.attention)
         return OutputProjection(
             (c.d_model,), ("heads", "head_width", "embed"),
             residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)

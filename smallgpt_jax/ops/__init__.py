@@ -18,4 +18,6 @@ with `python benchmarks/ops.py --rounds=11` in float32 on two cores of an AMD EP
 
 With JAX 0.12, normalizing the weights after the product is slower than the plain form. This rewrite stays while
 `constraints.txt` pins JAX 0.10.2.
+
+On CPUs with bfloat16 instructions, products of bfloat16 matrices are rewritten, too (`bfloat16.py`).
 """

@@ -16,7 +16,6 @@ Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 
 key–value heads, head h attends to the keys of key–value head h // (H / G).
 """
 
-import functools
 import math
 
 import flax
@@ -105,15 +104,11 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
     return backend, ""
 
 
-def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto",
-              dtype: str | None = None):
+def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
     """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
 
     See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
     head's slope times the distance between query and key is subtracted from the head's scores.
-
-    On CPUs, q, k and v may be float32 if `dtype`, the compute dtype, is bfloat16. The operands of the products are then
-    rounded to bfloat16. XLA's CPU compiler is slow at computing the gradients of slices of bfloat16 arrays.
     """
     _, heads, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -121,8 +116,8 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
     name, _ = select_backend(backend, platform(), time=time, head_width=head_width, dtype=str(q_BxHxTxK.dtype),
                              mask=mask, has_alibi=slopes_H is not None, per_group=heads // k_BxGxTxK.shape[1])
     q_BxHxTxK /= math.sqrt(head_width)
-    backends = {"xla": functools.partial(chunked, dtype=dtype) if dtype else chunked, "reference": reference,
-                "counted": counted, "flash": flash, "splash": splash, "cudnn": cudnn}
+    backends = {"xla": chunked, "reference": reference, "counted": counted, "flash": flash, "splash": splash,
+                "cudnn": cudnn}
     return backends[name](q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
 
 
@@ -146,23 +141,24 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
-def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H, dtype: str | None = None):
+def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     """Returns the attention output. The queries are processed in chunks of QUERIES.
 
     Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
     """
-    time, parts = q_BxHxTxK.shape[2], []
+    time, dtype, parts = q_BxHxTxK.shape[2], q_BxHxTxK.dtype, []
+    q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     for start in range(0, time, QUERIES):
         keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
         if mask.prefix_lengths_B is not None:
             keys = slice(0, time)
-        parts.append(_weighted_values(q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys],
-                                      v_BxGxTxK[:, :, keys], mask, slopes_H, start, keys, dtype))
-    return jnp.concatenate(parts, axis=2)
+        q, k, v = (x.astype(dtype) for x in (
+            q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys]))
+        parts.append(bfloat16.sliceable(_weighted_values(q, k, v, mask, slopes_H, start, keys)))
+    return jnp.concatenate(parts, axis=2).astype(dtype)
 
 
-def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice,
-                     dtype: str | None = None):
+def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
     """Returns the attention output of T queries for the S keys at positions `keys`, (B, H, T, K).
 
     `start` is the position of the first query. The weights are normalized after the product with the values. This
@@ -172,7 +168,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups
     q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
-    is_bfloat16 = bfloat16.applies(dtype or q_BxHxTxK.dtype)
+    is_bfloat16 = bfloat16.applies(q_BxHxTxK.dtype)
     scores_BxGxRxS = bfloat16.product(q_BxGxRxK, jnp.swapaxes(k_BxGxSxK, 2, 3)) if is_bfloat16 else jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
     if slopes_H is not None:  # each text is contiguous, so distances in the row equal distances in the text

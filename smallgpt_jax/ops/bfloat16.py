@@ -8,12 +8,21 @@ result. It computes all other products of bfloat16 arrays in float32.
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.ops.platform import platform
+from smallgpt_jax.ops.platform import has_bfloat16_instructions, platform
 
 
 def applies(dtype) -> bool:
-    """Returns whether this module's functions are the fastest for arrays of `dtype`: for bfloat16 on CPUs."""
-    return jnp.dtype(dtype) == jnp.bfloat16 and platform() == "cpu"
+    """Returns whether to use this module for arrays of `dtype`: for bfloat16 on CPUs with bfloat16 instructions."""
+    return jnp.dtype(dtype) == jnp.bfloat16 and platform() == "cpu" and has_bfloat16_instructions()
+
+
+def sliceable(x):
+    """Returns `x`, in float32 if this module applies to it.
+
+    XLA's CPU compiler is slow at computing the gradients of slices of bfloat16 arrays. Slice the result of this
+    function, and convert the slices to the dtype of `x`.
+    """
+    return x.astype(jnp.float32) if applies(x.dtype) else x
 
 
 @jax.custom_vjp

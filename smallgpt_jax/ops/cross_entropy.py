@@ -120,7 +120,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
         x_PxRxW, d_logits_PxRxV = (
             rows.reshape(shards, -1, rows.shape[-1]) for rows in (x_BxCxW, d_logits))
         if bfloat16.applies(x_BxCxW.dtype):
-            d_head += bfloat16.transposed_dot(x_PxRxW, d_logits_PxRxV)
+            d_head += bfloat16.transposed_dot(x_PxRxW, d_logits_PxRxV)  # (P, W, V), as `axes` on CPUs
             d_x = bfloat16.dot(d_logits, head_VxW).astype(x_BxCxW.dtype)
         else:
             d_head += jnp.einsum(f"prv,prw->{axes}", d_logits_PxRxV, x_PxRxW, preferred_element_type=jnp.float32)

@@ -15,7 +15,7 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
 
     On CPUs, a tall `w` is transposed before the product, except in decoding. Its gradient is then computed as a wide
     matrix, which is faster than a tall one (see the table in `ops/__init__.py`). The optimization barrier keeps XLA
-    from removing the transposition.
+    from removing the transposition. Products of bfloat16 matrices take another form there; see `bfloat16.py`.
     """
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)
@@ -38,3 +38,11 @@ def one_product_is_faster(decode: bool) -> bool:
     which costs copies on TPUs. The fused product is faster on CPUs, and in decoding, where there are few rows.
     """
     return decode or platform() == "cpu"
+
+
+def merging_heads_is_faster(decode: bool, dtype) -> bool:
+    """Returns whether the output projection is faster as one product of the merged heads than as a sum over heads.
+
+    Merging the heads is a transposition, which is cheap in decoding. `matmul` then computes the product.
+    """
+    return decode or bfloat16.applies(dtype)

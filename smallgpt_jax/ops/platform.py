@@ -1,5 +1,9 @@
 """The platform for which the function being traced will be compiled."""
 
+import contextlib
+import functools
+from pathlib import Path
+
 import jax
 
 
@@ -20,3 +24,11 @@ def exchange_dtype(dtype: str) -> str:
     CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
     """
     return "float32" if platform() == "cpu" else dtype
+
+
+@functools.cache
+def has_bfloat16_instructions() -> bool:
+    """Returns whether this machine's processor multiplies bfloat16 matrices with AVX512-BF16 or AMX."""
+    with contextlib.suppress(OSError):  # only Linux has /proc
+        return not {"avx512_bf16", "amx_bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    return False

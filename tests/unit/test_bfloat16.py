@@ -9,6 +9,7 @@ import pytest
 
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.ops.platform import has_bfloat16_instructions
 
 
 def rounded(rng, *shape):
@@ -34,6 +35,17 @@ def test_gradients_have_the_dtype_of_the_arguments():
     assert (d_a.dtype, d_b.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+def test_gradients_of_a_shared_operand():
+    """`a` is shared by three products, as in the paths of a pgpt; its gradient is the sum of theirs."""
+    rng = np.random.default_rng(0)
+    a, b, d_y = rounded(rng, 12, 8), rounded(rng, 3, 8, 20), rounded(rng, 3, 12, 20)
+    y, vjp = jax.vjp(jax.jit(jax.vmap(bfloat16.product, (None, 0))), jnp.float32(a), jnp.float32(b))
+    d_a, d_b = vjp(jnp.float32(d_y))
+    for found, expected in ((y, a @ b), (d_a, (d_y @ b.swapaxes(1, 2)).sum(0)), (d_b, a.T @ d_y)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_bfloat16_instructions(), reason="this processor has no bfloat16 instructions")
 def test_products_are_not_computed_in_float32():
     """All operands of the three products are bfloat16 in the compiled program, also if they are transposed arrays."""
     a, b = jnp.ones((64, 96), jnp.bfloat16), jnp.ones((32, 96), jnp.bfloat16)

@@ -185,11 +185,11 @@ def test_refuses_impossible_meshes(lengths, substrings):
 
 
 def test_refuses_meshes_that_do_not_fit_a_slice_of_tpus():
-    """16 is not a product of different sides of a slice of 4×8×8 chips."""
+    """16 is not a product of sides of a slice of 4×8×8 chips, if each side is used once."""
     devices = [types.SimpleNamespace(id=i, coords=coords, core_on_chip=0, device_kind="TPU v5", platform="tpu",
                                      process_index=0, slice_index=0)
                for i, coords in enumerate(itertools.product(range(4), range(8), range(8)))]
-    with pytest.raises(UserError, match=r"data=16, fsdp=16.*4×8×8.*1 or a product of different sides"):
+    with pytest.raises(UserError, match=r"data=16, fsdp=16.*4×8×8.*1 or a product of sides"):
         sharding.make_mesh(data=16, fsdp=16, tensor=1, path=1, devices=devices)
 
 

@@ -168,7 +168,7 @@ def error_message(error: Exception) -> str:
 
 
 def fields_named(flag: str) -> list[str]:
-    """Returns the config fields that an unknown flag may mean: train.steps → train.steps; steps → train.steps."""
+    """Returns the config fields that an unknown flag such as `--steps` or `--train.steps` may mean: ["train.steps"]."""
     if "config" not in flags.FLAGS:
         return []
     if "." in flag:

@@ -15,7 +15,7 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
 
     On CPUs, a tall `w` is transposed before the product, except in decoding. Its gradient is then computed as a wide
     matrix, which is faster than a tall one (see the table in `ops/__init__.py`). The optimization barrier keeps XLA
-    from removing the transposition. Products of bfloat16 matrices take another form there; see `bfloat16.py`.
+    from removing the transposition. Matrices of bfloat16 are multiplied by `bfloat16.product`, if `bfloat16.applies`.
     """
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)

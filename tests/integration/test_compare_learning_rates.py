@@ -57,7 +57,7 @@ class FakeTrain:
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Returns a function (before_end) that replaces `train.train` by a FakeTrain and returns it."""
+    """Returns a function with the arguments of FakeTrain. It replaces `train.train` by a FakeTrain, which it returns."""
     def install(*arguments) -> FakeTrain:
         monkeypatch.setattr(train, "train", FakeTrain(*arguments))
         return train.train

@@ -1,4 +1,4 @@
-"""Export of models to Hugging Face folders: logits and texts in PyTorch, and import of the exported folders."""
+"""Tests of exported models: their logits and texts in PyTorch, and their import."""
 
 import dataclasses
 

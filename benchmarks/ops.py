@@ -27,7 +27,7 @@ from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.inference import sampling
 from smallgpt_jax.ops import activations, attention, cross_entropy, grouped_matmul, matmul
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds; each times both implementations.",
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds. Each round measures both implementations.",
                                 lower_bound=1)
 _ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names start with one of these words.")
 

@@ -57,7 +57,7 @@ class FakeTrain:
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Returns a function with the arguments of FakeTrain. It replaces `train.train` by a FakeTrain, which it returns."""
+    """Returns a function that replaces `train.train` by a FakeTrain. Its arguments are those of FakeTrain."""
     def install(*arguments) -> FakeTrain:
         monkeypatch.setattr(train, "train", FakeTrain(*arguments))
         return train.train

@@ -72,8 +72,10 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
         require_bucket("--workdir", workdir)
     else:
         require_writable(workdir)
+    # List the folder first: another run may start at this moment, and the config is its first visible file.
+    is_empty = not workdir.is_dir() or all(path.name.startswith(".") for path in workdir.iterdir())
     if not (workdir / CONFIG_FILE).exists():
-        if workdir.is_dir() and any(not path.name.startswith(".") for path in workdir.iterdir()):
+        if not is_empty:
             raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "
                             "another")
         return

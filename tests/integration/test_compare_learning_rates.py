@@ -172,6 +172,20 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
     assert {run.folder.name for run in measured} == {"gpt-seed1-lr2x", *seeds}
 
 
+def test_another_process_starts_a_run_during_the_check(tmp_path, monkeypatch):
+    """The other process writes the config just after this process has found none."""
+    exists = Path.exists
+
+    def exists_before_the_start(path: Path) -> bool:
+        found = exists(path)
+        if path.name == workdir.CONFIG_FILE:
+            path.write_text("{}")
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_before_the_start)
+    workdir.check_workdir(tmp_path, load_config("gpt"))
+
+
 def test_refuses_a_grid_for_existing_runs(tmp_path):
     done = call("compare", "--workdirs=a,b", GRID, f"--output={tmp_path / 'out'}")
     assert (done.returncode, done.stderr) == (

@@ -4,7 +4,6 @@ XLA compiles for the instruction set of the host's processor, and JAX's cache ke
 processor therefore has a subfolder of its own.
 """
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -14,6 +13,7 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax.files import as_path, cache_folder
+from smallgpt_jax.ops.platform import processor
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/cpuinfo, on x86 and ARM
@@ -43,9 +43,6 @@ def folder() -> Path:
 
 def processor_kind() -> str:
     """Returns a name that is the same on machines with the same kind of processor, such as x86_64-1f3b09c2."""
-    fields = {"name": platform.processor()}
-    with contextlib.suppress(OSError):  # macOS has no /proc
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = processor() or {"name": platform.processor()}
     described = repr([(name, fields[name]) for name in sorted(fields) if name in ("name", *PROCESSOR_FIELDS)])
     return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

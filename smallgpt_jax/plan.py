@@ -39,8 +39,7 @@ def main() -> None:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
                             "choose a TPU topology")
         config.train.batch_size = largest_batch(
-            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
-            log=log)
+            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm, log)
     program = build_program(config, devices)
     log(f"compiling for {_TOPOLOGY.value}; large models take minutes")
     result = estimate(program)

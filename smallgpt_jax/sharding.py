@@ -50,7 +50,7 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> 
     try:
         return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
                              axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
-    except NotImplementedError:  # except on v5e, JAX does not split a side of a slice of TPUs between two axes
+    except NotImplementedError:  # only on v5e, JAX splits a side of a slice of TPUs between two axes
         sides = "×".join(str(len(set(side))) for side in zip(*(device.coords for device in devices)))
         raise UserError(f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length must be "
                         "1 or a product of sides of the slice, and no side may be used twice") from None

@@ -8,12 +8,12 @@ import importlib.util
 import math
 import os
 import re
-from pathlib import Path
 
 import jax
 from jax.experimental import topologies
 
 from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.ops.platform import processor
 
 GiB = 2**30
 
@@ -65,11 +65,8 @@ def find_chip(device_kind: str) -> Chip | None:
 
 def device_name(device: jax.Device) -> str:
     """Returns `device.device_kind` or, for a CPU, the model name from /proc/cpuinfo, if it exists."""
-    if device.platform == "cpu" and (cpuinfo := Path("/proc/cpuinfo")).exists():
-        models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
-                  if line.startswith("model name")]
-        return models[0] if models else device.device_kind
-    return device.device_kind
+    fields = processor() if device.platform == "cpu" else {}
+    return fields.get("model name", device.device_kind)
 
 
 def topology_devices(topology: str) -> list[jax.Device]:

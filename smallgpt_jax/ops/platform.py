@@ -1,4 +1,4 @@
-"""The platform for which the function being traced will be compiled."""
+"""The platform for which the function being traced will be compiled, and the processor of this machine."""
 
 import contextlib
 import functools
@@ -29,6 +29,12 @@ def exchange_dtype(dtype: str) -> str:
 @functools.cache
 def has_bfloat16_instructions() -> bool:
     """Returns whether this machine's processor multiplies bfloat16 matrices with AVX512-BF16 or AMX."""
-    with contextlib.suppress(OSError):  # only Linux has /proc
-        return not {"avx512_bf16", "amx_bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
-    return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor().get("flags", "").split())
+
+
+def processor() -> dict[str, str]:
+    """Returns the fields of this machine's first processor in /proc/cpuinfo, or {} on systems without /proc."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}

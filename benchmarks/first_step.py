@@ -2,6 +2,7 @@
 
     python benchmarks/first_step.py
     python benchmarks/first_step.py --config=configs/pgpt.py:quickstart --rounds=3
+    python benchmarks/first_step.py --parts   # where the time of a cold start goes
 
 The benchmark has its own cache folder, in which the token store is already prepared. Each round runs three processes:
 
@@ -18,9 +19,13 @@ parentheses, for these events:
 - evaluated: the checkpoint is saved, and the validation loss is printed
 - ended: the run has printed a sample of the model's text, and the process has ended
 
-The last line of standard output has the seconds of all rounds as JSON.
+With --parts, the parts of a cold start are measured once, one after the other, in one process. A training run computes
+the last three at the same time.
+
+The last line of standard output has the seconds of all rounds, or of the parts, as JSON.
 """
 
+import importlib
 import json
 import os
 import re
@@ -41,6 +46,7 @@ EVENTS = {"started": r".* parameters, on ", "compiled": "compiled and ready", "f
 
 _CONFIG = flags.DEFINE_string("config", "configs/gpt.py:quickstart", "The recipe to train.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Number of rounds.", lower_bound=1)
+_PARTS = flags.DEFINE_bool("parts", False, "Measure the parts of a cold start instead.")
 
 
 def python(arguments: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
@@ -66,7 +72,38 @@ def run_once(cache: Path) -> dict[str, float]:
     return {**times, "ended": seconds}
 
 
+def measure_parts() -> dict[str, float]:
+    """Returns the seconds of each part of a cold start. Nothing of this project is imported before."""
+    started, seconds = time.perf_counter(), {}
+
+    def end(part: str) -> None:
+        nonlocal started
+        seconds[part], started = time.perf_counter() - started, time.perf_counter()
+
+    sys.path.insert(0, str(ROOT))
+    from smallgpt_jax import cli, train  # noqa: F401
+    from smallgpt_jax.program import build_program
+    end("imports")
+    import jax
+    jax.config.update("jax_enable_compilation_cache", False)
+    path, _, size = _CONFIG.value.partition(":")
+    program = build_program(importlib.import_module(path.removesuffix(".py").replace("/", ".")).get_config(size))
+    end("config, mesh and shapes of the model")
+    program.compile_train_step()
+    end("tracing and compilation of the training step")
+    jax.block_until_ready(program.initial_state())
+    end("initialization, with compilation")
+    program.compile_eval_step()
+    end("tracing and compilation of the evaluation step")
+    return seconds
+
+
 def main(argv) -> None:
+    if _PARTS.value:
+        seconds = measure_parts()
+        print("| part | seconds |\n|---|---|\n" + "\n".join(f"| {part} | {s:.1f} |" for part, s in seconds.items()))
+        print(json.dumps({"config": _CONFIG.value, "parts": seconds}))
+        return
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)

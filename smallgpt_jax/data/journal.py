@@ -15,13 +15,12 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import NOT_UTF8, Part, Place, Rules, digest_before
 from smallgpt_jax.files import write_atomically
 
 JOURNAL_FILE = "journal.json"
 VERSION = 2
-# If one of these settings was "refuse", it may be changed before the preparation resumes.
-RELAXABLE_FIELDS = ("invalid_utf8", "invalid_items")
 
 
 class Progress(NamedTuple):
@@ -94,7 +93,7 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 def can_resume(journal: Journal, identity: dict) -> bool:
     """Returns whether the settings in `identity` and in the journal give the same store for the text read so far."""
     before, now = journal.identity["made_from"], identity["made_from"]
-    were_refused = {field for field in RELAXABLE_FIELDS if before[field] == "refuse"}
+    were_refused = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
         and all(before[field] == now[field] for field in now.keys() - were_refused)

@@ -13,7 +13,8 @@ The run writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/
 
 from absl import flags
 
-from smallgpt_jax import cli, distributed, summary, train
+from smallgpt_jax import cli, distributed, summary
+from smallgpt_jax.training import train
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")

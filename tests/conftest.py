@@ -46,11 +46,12 @@ import pytest
 from absl import app, flags
 from flax import linen as nn
 
-from smallgpt_jax import compilation_cache, data, models, object_storage, train, workdir
+from smallgpt_jax import compilation_cache, data, models, object_storage, workdir
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.data import prepare, store
 from smallgpt_jax.files import file_lock
 from smallgpt_jax.step import TrainState
+from smallgpt_jax.training import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -125,6 +125,14 @@ class TrainConfig(ConfigGroup):
             self.refuse("seed", "must be at least 0 and below 2^32")
         self.validate_choice("on_nonfinite", ("stop", "skip"))
 
+    def saves(self, step: int) -> bool:
+        """Whether a run saves after this step."""
+        return step >= self.steps or step % self.checkpoint_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether a run evaluates after this step."""
+        return step >= self.steps or step % self.eval_every == 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax import data, train, workdir
+from smallgpt_jax import data, workdir
 from smallgpt_jax.comparison import measure, results, training
 from smallgpt_jax.comparison.planning import Plan
+from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.training import train
 
 STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",
          "--config.train.checkpoint_every=4", "--config.optimizer.decay_steps=8")
@@ -49,8 +51,10 @@ class FakeTrain:
                 workdir.append_session(folder, {"diverged": "loss"})
                 raise DivergenceError("training has diverged")
             loss = abs(math.log2(rate / BEST[config.model.architecture])) + config.train.seed / 1e5
+            targets = num_validation_targets(corpus, config.data, context_length=config.model.context_length,
+                                             batch_size=config.train.batch_size, eval_steps=config.train.eval_steps)
             (folder / "metrics.jsonl").write_text("".join(json.dumps(
-                {"step": step, "split": "eval", "loss": value, "bits_per_byte": value}) + "\n"
+                {"step": step, "split": "eval", "loss": value, "bits_per_byte": value, "targets": targets}) + "\n"
                 for step, value in ((steps // 2, 9.0), (steps, loss))))
             (folder / "checkpoints" / str(steps)).mkdir(parents=True)
 

@@ -14,7 +14,7 @@ from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 
 def llama(qk_norm: bool = False):

@@ -14,7 +14,6 @@ from conftest import build, init, load_config
 from scipy.special import erf
 
 from smallgpt_jax import data, models, sharding
-from smallgpt_jax import train as run
 from smallgpt_jax.analysis import hlo
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
 from smallgpt_jax.checkpoint import Checkpoints
@@ -28,6 +27,7 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import MLPS
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.program import build_program
+from smallgpt_jax.training import train as run
 
 MOE = {"mlp": "moe", "mlp_ratio": 1.0, "num_experts": 6, "experts_per_token": 2, "expert_scale": 2.5}
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,

@@ -12,7 +12,7 @@ from smallgpt_jax import plan
 from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.comparison import results
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow
 MUON = dict(**SMALL, optimizer__name="muon", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)

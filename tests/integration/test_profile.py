@@ -8,7 +8,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 
 from smallgpt_jax import metrics
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 
 def train_steps_in(folder) -> list[int]:

@@ -16,7 +16,7 @@ from smallgpt_jax import inference, metrics
 from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 # log_every does not divide checkpoint_every, so checkpoints contain losses that are not logged yet.
 RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)

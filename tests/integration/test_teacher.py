@@ -24,7 +24,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__context_length=32,
              train__batch_size=8, train__loss_chunks=1, optimizer__warmup_steps=0)

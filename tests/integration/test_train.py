@@ -25,7 +25,7 @@ from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.program import Program, build_program
 from smallgpt_jax.summary import print_final_message
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -18,7 +18,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.program import build_program
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow
 SIZES = dict(num_layers=2, d_model=16, num_heads=2)

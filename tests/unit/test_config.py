@@ -139,12 +139,6 @@ def test_the_package_lists_its_commands(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("use python -m smallgpt_jax.main\n")
 
 
-def test_train_is_not_a_command():
-    result = call("train", "--config=configs/gpt.py:tiny")
-    assert (result.returncode, result.stderr) == (
-        2, "error: smallgpt_jax.train is not a command; use python -m smallgpt_jax.main\n")
-
-
 @pytest.mark.parametrize("command", ["main", "prepare", "generate"])
 def test_help(command):
     result = call(command, "--help")

@@ -7,8 +7,8 @@ import pytest
 
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.metrics import NonFiniteGuard, StepMetrics
-from smallgpt_jax.schedule import Schedule
-from smallgpt_jax.train import train_loop
+from smallgpt_jax.run.config import TrainConfig
+from smallgpt_jax.training.loop import train_loop
 
 
 class Run:
@@ -28,13 +28,14 @@ class Run:
 
     def loop(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
         batches = iter(range(first_step + 1, 1000))
-        schedule = Schedule(steps, eval_every, checkpoint_every)
-        result = train_loop(first_step, first_step, batches, self.train_step, self.evaluate, self, self, self.guard,
-                            self, schedule, self, self)
+        self.config = TrainConfig(steps=steps, eval_every=eval_every, checkpoint_every=checkpoint_every)
+        self.batches = batches
+        self.checkpoints = self.logger = self.stop = self.clock = self.profiler = self
+        result = train_loop(self, first_step, first_step)
         self.unread_batch = next(batches)
         return result
 
-    def train_step(self, state, batch):
+    def update(self, state, batch):
         assert batch == state + 1, "batch of another step"
         self.events.append(f"update {batch}")
         return state + 1, batch

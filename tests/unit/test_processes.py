@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from smallgpt_jax import distributed, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.train import train
+from smallgpt_jax.training.train import train
 
 
 @pytest.mark.parametrize("flags, substrings", [

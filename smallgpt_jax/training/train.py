@@ -1,12 +1,8 @@
-"""Training: locks the workdir, restores the newest checkpoint, runs the training loop, saves.
-
-The loop itself keeps only the train state. `metrics.py`, `checkpoint.py` and `preemption.py` keep all other state.
-"""
+"""A training run: locks the workdir, restores the newest checkpoint, runs the training loop, saves."""
 
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -27,10 +23,10 @@ from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run_clock import RunClock
-from smallgpt_jax.schedule import Schedule
 from smallgpt_jax.spool import Spool, open_spool
 from smallgpt_jax.step import TrainState
 from smallgpt_jax.teacher import with_teacher_step
+from smallgpt_jax.training.loop import TrainingRun, train_loop
 from smallgpt_jax.validation import evaluate
 from smallgpt_jax.watchdog import Watchdog
 
@@ -78,16 +74,16 @@ def train(config: ConfigDict, workdir: str) -> None:
 def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[int],
         stop: preemption.StopRequest, clock: RunClock, progress: Progress) -> None:
     """Trains in a locked workdir: restores, compiles, runs the loop, saves."""
-    config, folder = program.config, spool.workdir
-    checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.train.keep_checkpoints, progress.message,
+    config, folder = program.config.train, spool.workdir
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINT_FOLDER, config.keep_checkpoints, progress.message,
                               before_save=spool.upload)
     started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
-    compiling = program.start_compilation() if newest_step < config.train.steps else ()
+    compiling = program.start_compilation() if newest_step < config.steps else ()
     state = program.restore_or_initialize(checkpoints)
     first_step = int(state.step)
     is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
     print(summary.startup_message(program, pipeline, first_step), flush=True)
-    if first_step >= config.train.steps and is_evaluated:
+    if first_step >= config.steps and is_evaluated:
         return
     train_step, eval_step = (step.result() for step in compiling or program.start_compilation())
     memory_stats = train_step.memory_analysis()
@@ -95,26 +91,16 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
     run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
 
     logger = open_logger(program, pipeline, spool.folder, first_step, checkpoints, progress, clock)
-    guard = NonFiniteGuard(config.train.on_nonfinite, config.train.max_nonfinite, pipeline.row_numbers_at,
-                           checkpoints.latest_finished, log=progress.message)
-    schedule = Schedule(config.train.steps, config.train.eval_every, config.train.checkpoint_every)
-    evaluate_now = functools.partial(evaluate, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
-                                     clock=clock, is_stopped=stop.is_requested_anywhere)
-
-    clock.start_training()
-    step, stopped = first_step, False
-    if first_step and schedule.evaluates(first_step) and not is_evaluated:
-        # The previous session was stopped between saving and evaluating, or train.eval_steps has changed.
-        stopped = not evaluate_now(first_step, state)
-    if not stopped:
-        train_batches = map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, config.data.workers))
-        profiler = Profiler(spool, config.train.profile_from, config.train.profile_steps, progress.message)
-        profiler.after_step(first_step, state)
-        with Watchdog(clock, config.train.stall_seconds):
-            state, step, stopped = train_loop(
-                state, first_step, train_batches, program.with_teacher(program.runnable(train_step)), evaluate_now,
-                checkpoints, logger, guard, stop, schedule, clock, profiler)
-        profiler.close()
+    training = TrainingRun(
+        config, map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, program.config.data.workers)),
+        program.with_teacher(program.runnable(train_step)),
+        functools.partial(evaluate, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
+                          clock=clock, is_stopped=stop.is_requested_anywhere),
+        checkpoints, logger,
+        NonFiniteGuard(config.on_nonfinite, config.max_nonfinite, pipeline.row_numbers_at,
+                       checkpoints.latest_finished, log=progress.message),
+        stop, clock, Profiler(spool, config.profile_from, config.profile_steps, progress.message))
+    state, step, stopped = train_from(training, state, first_step, is_evaluated)
 
     with clock.during("save"):
         is_saved = step == first_step or save_last(checkpoints, step, state, logger.losses)
@@ -126,6 +112,21 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
                         "same command to resume from the newest checkpoint")
     if stopped:
         stop.raise_stopped(step)
+
+
+def train_from(run: TrainingRun, state: TrainState, first_step: int,
+               is_evaluated: bool) -> tuple[TrainState, int, bool]:
+    """Evaluates `first_step` if this is due, then trains. Returns the state, its step, and whether it was stopped."""
+    run.clock.start_training()
+    # It is due if the previous session was stopped between saving and evaluating, or if train.eval_steps has changed.
+    is_due = first_step and run.config.evaluates(first_step) and not is_evaluated
+    if is_due and not run.evaluate(first_step, state):
+        return state, first_step, True
+    run.profiler.after_step(first_step, state)
+    with Watchdog(run.clock, run.config.stall_seconds):
+        result = train_loop(run, state, first_step)
+    run.profiler.close()
+    return result
 
 
 def save_last(checkpoints: Checkpoints, step: int, state: TrainState, losses: list[float]) -> bool:
@@ -149,47 +150,3 @@ def open_logger(program: Program, pipeline: DataPipeline, folder: Path, first_st
         bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
         peak_tokens_per_second=summary.peak_tokens_per_second(program),
         unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [], start_tracker=start_tracker)
-
-
-def train_loop(state: TrainState, first_step: int, batches: Iterable, train_step: Callable, evaluate: Callable,
-               checkpoints, logger, guard, stop, schedule: Schedule, clock: RunClock,
-               profiler: Profiler) -> tuple[TrainState, int, bool]:
-    """Runs the updates after `first_step`; returns the state, its step, and whether the run was stopped.
-
-    Each iteration
-    1. dispatches an update;
-    2. while the update runs, checks and logs the metrics of the previous update;
-    3. agrees with the other processes on whether to stop;
-    4. before saving or evaluating, checks and logs the current metrics, so that no non-finite state is saved;
-    5. saves, then evaluates, because evaluation can fail or be stopped.
-    """
-    step, stopped = first_step, False
-    for step, batch in zip(range(first_step + 1, schedule.steps + 1), clock.wait_for(batches)):
-        with jax.profiler.StepTraceAnnotation("train", step_num=step), jax.transfer_guard("disallow"):
-            state, metrics = train_step(state, batch)
-        profiler.after_step(step, state)
-        stop.can_save = True
-        if (previous := logger.exchange(step, metrics)) is not None:
-            guard.check(previous)
-            logger.log(previous)
-
-        stopped = stop.is_requested_anywhere()
-        saves = stopped or schedule.saves(step)
-        evaluates = not stopped and schedule.evaluates(step)
-        if saves or evaluates:
-            current = logger.take()
-            guard.check(current)
-            logger.log(current)
-        if saves:
-            with clock.during("save"):
-                checkpoints.save(step, state, logger.losses)
-        if evaluates:
-            stopped = not evaluate(step, state)
-        if stopped:
-            break
-    return state, step, stopped
-
-
-if __name__ == "__main__":
-    from smallgpt_jax import cli
-    cli.fail("smallgpt_jax.train is not a command; use python -m smallgpt_jax.main", status=2)

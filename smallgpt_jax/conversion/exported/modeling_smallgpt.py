@@ -205,7 +205,6 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
     _tied_weights_keys = {"head.weight": "token_embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config):

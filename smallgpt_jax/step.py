@@ -11,10 +11,12 @@ import optax
 from smallgpt_jax import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.router import move_biases
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.ops.platform import exchange_dtype
 
-SOWN = ("losses", "metrics", "layer_metrics")  # variable collections that modules sow values into during training
+# Variable collections that modules sow values into during training.
+SOWN = ("losses", "metrics", "layer_metrics", "loads")
 FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
 
 
@@ -36,7 +38,7 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, se
 
 
 def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT, loss_chunks: int, *,
-                  z_loss: float = 0.0, dropout_key=None, begins_update=True, sown=SOWN):
+                  z_loss: float = 0.0, dropout_key=None, sown=SOWN):
     """Returns a batch's weighted sum of losses, in nats, and the variable collections that modules wrote to.
 
     `batch` is a `data.packing.Batch` of arrays. With a `dropout_key`, the model is applied in training mode, and the
@@ -45,7 +47,7 @@ def weighted_loss(params, model_state, model: LanguageModel, batch, weights_BxT,
     inputs_BxT = batch.tokens_BxT1[:, :-1]
     targets_BxT = batch.tokens_BxT1[:, 1:] if batch.targets_BxT is None else batch.targets_BxT
     trains = dropout_key is not None
-    context = Context(train=trains, segment_ids_BxT=batch.segment_ids_BxT, begins_update=begins_update)
+    context = Context(train=trains, segment_ids_BxT=batch.segment_ids_BxT, loss_mask_BxT=batch.loss_mask_BxT)
 
     def loss(model):
         return cross_entropy(
@@ -123,8 +125,7 @@ def train_step(
         weights_BxT = target_weights(microbatch, total)
         loss, collections = weighted_loss(
             params, model_state, model, microbatch, weights_BxT, loss_chunks, z_loss=z_loss,
-            dropout_key=jax.random.fold_in(step_key, index), begins_update=index == 0,
-            sown=(*SOWN, FEATURES) if teacher else SOWN)
+            dropout_key=jax.random.fold_in(step_key, index), sown=(*SOWN, FEATURES) if teacher else SOWN)
         # A sown loss is a mean over one microbatch. It is divided by the number of microbatches, so that the sum over
         # the microbatches is the mean over the batch.
         for sown in jax.tree.leaves(collections.get("losses")):
@@ -134,14 +135,14 @@ def train_step(
             distance = feature_distance(collections[FEATURES], teacher, teacher_variables, microbatch, weights_BxT)
             loss += feature_weight * distance
             metrics["feature_distance"] = microbatches * distance  # metrics are averaged over the microbatches
-        return loss, (collections.get("state", model_state), metrics)
+        return loss, (collections.get("state", model_state), metrics, collections.get("loads", {}))
 
     def sum_microbatches(params, model_state, batch):
         def add_microbatch(carry, indexed_microbatch):
             sums, model_state = carry
-            (loss, (model_state, metrics)), gradients = jax.value_and_grad(microbatch_loss, has_aux=True)(
+            (loss, (model_state, *sown)), gradients = jax.value_and_grad(microbatch_loss, has_aux=True)(
                 params, model_state, *indexed_microbatch)
-            return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), metrics
+            return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), sown
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         indexed_microbatches = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
@@ -149,7 +150,8 @@ def train_step(
 
     if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
         sum_microbatches = sharding.sum_over_data_shards(sum_microbatches, exchange_dtype(model.config.dtype))
-    ((loss, gradients), model_state), sown = sum_microbatches(state.params, state.model_state, batch)
+    ((loss, gradients), model_state), (sown, loads) = sum_microbatches(state.params, state.model_state, batch)
+    model_state = move_biases(model_state, loads, model.config.expert_bias_rate)
 
     grad_norm = optax.tree.norm(gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
@@ -209,10 +211,15 @@ def sown_metrics(collections) -> dict[str, Any]:
 
 
 def named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value) of each sown value."""
-    keys = [([key.key for key in path if isinstance(key, jax.tree_util.DictKey)], value)
-            for path, value in jax.tree_util.tree_leaves_with_path(collection)]
-    return [("/".join(path[:-1]), path[-1], value) for path, value in keys]
+    """Returns (path of the module, name, value) of each sown value.
+
+    If a module is applied several times in a forward pass, its values are averaged.
+    """
+    passes: dict[tuple, list] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(collection):
+        keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        passes.setdefault(keys, []).append(value)
+    return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, microbatches: int, loss_chunks: int):

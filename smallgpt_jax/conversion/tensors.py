@@ -5,8 +5,7 @@ the shape (outputs, inputs), and convolution weights the shape (outputs, inputs,
 are, for each key–value head in turn, its query heads, its key and its value. The matrices of routed experts keep their
 shape (experts, inputs, outputs).
 
-Of the model state, only the routers' biases are converted. An export contains the biases that evaluation uses; see
-`models.router.move_biases`. An imported model starts with a load of zero.
+Of the model state, only the routers' biases are converted.
 """
 
 import functools
@@ -23,7 +22,7 @@ from flax import linen as nn
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import block_numbers, layer_configs
-from smallgpt_jax.models.router import ROUTER_AXES, move_biases
+from smallgpt_jax.models.router import ROUTER_AXES
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
 STACKED = ("layers", "path")
@@ -47,12 +46,8 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
     """
     arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
     state = flax.traverse_util.flatten_dict(jax.device_get(model_state or {}))
-    for slot in router_bias_slots(model):
-        load = state[(*slot.path[:-1], "load")]
-        arrays.setdefault(slot.path, np.empty(load.shape, np.float32))[slot.index] = move_biases(
-            state[slot.path][slot.index], load[slot.index], model.config.expert_bias_rate)
-    return {slot.name: to_torch(np.asarray(arrays[slot.path][slot.index], np.float32), slot)
-            for slot in (*tensor_slots(model), *router_bias_slots(model))}
+    return {slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
+            for tree, slots in ((arrays, tensor_slots(model)), (state, router_bias_slots(model))) for slot in slots}
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:

@@ -26,9 +26,7 @@ class Context:
     length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
     segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
     prefix_lengths_B: jax.Array | None = None  # None in decoding; length of each row's bidirectional prefix (prefix LM)
-    # Whether this forward pass is for the first microbatch of an update in training. Modules with state can read this
-    # field.
-    begins_update: jax.Array | bool = True
+    loss_mask_BxT: jax.Array | None = None  # False at padding, which is no load for experts; None: all True
 
     @property
     def decode(self) -> bool:

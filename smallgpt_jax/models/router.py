@@ -1,5 +1,6 @@
 """The router of a mixture of experts."""
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,10 @@ class Router(nn.Module):
 
     Expert i has the score s_i = sigmoid(x·e_i), computed in float32, where e_i is a learned vector. The K experts with
     the largest s_i + b_i are chosen. The gate of a chosen expert is its score divided by the sum of the K scores
-    (equations 13 to 16).
+    (equations 13 to 16). If K is 1, the gate is the score itself: s / s would be 1, and the router would have no
+    gradient.
 
-    The biases b balance the experts without an auxiliary loss (section 2.1.2). After each update, b_i grows by
-    `expert_bias_rate` if expert i got fewer tokens than the mean, and shrinks by this rate if it got more. The state
-    `load` counts the tokens of each expert in an update, over all microbatches. The new biases are computed from it at
-    the start of the next update, and also in evaluation and decoding.
+    The biases b are a state. They balance the experts without an auxiliary loss; see `move_biases`.
 
     With `balance_loss` α, the loss α·Σ f_i·P_i per sequence is added (equations 17 to 20; see `sequence_balance`). For
     balanced experts, it is α.
@@ -35,14 +34,18 @@ class Router(nn.Module):
         """Returns the chosen experts, (B, T, K) int32, and their gates times `expert_scale`, (B, T, K) float32."""
         c = self.config
         scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
-        bias_E, load_E = self.balance(context)
+        bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
-        chosen_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxK, c.num_experts), axis=2)
-        self.count(chosen_BxTxE, bias_E, load_E)
+        mask_BxT = context.loss_mask_BxT
+        self.count(experts_BxTxK, mask_BxT)
         if c.balance_loss:
-            self.sow("losses", "expert_balance", c.balance_loss * sequence_balance(scores_BxTxE, chosen_BxTxE))
+            in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))
+            self.sow("losses", "expert_balance",
+                     c.balance_loss * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token))
         gates_BxTxK = jnp.take_along_axis(scores_BxTxE, experts_BxTxK, axis=-1)
-        return experts_BxTxK, c.expert_scale * gates_BxTxK / jnp.sum(gates_BxTxK, axis=-1, keepdims=True)
+        if c.experts_per_token > 1:
+            gates_BxTxK /= jnp.sum(gates_BxTxK, axis=-1, keepdims=True)
+        return experts_BxTxK, c.expert_scale * gates_BxTxK
 
     def products(self, x_BxTxD):
         """Returns the product of each token with the vector of each expert, (B, T, E) float32."""
@@ -60,38 +63,52 @@ class Router(nn.Module):
         # The compiler does not partition top_k. Without `per_device`, it would gather the scores of all devices.
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
-    def balance(self, context: Context):
-        """Returns the biases, (E,), and the number of tokens that each expert has got so far in this update, (E,)."""
-        shape = (self.config.num_experts,)
-        bias_E = self.variable("state", "bias", jnp.zeros, shape).value
-        load_E = self.variable("state", "load", jnp.zeros, shape).value
-        moved_E = move_biases(bias_E, load_E, self.config.expert_bias_rate)
-        begins = context.begins_update
-        return jnp.where(begins, moved_E, bias_E), jnp.where(begins, 0, load_E)
+    def one_hot(self, experts_BxTxK):
+        """Returns whether each expert is one of the K experts of each token, (B, T, E) float32."""
+        return jnp.sum(jax.nn.one_hot(experts_BxTxK, self.config.num_experts), axis=2)
 
-    def count(self, chosen_BxTxE, bias_E, load_E) -> None:
-        """In training, stores the biases and the loads, and logs the load of each expert relative to the mean load."""
-        counts_E = jnp.sum(chosen_BxTxE, axis=(0, 1))
-        if self.is_mutable_collection("state") and not self.is_initializing():
-            self.put_variable("state", "bias", bias_E)
-            self.put_variable("state", "load", load_E + counts_E)
-        relative_E = counts_E / jnp.mean(counts_E)
+    def count(self, experts_BxTxK, mask_BxT) -> None:
+        """Sows the load of each expert, which is its number of tokens, and logs it relative to the mean load."""
+        chosen_BxTxE = masked(self.one_hot(experts_BxTxK), mask_BxT)
+        load_E = jnp.sum(chosen_BxTxE, axis=(0, 1))
+        self.sow("loads", "load", load_E)
+        relative_E = load_E / jnp.maximum(jnp.mean(load_E), 1 / self.config.num_experts)  # 0 if there are no tokens
         self.sow("metrics", "expert_load_max", jnp.max(relative_E))
         self.sow("layer_metrics", "expert_load", relative_E)
 
 
-def move_biases(bias_E, load_E, rate: float):
-    """Returns the biases that follow an update, (E,), from the biases and the load of the update."""
-    return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E)
+def masked(x_BxTxE, mask_BxT):
+    return x_BxTxE if mask_BxT is None else x_BxTxE * mask_BxT[:, :, None]
 
 
-def sequence_balance(scores_BxTxE, chosen_BxTxE):
-    """Returns Σ f_i·P_i over the experts, averaged over sequences (arXiv 2412.19437, equations 17 to 20).
+def move_biases(state, loads, rate: float):
+    """Returns the model state after an update (arXiv 2412.19437, section 2.1.2).
 
-    f_i is the share of tokens that chose expert i, divided by its value for balanced experts, K/E. P_i is the score of
-    expert i divided by the sum of the token's scores, averaged over tokens.
+    The bias of an expert grows by `rate` if the expert got fewer tokens than the mean, and shrinks by this rate if it
+    got more. `loads` are the loads that routers sowed, with a leading axis for microbatches. A router that is applied
+    several times has one load for each time; its biases move once.
     """
-    share_BxE = jnp.mean(chosen_BxTxE, axis=1)
-    f_BxE = share_BxE / jnp.mean(share_BxE, axis=-1, keepdims=True)
-    p_BxE = jnp.mean(scores_BxTxE / jnp.sum(scores_BxTxE, axis=-1, keepdims=True), axis=1)
+    moved = flax.traverse_util.flatten_dict(state)
+    for path, passes in flax.traverse_util.flatten_dict(loads).items():
+        bias = (*path[:-1], "bias")
+        load = sum(jnp.sum(x, axis=0) for x in passes)
+        moved[bias] += rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    return flax.traverse_util.unflatten_dict(moved)
+
+
+def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
+    """Returns Σ f_i·P_i over the experts (arXiv 2412.19437, equation 17), averaged over sequences.
+
+    f_i is the share of tokens for which expert i has one of the K largest scores, without biases, divided by its value
+    for balanced experts, K/E (equation 18). P_i is the score of expert i divided by the sum of the token's scores,
+    averaged over tokens (equations 19 and 20).
+    """
+    def mean_BxE(x_BxTxE):
+        if mask_BxT is None:
+            return jnp.mean(x_BxTxE, axis=1)
+        tokens_B = jnp.maximum(jnp.sum(mask_BxT, axis=1), 1)
+        return jnp.sum(masked(x_BxTxE, mask_BxT), axis=1) / tokens_B[:, None]
+
+    f_BxE = mean_BxE(in_top_k_BxTxE) * (scores_BxTxE.shape[-1] / experts_per_token)
+    p_BxE = mean_BxE(scores_BxTxE / jnp.sum(scores_BxTxE, axis=-1, keepdims=True))
     return jnp.mean(jnp.sum(f_BxE * p_BxE, axis=-1))

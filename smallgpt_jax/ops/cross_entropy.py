@@ -15,7 +15,7 @@ from smallgpt_jax.ops.platform import platform
 
 # Maximum difference between a logit and the target's logit in training, in nats. Larger differences are clipped, so
 # that the sum of exponentials stays finite in float32. The loss of targets with a probability below about exp(−70) is
-# therefore too low. Evaluation does not clip.
+# therefore too low. Evaluation does not clip, and neither does training with a z-loss, which needs the exact sum.
 MAX_DIFFERENCE = 70.0
 
 
@@ -74,25 +74,27 @@ def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
     The gradient has the dtype of x.
 
     The loss of a position is log Σⱼ exp(lⱼ − l), where l is the logit of its target. Subtracting l instead of the
-    maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE.
+    maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE. With a z-loss, the
+    maximum is subtracted, because log Σⱼ exp(lⱼ) would be too low after clipping.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
     logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
     target_logits_R = _target_logits(chunk, head_VxW)
-    differences_RxV = logits_RxV - target_logits_R[:, None]
+    shifts_R = jnp.max(logits_RxV, axis=1) if z_loss else target_logits_R
+    differences_RxV = logits_RxV - shifts_R[:, None]
     # jnp.where instead of jnp.minimum, because jnp.minimum drops NaN on CPUs.
     ratios_RxV = jnp.exp(jnp.where(differences_RxV > MAX_DIFFERENCE, MAX_DIFFERENCE, differences_RxV))
     sums = jnp.sum(ratios_RxV, axis=1)
-    loss, factors_R = jnp.sum(weights * jnp.log(sums)), weights / sums
+    losses_R, factors_R = jnp.log(sums), weights / sums
     if z_loss:
-        log_sums_R = jnp.log(sums) + target_logits_R
-        loss += z_loss * jnp.sum(weights * jnp.square(log_sums_R))
+        log_sums_R = jnp.log(sums) + shifts_R
+        losses_R = log_sums_R - target_logits_R + z_loss * jnp.square(log_sums_R)
         factors_R *= 1 + 2 * z_loss * log_sums_R
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
     ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only the ratios are stored, not the float32 logits
     d_logits_RxV = factors_R[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
-    return loss, d_logits_RxV.astype(x_BxCxW.dtype)
+    return jnp.sum(weights * losses_R), d_logits_RxV.astype(x_BxCxW.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -16,6 +16,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2,
@@ -42,8 +43,8 @@ VARIANTS = {
         position="alibi", stage_heads="scaled", compress_last_stage=False, norm_position="post", num_kv_heads=2,
         head_dim=6, qk_norm=True, num_layers=8, blocks_per_stage=4, attention_windows=(4, 4, 0, 0, 4, 0, 4, 0))),
     "DeepNorm cgpt": ("cgpt", dict(
-        conv_kernel=1, norm_position="deepnorm", num_kv_heads=2, activation="silu", attention_windows=(3,), **EXPERTS,
-        num_shared_experts=0)),
+        conv_kernel=1, norm_position="deepnorm", num_kv_heads=2, activation="silu", attention_windows=(3,),
+        **{**EXPERTS, "experts_per_token": 1}, num_shared_experts=0)),
     "cgpt with a kernel of 3 and ALiBi": (
         "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
 }
@@ -57,7 +58,7 @@ def build_variant(variant: str) -> models.LanguageModel:
 
 
 def random_state(model):
-    """Returns a model state with random loads, and with biases that affect which experts are chosen."""
+    """Returns a model state with biases that affect which experts are chosen."""
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda x: jnp.float32(rng.uniform(0, 0.3, x.shape)), models.abstract_model_state(model))
 
@@ -144,16 +145,34 @@ def test_export_and_import(variant, tmp_path):
             np.testing.assert_allclose(logits, ours, atol=1e-5)
 
 
+@pytest.mark.parametrize("cast_after_loading", [False, True])
+def test_routers_stay_in_float32(cast_after_loading, tmp_path):
+    """A model in bfloat16 keeps the differences between its biases, which are steps of 0.001."""
+    model = build("gpt", **EXPERTS, num_layers=1, num_heads=2, d_model=16)
+    state = jax.tree.map(lambda x: 0.5 + 0.001 * np.arange(x.size, dtype=np.float32).reshape(x.shape),
+                         models.abstract_model_state(model))
+    params, folder = init(model), tmp_path / "out"
+    export(folder, model, params, model_state=state)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32 if cast_after_loading else torch.bfloat16)
+    theirs = theirs.to(torch.bfloat16) if cast_after_loading else theirs
+    router = theirs.trunk.blocks[0].mlp.router
+    ours = params["trunk"]["blocks"]["mlp"]["router"]["kernel"][0]
+    assert torch.equal(router.bias, torch.tensor(state["trunk"]["blocks"]["mlp"]["router"]["bias"][0]))
+    assert torch.equal(router.weight, torch.tensor(np.asarray(ours).T))
+    logits = theirs(torch.tensor(random_tokens(model))).logits
+    assert logits.dtype == torch.bfloat16 and theirs.trunk.blocks[0].mlp.up.dtype == torch.bfloat16
+    np.testing.assert_allclose(logits.detach().float(), forward(model, params, random_tokens(model), state), atol=0.05)
+
 
 @pytest.mark.slow
 def test_commands_keep_the_biases_of_experts(tmp_path):
-    """A model is exported with the biases of its last evaluation. The import has the same biases, and loads of zero."""
+    """The exported and the imported model have the biases of the run."""
     model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
     model_state, run = random_state(model), tmp_path / "run"
     run.mkdir()
     workdir.write_imported(run, model, init(model), model_state, tokenizers.Bytes(), {})
-    before = jax.tree.map(np.asarray, model_state["trunk"]["paths"]["blocks"]["mlp"]["router"])
-    biases = before["bias"] + 0.2 * np.sign(before["load"].mean(-1, keepdims=True) - before["load"])
+    biases = np.asarray(model_state["trunk"]["paths"]["blocks"]["mlp"]["router"]["bias"])
     for flag, paths in (("all", [0, 1]), ("1", [1])):
         out, back = tmp_path / f"out {flag}", tmp_path / f"back {flag}"
         for arguments in (["--to=hf", f"--workdir={run}", f"--output={out}", f"--paths={flag}"],
@@ -161,8 +180,7 @@ def test_commands_keep_the_biases_of_experts(tmp_path):
             result = call("convert", *arguments)
             assert result.returncode == 0 and not result.stderr, result.stderr
         router = inference.load_trained(back).model_state["trunk"]["paths"]["blocks"]["mlp"]["router"]
-        np.testing.assert_allclose(router["bias"], biases[paths], atol=1e-6)
-        assert np.array_equal(router["load"], np.zeros_like(biases[paths]))
+        assert np.array_equal(router["bias"], biases[paths])
 
 
 def test_variants_cover_the_pytorch_code():

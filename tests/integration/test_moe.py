@@ -1,6 +1,6 @@
 """Tests of mixtures of experts: outputs, gradients, balance, sharding, decoding, FLOPs and logs.
 
-The oracles are a loop over tokens in float64, the module of transformers' DeepSeek-V3, and the dense MLP.
+The oracles are the equations of DeepSeek-V3 in float64, the module of transformers' DeepSeek-V3, and the dense MLP.
 """
 
 import functools
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, init, load_config
+from conftest import build, forward, init, load_config
+from flax import linen as nn
 from scipy.special import erf
 
 from smallgpt_jax import data, models, sharding
@@ -23,6 +24,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.block import stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import MLPS
 from smallgpt_jax.ops import grouped_matmul
@@ -35,65 +37,99 @@ SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__
 
 
 def random_state(model, seed=0):
-    """Returns a model state with random biases and loads. The biases are large enough to change the chosen experts."""
+    """Returns a model state with random biases that are large enough to change the chosen experts."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.float32(rng.uniform(0, 0.1, x.shape)), models.abstract_model_state(model))
 
 
-def plain_experts(config, weights, bias_E, x_TxD):
-    """Returns the outputs of a mixture of experts, the number of tokens per expert, and the balance term Σ f_i·P_i.
+def deepseek_v3(config, weights, bias_E, u_TxD, is_token_T=True):
+    """Returns the output for one sequence, the load of each expert, and Σ f_i·P_i, in float64.
 
-    Computed with NumPy in float64, for one sequence, one token at a time.
+    Written from the equations of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), without the residual u_t of (12).
+    Two things are not in the paper: `expert_scale`, and a single gate, which is not divided by itself in (13), because
+    the router would have no gradient. Only the tokens in `is_token_T` count in the load and in (18) and (20).
     """
-    y, counts, shares = np.zeros_like(x_TxD), np.zeros(config.num_experts), np.zeros(config.num_experts)
+    experts, chosen, width = config.num_experts, config.experts_per_token, config.mlp_width
+    is_token_T = np.broadcast_to(is_token_T, len(u_TxD))
+    act = {"gelu": lambda h: h * 0.5 * (1 + erf(h / np.sqrt(2))), "silu": lambda h: h / (1 + np.exp(-h))}[
+        config.activation]
 
-    def expert(x, up, down, gate=None):
-        act = {"gelu": lambda h: h * 0.5 * (1 + erf(h / np.sqrt(2))), "silu": lambda h: h / (1 + np.exp(-h))}[
-            config.activation]
-        return (act(x @ up) if gate is None else act(x @ gate) * (x @ up)) @ down
+    def ffn(up, down, gate=None):
+        return (act(u_TxD @ up) if gate is None else act(u_TxD @ gate) * (u_TxD @ up)) @ down
+
+    def is_in_top_k(x_TxE):
+        return x_TxE >= np.sort(x_TxE)[:, -chosen, None]
 
     names = ("up", "down", "gate") if config.expert_mlp == "gated" else ("up", "down")
-    for n, x in enumerate(x_TxD):
-        scores = 1 / (1 + np.exp(-x @ weights["router"]["kernel"]))
-        shares += scores / scores.sum() / len(x_TxD)
-        chosen = np.argsort(-(scores + bias_E))[:config.experts_per_token]
-        for e in chosen:
-            y[n] += config.expert_scale * scores[e] / scores[chosen].sum() * expert(
-                x, *(weights[name][e] for name in names))
-            counts[e] += 1
-        if config.num_shared_experts:
-            y[n] += expert(x, *(weights["shared"][name]["kernel"] for name in names))
-    f = counts * config.num_experts / (config.experts_per_token * len(x_TxD))
-    return y, counts, f @ shares
+    routed = [[weights[name][i] for name in names] for i in range(experts)]
+    parts = [slice(i * width, (i + 1) * width) for i in range(config.num_shared_experts)]
+    shared = [[weights["shared"][name]["kernel"][(part,) if name == "down" else (slice(None), part)] for name in names]
+              for part in parts]
+
+    s_TxE = 1 / (1 + np.exp(-u_TxD @ weights["router"]["kernel"]))  # (15)
+    g_TxE = np.where(is_in_top_k(s_TxE + bias_E), s_TxE, 0)  # (16), in place of (14)
+    load_E = np.sum(g_TxE[is_token_T] > 0, axis=0)
+    if chosen > 1:
+        g_TxE = g_TxE / g_TxE.sum(axis=1, keepdims=True)  # (13)
+    h_TxD = sum((ffn(*weights) for weights in shared), np.zeros_like(u_TxD)) + config.expert_scale * sum(
+        g_TxE[:, i, None] * ffn(*weights) for i, weights in enumerate(routed))  # (12)
+    tokens = max(1, is_token_T.sum())
+    f_E = experts / (chosen * tokens) * is_in_top_k(s_TxE)[is_token_T].sum(axis=0)  # (18)
+    p_E = (s_TxE / s_TxE.sum(axis=1, keepdims=True))[is_token_T].sum(axis=0) / tokens  # (19), (20)
+    return h_TxD, load_E, f_E @ p_E  # (17), without α
+
+
+def random_weights(module, x, seed=1):
+    variables = jax.eval_shape(module.init, jax.random.key(0), x, EVALUATION)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: 0.3 * rng.standard_normal(w.shape), nn.unbox(variables["params"]))
 
 
 @pytest.mark.parametrize("fields", [
     {}, {"expert_mlp": "gated", "activation": "silu", "grouped_matmul": "ragged"}, {"num_shared_experts": 0},
-    {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"}])
-def test_outputs_match_a_loop_over_tokens(fields):
-    """The biases affect which experts are chosen, but not the gates.
-
-    Before an update, each bias moves by expert_bias_rate.
-    """
-    config = build("gpt", **{**MOE, "expert_bias_rate": 0.2, "balance_loss": 0.5, **fields}).config
+    {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"},
+    {"experts_per_token": 1}])
+def test_outputs_loads_and_balance_match_deepseek_v3(fields):
+    """The biases affect the choice of experts, but neither the gates nor the balance loss. Padding does not count."""
+    config = build("gpt", **{**MOE, "balance_loss": 0.5, **fields}).config
     module = MLPS["moe"](config)
     x = np.random.default_rng(0).standard_normal((2, 24, config.d_model))
-    variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros(x.shape), EVALUATION)
-    rng = np.random.default_rng(1)
-    weights = jax.tree.map(lambda w: 0.3 * rng.standard_normal(w.shape), jax.tree.map(
-        lambda w: w.value, variables["params"], is_leaf=lambda w: hasattr(w, "names")))
-    bias, load = rng.uniform(0, 0.3, config.num_experts), rng.integers(0, 9, config.num_experts)
-    state = {"router": {"bias": jnp.float32(bias), "load": jnp.float32(load)}}
-    moved = bias + 0.2 * np.sign(load.mean() - load)
-    for begins, biases, before in ((True, moved, 0), (False, bias, load)):
-        expected, counts, balance = zip(*(plain_experts(config, weights, biases, sequence) for sequence in x))
+    weights = random_weights(module, jnp.float32(x))
+    bias = np.random.default_rng(2).uniform(0, 0.3, config.num_experts)
+    for is_token in (np.ones((2, 24), bool), np.arange(24)[None] < [[17], [0]]):
+        expected, load, balance = zip(*(deepseek_v3(config, weights, bias, *row) for row in zip(x, is_token)))
         found, collections = module.apply(
-            {"params": jax.tree.map(jnp.float32, weights), "state": state}, jnp.float32(x),
-            Context(train=True, begins_update=begins), mutable=["state", "losses"])
+            {"params": jax.tree.map(jnp.float32, weights), "state": {"router": {"bias": jnp.float32(bias)}}},
+            jnp.float32(x), Context(train=True, loss_mask_BxT=None if is_token.all() else is_token),
+            mutable=["loads", "losses", "layer_metrics"])
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
-        assert collections["losses"]["router"]["expert_balance"][0] == pytest.approx(0.5 * np.mean(balance), rel=1e-4)
-        np.testing.assert_allclose(collections["state"]["router"]["bias"], biases, atol=1e-6)
-        assert np.array_equal(collections["state"]["router"]["load"], before + np.sum(counts, axis=0))
+        sown = {name: values["router"] for name, values in collections.items()}
+        assert sown["losses"]["expert_balance"][0] == pytest.approx(0.5 * np.mean(balance), rel=1e-4)
+        assert np.array_equal(sown["loads"]["load"][0], np.sum(load, axis=0))
+        np.testing.assert_allclose(sown["layer_metrics"]["expert_load"][0], np.sum(load, axis=0) / np.mean(
+            np.sum(load, axis=0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_gradient_of_the_router(experts_per_token):
+    """The derivative along a random direction is that of the float64 model, by central differences."""
+    config = build("gpt", **{**MOE, "experts_per_token": experts_per_token}).config
+    module, rng = MLPS["moe"](config), np.random.default_rng(3)
+    x, ct = rng.standard_normal((2, 24, config.d_model))
+    weights, bias = random_weights(module, jnp.float32(x[None])), rng.uniform(0, 0.3, config.num_experts)
+    direction = rng.standard_normal(weights["router"]["kernel"].shape)
+
+    def expected(step):
+        kernel = weights["router"]["kernel"] + step * direction
+        return np.sum(ct * deepseek_v3(config, {**weights, "router": {"kernel": kernel}}, bias, x)[0])
+
+    def found(step):
+        params = jax.tree.map(jnp.float32, weights)
+        params["router"]["kernel"] += step * jnp.float32(direction)
+        return jnp.sum(ct * module.apply(
+            {"params": params, "state": {"router": {"bias": jnp.float32(bias)}}}, jnp.float32(x[None]), EVALUATION)[0])
+
+    assert jax.grad(found)(0.0) == pytest.approx((expected(1e-6) - expected(-1e-6)) / 2e-6, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -115,7 +151,7 @@ def test_outputs_match_deepseek_v3_of_transformers():
                "up": gate_up[:, config.mlp_width:].swapaxes(1, 2), "down": ours["experts.down_proj"].swapaxes(1, 2),
                "shared": {name: {"kernel": ours[f"shared_experts.{name}_proj.weight"].T}
                           for name in ("gate", "up", "down")}}
-    router = {"bias": ours["gate.e_score_correction_bias"], "load": np.zeros(config.num_experts, np.float32)}
+    router = {"bias": ours["gate.e_score_correction_bias"]}
     x = rng.standard_normal((2, 24, config.d_model)).astype(np.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor(x)).numpy()
@@ -169,11 +205,11 @@ def test_gradients_in_bfloat16_are_summed_in_float32(backend):
 def test_a_single_expert_equals_the_dense_mlp(backend):
     dense = build("gpt", num_layers=1)
     moe = build("gpt", num_layers=1, mlp="moe", num_experts=1, experts_per_token=1, num_shared_experts=0,
-                grouped_matmul=backend)
+                expert_scale=2.0, grouped_matmul=backend)
     params = init(dense)
     mlp = params["trunk"]["blocks"]["mlp"]
     experts = {name: mlp[name]["kernel"][:, None] for name in ("up", "down")}
-    experts["router"] = {"kernel": jnp.full((1, dense.config.d_model, 1), 0.1)}
+    experts["router"] = {"kernel": jnp.zeros((1, dense.config.d_model, 1))}  # the gate is 2 · sigmoid(0) = 1
     moe_params = {**params, "trunk": {"blocks": {**params["trunk"]["blocks"], "mlp": experts}}}
     tokens = np.random.default_rng(0).integers(0, 512, (2, 64))
     logits = jax.jit(moe.apply)({"params": moe_params, "state": random_state(moe)}, tokens)
@@ -217,7 +253,7 @@ def mesh(**axes):
     ("lgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "dots"}),
 ])
 def test_eight_devices_match_one_device(recipe, fields):
-    """Losses match, and loads are equal. The reference uses scanned layers, no remat and the backend "blocks"."""
+    """Losses match, and biases are equal. The reference uses scanned layers, no remat and the backend "blocks"."""
     plain = {name: value for name, value in fields.items() if name in ("model__balance_loss", "model__expert_mlp")}
     state, metrics = train(devices=8, recipe=recipe, **fields)
     expected_state, expected = train(recipe=recipe, **plain)
@@ -236,18 +272,80 @@ def test_rows_do_not_move_between_devices():
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024
 
 
+class ExpertBlock(nn.Module):
+    config: models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        return x_BxTxD + MLPS["moe"](self.config, name="mlp")(x_BxTxD, context)
+
+
+class ExpertsTwice(nn.Module):
+    """A trunk of mixtures of experts without attention, applied twice."""
+
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        blocks = stack_blocks([self.config] * self.config.num_layers, context, block=ExpertBlock)
+        return blocks(blocks(x_BxTxD))
+
+
+@pytest.mark.parametrize("fields", [{}, {"train__microbatches": 2, "model__remat": "full"}])
+def test_biases_move_once_per_update(monkeypatch, fields):
+    """At the end of each step, b_i moves by ±expert_bias_rate (arXiv 2412.19437, section 2.1.2).
+
+    The load is that of all passes and microbatches, without padding. Evaluation chooses the same experts as training.
+    """
+    monkeypatch.setitem(models.ARCHITECTURES, "twice", ExpertsTwice)
+    moe = {f"model__{name}": value for name, value in {**MOE, "position": "none", "expert_bias_rate": 0.1}.items()}
+    program = build_program(load_config("gpt", **{**SMALL, **moe, **fields}, model__architecture="twice",
+                                        data__packing="best_fit", optimizer__learning_rate=0.0,
+                                        optimizer__final_learning_rate=0.0), jax.devices()[:1])
+    step, evaluate = program.compile_train_step(), program.compile_eval_step()
+    state = program.initial_state()._replace(params=jax.tree.map(lambda x: 5 * x, init(program.model)))
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 33), np.int32)
+    is_token = np.tile(np.arange(32) < 20, (16, 1))
+    batch = Batch(tokens, loss_mask_BxT=is_token, targets_BxT=tokens[:, 1:])
+    params = jax.tree.map(np.float64, state.params)
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["trunk"]["blocks"]["mlp"]) for i in range(2)]
+    bias = np.zeros((2, 6))
+    for _ in range(2):
+        h, load = params["token_embedding"][tokens[:, :-1]], np.zeros((2, 6))
+        for layer in (0, 1, 0, 1):
+            y, loads, _ = zip(*(deepseek_v3(program.model.config, layers[layer], bias[layer], *row)
+                                for row in zip(h, is_token)))
+            h, load[layer] = h + y, load[layer] + np.sum(loads, axis=0)
+        bias += 0.1 * np.sign(load.mean(axis=1, keepdims=True) - load)
+        nats, targets = evaluate(state.params, state.model_state, batch)
+        state, metrics = step(state, batch)
+        assert metrics["loss"] == pytest.approx(float(nats) / int(targets), rel=1e-6)
+        router = state.model_state["trunk"]["blocks"]["mlp"]["router"]
+        np.testing.assert_allclose(router["bias"], bias, atol=1e-6)
+        np.testing.assert_allclose(metrics["expert_load"]["trunk/blocks/mlp/router"],
+                                   load / load.mean(axis=1, keepdims=True), rtol=1e-5)
+
+
+def test_the_bias_rate_affects_only_training():
+    """A teacher, an import and an evaluation may have another `expert_bias_rate` than the run that made the state."""
+    model, other = (build("gpt", **MOE, num_layers=1, expert_bias_rate=rate) for rate in (0.0, 0.5))
+    tokens = np.random.default_rng(0).integers(0, 512, (2, 64))
+    params, state = init(model), random_state(model)
+    assert np.array_equal(*(forward(m, params, tokens, state) for m in (model, other)))
+
+
 @pytest.mark.slow
 def test_microbatches_do_not_change_the_result():
     whole, parts = (train(model__balance_loss=0.01, train__microbatches=n) for n in (1, 4))
     np.testing.assert_allclose([m["loss"] for m in parts[1]], [m["loss"] for m in whole[1]], rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, parts[0].model_state, whole[0].model_state)
-    loads = jax.tree.leaves(whole[0].model_state["trunk"]["blocks"]["mlp"]["router"]["load"])
-    assert np.sum(loads) == 2 * 2 * 16 * 32  # two blocks, two experts per token
 
 
 @pytest.mark.slow
 def test_resumption_is_exact(tmp_path):
-    """A run that restores the state from a checkpoint after every step has the same parameters, biases and loads."""
+    """A run that restores the state from a checkpoint after every step has the same parameters and biases."""
     def restore(state, program):
         checkpoints = Checkpoints(tmp_path, keep=1, log=print)
         checkpoints.save(int(state.step), state)

@@ -44,18 +44,28 @@ class Router(nn.Linear):
     """Returns a factor for each of N tokens and E experts, (N, E). It is 0 if the token does not use the expert.
 
     The biases balance the load of the experts. They affect the choice of experts, but not the factors
-    (arXiv 2412.19437, section 2.1.2).
+    (arXiv 2412.19437, section 2.1.2). Weights and biases stay in float32, because the differences between biases are
+    too small for bfloat16.
     """
 
     def __init__(self, config, width):
-        super().__init__(width, config.num_experts)
+        super().__init__(width, config.num_experts, dtype=torch.float32)
         self.experts_per_token, self.scale = config.experts_per_token, config.expert_scale
 
     def forward(self, x):  # (N, D)
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        scores = F.linear(x.float(), self.weight).sigmoid()
         chosen = (scores + self.bias).topk(self.experts_per_token).indices
         gates = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
-        return self.scale * gates / gates.sum(1, keepdim=True)
+        if self.experts_per_token > 1:
+            gates = gates / gates.sum(1, keepdim=True)
+        return self.scale * gates
+
+    def _apply(self, fn, recurse=True):  # called by `to`, `bfloat16` and the like
+        def keep_dtype(x):
+            y = fn(x)
+            return y if y.dtype == x.dtype else x.to(y.device)
+
+        return super()._apply(keep_dtype, recurse)
 
 
 class MixtureOfExperts(nn.Module):

@@ -104,6 +104,7 @@ class AttentionLayers:
     count: int
     width: int
     heads: int
+    kv_heads: int
     head_width: int
     window: int
     backend: str
@@ -133,7 +134,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool,
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
         found.append(AttentionLayers(
-            count, sizes["embed"], heads, sizes["head_width"], window, backend, fallback_reason))
+            count, sizes["embed"], heads, sizes["heads"], sizes["head_width"], window, backend, fallback_reason))
     return found
 
 

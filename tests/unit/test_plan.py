@@ -1,5 +1,6 @@
 """Tests of estimates before a run: parameters, FLOPs, memory, compiler reports, batch size search, chips."""
 
+import functools
 import json
 import os
 import time
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import call, load_config
@@ -15,7 +17,7 @@ from smallgpt_jax import models, summary
 from smallgpt_jax.analysis import chips, estimate, hlo, kernels, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import Program, build_program
@@ -64,6 +66,13 @@ def test_components_of_a_custom_architecture(monkeypatch):
 
     Other parameters are listed under the components that all models have, such as "attention" and "LayerNorms".
     """
+    class Shift(nn.Module):
+        config: models.ModelConfig
+
+        @nn.compact
+        def __call__(self, x_BxTxD, context):
+            return nn.Dense(D, use_bias=False, dtype=self.config.dtype)(jnp.roll(x_BxTxD, 1, axis=1))
+
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -71,7 +80,9 @@ def test_components_of_a_custom_architecture(monkeypatch):
 
         @nn.compact
         def __call__(self, x_BxTxD, context):
-            x_BxTxD = stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
+            configs = layer_configs(self.config, self.config.num_layers)
+            x_BxTxD = stack_blocks(configs, context)(x_BxTxD)
+            x_BxTxD = stack_blocks(configs[:2], context, "more", functools.partial(Block, mixer=Shift))(x_BxTxD)
             for _ in range(2):
                 x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
             return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
@@ -79,7 +90,8 @@ def test_components_of_a_custom_architecture(monkeypatch):
     monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
     gpt, own = (memory.components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
                 for name in ("gpt", "own"))
-    assert own == {**gpt, "LayerNorms": gpt["LayerNorms"] + 4 * D, "Dense": 2 * (D**2 + D), "gate": D}
+    assert own == {**gpt, "MLP": gpt["MLP"] + 2 * 8 * D**2, "LayerNorms": gpt["LayerNorms"] + 8 * D,
+                   "Dense": 2 * (D**2 + D), "gate": D, "Shift": 2 * D**2}
 
 
 @pytest.mark.parametrize("position, fallback", [

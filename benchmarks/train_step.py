@@ -2,26 +2,26 @@
 
     pip install -e '.[bench]'
     python benchmarks/train_step.py
-    python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10
+    python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10 --dtypes=float32,bfloat16
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
 This project's models are compared with the peer, `transformers`' GPT-2 of the same sizes. Like our gpt, the peer has
 exact GELU and an untied head. Unlike our gpt, it has biases. AdamW and gradient clipping have the same settings for all
-models. Our models run their compiled training step. On a CPU, the peer runs eagerly. On a GPU, it runs with
-`torch.compile` and PyTorch's fused attention. The peer runs in a process of its own, because our commands change how
-their process allocates memory (smallgpt_jax/host_memory.py).
+models. Our models run their compiled training step. The peer runs twice, eagerly and with `torch.compile`, both with
+PyTorch's fused attention (SDPA) and fused AdamW; in bfloat16, with autocast. Each peer runs in a process of its own,
+because our commands change how their process allocates memory (smallgpt_jax/host_memory.py).
 
 All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
 each round, each model runs --steps steps without waiting between steps. The benchmark fails if the loss of a model does
-not fall.
+not fall. A peer that takes longer than --peer_seconds is left out.
 
 The table has these columns for each model:
 
 - compile s: seconds for compilation and the first step; neither is part of a round
 - tokens/s: median over rounds
-- ours/PyTorch's: the model's tokens/s divided by the peer's tokens/s, median and range over rounds
+- ours/PyTorch's: the model's tokens/s divided by those of the faster peer, median and range over rounds
 - MFU, if the chip's peak is known
-- memory MB: for our models, the memory of the compiled program; for the peer, the peak allocation (on GPUs only)
+- memory MB: for our models, the memory of the compiled program; for a peer, the peak allocation (on GPUs only)
 - loss: first and last loss
 
 The last line of standard output has the same results as JSON.
@@ -34,6 +34,7 @@ import math
 import multiprocessing
 import os
 import platform
+import shutil
 import statistics
 import sys
 import time
@@ -60,7 +61,8 @@ CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width
     "512": (8, 8, 512),
 }
 SIZES = (*CPU_SIZES, "recipe")
-PEER = "transformers GPT-2"
+PEERS = {"PyTorch": False, "PyTorch, compiled": True}  # name → whether torch.compile is used
+DTYPES = ("float32", "bfloat16")
 PLAIN_GPT = dict(architecture="gpt", norm="layer", norm_position="pre", mlp="dense", activation="gelu",
                  position="learned", num_kv_heads=0, qk_norm=False, attention_windows=())
 WARM_UP_STEPS = 2
@@ -70,9 +72,14 @@ _ARCHITECTURES = flags.DEFINE_list(
     "architectures", None, "Recipes in configs/ to measure if --config is not set. Default: gpt on a CPU, gpt and pgpt "
     "on accelerators.")
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"Sizes of the models. {', '.join(CPU_SIZES)}: 8 blocks of this width, float32, context 256, "
-    "vocabulary 8,192. recipe: the sizes in the config. Default: recipe on accelerators, the other sizes on a CPU.")
+    "sizes", None, f"Sizes of the models. {', '.join(CPU_SIZES)}: 8 blocks of this width, context 256, vocabulary "
+    "8,192. recipe: the sizes in the config. Default: recipe on accelerators, the other sizes on a CPU.")
+_DTYPES = flags.DEFINE_list(
+    "dtypes", None, f"Compute dtypes: {', '.join(DTYPES)}. Default: float32 with the sizes "
+    f"{', '.join(CPU_SIZES)}, the config's dtype with --sizes=recipe.")
 _PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The model to compare with: hf (transformers' GPT-2) or none.")
+_PEER_SECONDS = flags.DEFINE_float(
+    "peer_seconds", 900, "Seconds that a peer may take for its compilation, and for a round.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", None, "Sequences per step. Default: 32 with --sizes=recipe, 16 with the other sizes.",
     lower_bound=1)
@@ -90,10 +97,11 @@ def recipes() -> list[ConfigDict]:
     return [importlib.import_module(f"configs.{name}").get_config() for name in names]
 
 
-def resized(recipe: ConfigDict, size: str) -> ConfigDict:
+def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
     """Returns a copy of the recipe that trains a model of size `size` on one device, with a constant learning rate.
 
-    `size` is one of SIZES. With "recipe", the model has the size that the recipe sets.
+    `size` is one of SIZES. With "recipe", the model has the size that the recipe sets. If `dtype` is None, it is the
+    default of the flag --dtypes.
     """
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
@@ -101,6 +109,7 @@ def resized(recipe: ConfigDict, size: str) -> ConfigDict:
             config.model.num_layers, config.model.num_heads, config.model.d_model = CPU_SIZES[size]
             config.model.vocab_size, config.model.context_length = 8192, 256
             config.model.dtype = "float32"
+        config.model.dtype = dtype or config.model.dtype
         config.train.batch_size = _BATCH_SIZE.value or (32 if size == "recipe" else 16)
         config.train.microbatches = 1
         config.mesh.update(data=1, fsdp=1, tensor=1, path=1)
@@ -148,15 +157,20 @@ class CompiledModel:
 class PeerProcess:
     """`Transformers` in a process of its own."""
 
-    def __init__(self, config: ConfigDict, tokens_BxT1):
+    def __init__(self, config: ConfigDict, tokens_BxT1, is_compiled: bool):
         context = multiprocessing.get_context("spawn")
         self.connection, connection = context.Pipe()
-        arguments = (connection, config, tokens_BxT1, jax.default_backend() == "gpu")
-        context.Process(target=serve_peer, args=arguments, daemon=True).start()
+        arguments = (connection, config, tokens_BxT1, jax.default_backend() == "gpu", is_compiled)
+        self.process = context.Process(target=serve_peer, args=arguments, daemon=True)
+        self.process.start()
         connection.close()  # so that `receive` notices the end of the process
         self.parameters, self.flops_per_token, self.first_loss, self.compile_seconds = self.receive()
 
     def receive(self):
+        """Returns the peer's next answer. Raises TimeoutError after --peer_seconds."""
+        if not self.connection.poll(_PEER_SECONDS.value):
+            self.process.kill()
+            raise TimeoutError
         try:
             return self.connection.recv()
         except EOFError:
@@ -172,14 +186,14 @@ class PeerProcess:
         return self.receive()[1]
 
 
-def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool) -> None:
+def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool, is_compiled: bool) -> None:
     """Runs the peer in its process; `PeerProcess` is the other end of the connection.
 
     First sends size and first loss of the model. Then receives numbers of steps; runs each and answers with the last
     loss and the memory in use.
     """
     jax.config.update("jax_platforms", "cpu")  # JAX only counts the FLOPs here
-    peer, loss = Transformers(config, tokens_BxT1, on_gpu), None
+    peer, loss = Transformers(config, tokens_BxT1, on_gpu, is_compiled), None
     connection.send((peer.parameters, peer.flops_per_token, peer.first_loss, peer.compile_seconds))
     with contextlib.suppress(EOFError):  # the benchmark has ended
         while True:
@@ -191,7 +205,7 @@ def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool) -> Non
 class Transformers:
     """`transformers`' GPT-2 and PyTorch's AdamW on one device."""
 
-    def __init__(self, config: ConfigDict, tokens_BxT1, on_gpu: bool):
+    def __init__(self, config: ConfigDict, tokens_BxT1, on_gpu: bool, is_compiled: bool):
         import torch
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -210,7 +224,7 @@ class Transformers:
             n_head=c.num_heads, n_inner=c.mlp_width, activation_function="gelu",
             embd_pdrop=c.dropout, resid_pdrop=c.dropout, attn_pdrop=0.0, use_cache=False,
             tie_word_embeddings=c.tie_embeddings, bos_token_id=None, eos_token_id=None,
-            attn_implementation="sdpa_without_mask" if self.on_gpu else "eager")).to(device).train()
+            attn_implementation="sdpa_without_mask")).to(device).train()
         self.params = list(model.parameters())
         self.parameters = sum(p.numel() for p in self.params)
         self.flops_per_token = train_flops_per_token(plain_gpt)
@@ -229,7 +243,7 @@ class Transformers:
                 logits_RxV = model(inputs_BxT).logits.flatten(0, 1)
                 return torch.nn.functional.cross_entropy(logits_RxV, targets_R)
 
-        self.loss = torch.compile(loss) if self.on_gpu else loss
+        self.loss = torch.compile(loss) if is_compiled else loss
         started = time.perf_counter()
         self.first_loss = self.run(1)
         self.compile_seconds = time.perf_counter() - started
@@ -261,13 +275,15 @@ def check_peer(configs: list[ConfigDict]) -> None:
     backend = jax.default_backend()
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
         raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none")
+    if backend == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise UserError("torch.compile needs a C++ compiler; install g++, or run with --peer=none")
     if any(config.optimizer.name != "adamw" for config in configs):
         raise UserError("config.optimizer.name: only adamw can be compared with PyTorch; change it, or run with "
                         "--peer=none")
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Measures the models of `configs`. Unless --peer=none is set, also measures `transformers`' GPT-2.
+    """Measures the models of `configs` and, unless --peer=none is set, `transformers`' GPT-2.
 
     The models must have the same sizes. Returns one row of results per model.
     """
@@ -275,36 +291,60 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     tokens_BxT1 = np.random.default_rng(0).integers(
         0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
     contenders = {config.model.architecture: CompiledModel(config, tokens_BxT1) for config in configs}
-    if _PEER.value != "none":
-        contenders[PEER] = PeerProcess(configs[0], tokens_BxT1)
-    seconds, losses = {name: [] for name in contenders}, {}
-    for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
-        for name, contender in contenders.items():
-            time.sleep(0.3)  # PyTorch's idle threads keep spinning for a while
-            started = time.perf_counter()
-            losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
-            if round_:
-                seconds[name].append(time.perf_counter() - started)
-    chip, rows = chips.find_chip(jax.devices()[0].device_kind), []
+    for name, is_compiled in PEERS.items() if _PEER.value != "none" else ():
+        with left_out(name, contenders):
+            contenders[name] = PeerProcess(configs[0], tokens_BxT1, is_compiled)
+    seconds, losses = time_in_turn(contenders)
+    peers = [name for name in PEERS if name in contenders]
+    best_peer = min(peers, key=lambda name: statistics.median(seconds[name]), default=None)
+    rows = []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # also true for NaN
             raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step,"
                             f" {losses[name]} at the last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
-        speed = statistics.median(speeds)
-        ratios = [peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(PEER, []), seconds[name])]
+        ratios = [] if name in PEERS else [
+            peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(best_peer, []), seconds[name])]
         rows.append({
             "model": name, "blocks": c.num_layers, "width": c.d_model, "batch": batch,
             "context": c.context_length, "vocabulary": c.vocab_size, "dtype": c.dtype,
             "parameters": contender.parameters, "compile_seconds": contender.compile_seconds,
-            "tokens_per_second": speed, "tokens_per_second_of_rounds": speeds,
-            "mfu": speed * contender.flops_per_token / chip.flops if chip else None,
-            "memory_bytes": contender.memory_bytes(),
-            "ratio": statistics.median(ratios) if ratios and name != PEER else None,
-            "ratio_of_rounds": ratios if name != PEER else [],
+            "tokens_per_second": statistics.median(speeds), "tokens_per_second_of_rounds": speeds,
+            "mfu": model_flops_utilization(statistics.median(speeds), contender.flops_per_token),
+            "memory_bytes": contender.memory_bytes(), "best_peer": best_peer,
+            "ratio": statistics.median(ratios) if ratios else None, "ratio_of_rounds": ratios,
             "first_loss": contender.first_loss, "last_loss": losses[name]})
         print(table_row(rows[-1]), file=sys.stderr, flush=True)
     return rows
+
+
+def time_in_turn(contenders: dict) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Returns {name: seconds of each round} and {name: last loss}. Removes peers that time out from `contenders`."""
+    seconds, losses = {name: [] for name in contenders}, {}
+    for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
+        for name, contender in list(contenders.items()):
+            time.sleep(0.3)  # PyTorch's idle threads keep spinning for a while
+            started = time.perf_counter()
+            with left_out(name, contenders):
+                losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
+            if round_:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds, losses
+
+
+@contextlib.contextmanager
+def left_out(name: str, contenders: dict):
+    """Inside the context, a peer that times out is removed from `contenders`."""
+    try:
+        yield
+    except TimeoutError:
+        contenders.pop(name, None)
+        print(f"{name}: left out; not finished after {_PEER_SECONDS.value:.0f} s", file=sys.stderr, flush=True)
+
+
+def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
+    chip = chips.find_chip(jax.devices()[0].device_kind)
+    return chip and tokens_per_second * flops_per_token / chip.flops
 
 
 def table_row(row: dict) -> str:
@@ -313,7 +353,7 @@ def table_row(row: dict) -> str:
 
     ratio = cell("ratio", lambda ratio: f"{ratio:.2f} ({min(row['ratio_of_rounds']):.2f} to "
                                          f"{max(row['ratio_of_rounds']):.2f})")
-    return (f"| {row['model']} | {row['width']} × {row['blocks']} | {row['parameters']:,} "
+    return (f"| {row['model']} | {row['width']} × {row['blocks']} | {row['dtype']} | {row['parameters']:,} "
             f"| {row['batch']} × {row['context']} | {row['compile_seconds']:.1f} "
             f"| {row['tokens_per_second']:,.0f} | {ratio} | {cell('mfu', '{:.1%}'.format)} "
             f"| {cell('memory_bytes', lambda size: f'{size / 1e6:,.0f}')} "
@@ -321,8 +361,8 @@ def table_row(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    head = ("| model | width × blocks | parameters | batch | compile s | tokens/s | ours/PyTorch's (range) "
-            "| MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|")
+    head = ("| model | width × blocks | dtype | parameters | batch | compile s | tokens/s | ours/PyTorch's (range) "
+            "| MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|---|")
     return "\n".join([head, *map(table_row, rows)])
 
 
@@ -342,10 +382,13 @@ def main() -> None:
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     if unknown := set(sizes) - set(SIZES):
         raise UserError(f"--sizes={', '.join(unknown)}: unknown; choose from {', '.join(SIZES)}")
-    configs_of_sizes = [[resized(recipe, size) for recipe in recipes()] for size in sizes]
+    dtypes = _DTYPES.value or [None]
+    if unknown := set(dtypes) - {None, *DTYPES}:
+        raise UserError(f"--dtypes={', '.join(unknown)}: unknown; choose from {', '.join(DTYPES)}")
+    measured = [[resized(recipe, size, dtype) for recipe in recipes()] for size in sizes for dtype in dtypes]
     if _PEER.value != "none":
-        check_peer(configs_of_sizes[0])
-    rows = [row for configs in configs_of_sizes for row in measure(configs)]
+        check_peer(measured[0])
+    rows = [row for configs in measured for row in measure(configs)]
     print(table(rows))
     print(json.dumps({**hardware(), "versions": versions(), "steps": _STEPS.value, "rows": rows}))
 

@@ -12,9 +12,10 @@ import functools
 import json
 import sys
 
+import jax
 from absl import flags
 
-from smallgpt_jax import cli, sharding, summary
+from smallgpt_jax import cli, preemption, sharding, summary
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.errors import UserError
@@ -33,6 +34,12 @@ flags.mark_flags_as_required(["config", "topology"])
 
 def main() -> None:
     config, devices = Config.of(_CONFIG.value), chips.topology_devices(_TOPOLOGY.value)
+    with preemption.handle_signals("stopped"):
+        plan(config, devices)
+
+
+def plan(config: Config, devices: list[jax.Device]) -> None:
+    """Prints the estimate for `config` on `devices`."""
     log = functools.partial(print, file=sys.stderr, flush=True)
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
@@ -44,7 +51,7 @@ def main() -> None:
         config = config.replace(train={"batch_size": batch_size})
     program = build_program(config, devices)
     log(f"compiling for {_TOPOLOGY.value}; large models take minutes")
-    result = estimate(program)
+    result = estimate(program, log)
     print(json.dumps(dataclasses.asdict(result)) if _JSON.value else format_plan(program, result))
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
@@ -108,9 +115,10 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
-    rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
     if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads and not c.head_dim:
-        lines.append(f"  (4 + 2F)·L·D² + V·D = {rule:,.0f} in attention, MLP and token embedding")
+        rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
+        lines.append("  attention, MLP and token embedding: num_layers × (4 + 2 × mlp_ratio) × d_model² "
+                     f"+ vocab_size × d_model = {rule:,.0f}")
     return lines
 
 
@@ -132,10 +140,12 @@ def format_memory(result: Estimate) -> list[str]:
             ("total", result.needed_bytes, state + rest),
             ("temporaries of an evaluation step", result.eval_temp_bytes, None),
             ("total in evaluation", result.eval_needed_bytes, None), ("memory of the chip", result.hbm_bytes, None)]
-    lines = [f"{'Memory per device':36} {'compiled':>11} {'formula':>11}"]
-    return lines + [
-        f"{name:36}" + "".join(f" {memory.format_bytes(size) if size else '':>11}" for size in sizes)
-        for name, *sizes in rows if any(sizes)]
+    return [
+        f"{'Memory per device':36} {'compiled':>11} {'formula':>11}",
+        *(f"{name:36}" + "".join(f" {memory.format_bytes(size) if size else '':>11}" for size in sizes)
+          for name, *sizes in rows if any(sizes)),
+        "compiled: what the compiler allocates; decides whether the run fits",
+        "formula: an approximation; shows what the memory is used for"]
 
 
 if __name__ == "__main__":

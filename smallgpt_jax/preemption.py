@@ -20,12 +20,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the shell command
 # `timeout` sends its signal twice.
 REPEAT_SECONDS = 0.5
+UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
 
 
 class StopRequest:
     """The state of a stop request: whether this run has been asked to stop, and whether it can save."""
 
-    def __init__(self):
+    def __init__(self, unsaved: str):
+        self.unsaved = unsaved  # message if the process exits without saving
         self.signal: int | None = None  # the signal received, if any
         self.can_save = False
         self._answer = None
@@ -55,18 +57,18 @@ class StopRequest:
         if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
             return
         again = "second request: " if self.signal else ""
-        print(f"{again}stopped without saving; rerun the same command to resume from the newest checkpoint, if there "
-              "is one", file=sys.stderr, flush=True)
+        print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
 
 @contextlib.contextmanager
-def handle_signals() -> Iterator[StopRequest]:
+def handle_signals(unsaved: str = UNSAVED) -> Iterator[StopRequest]:
     """Yields a StopRequest that records SIGTERM and Ctrl-C inside the context.
 
-    If this function is called outside the main thread, the StopRequest records nothing.
+    `unsaved` is the message of a process that exits without saving. Inside the context, no library's handler prints
+    its stack. If this function is called outside the main thread, the StopRequest records nothing.
     """
-    stop = StopRequest()
+    stop = StopRequest(unsaved)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -50,7 +50,10 @@ CHIPS = {
     "NVIDIA H200": Chip(989e12, 141e9),
     "NVIDIA H200 NVL": Chip(835.5e12, 141e9),
 }
-TPU_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:4x4", "v5p": "v5p:2x2x1", "v6e": "v6e:4x4"}  # generation → example topology
+# Generation → slices that Google Cloud offers. The TPU compiler also knows slices of other shapes, such as v4:1x1x1.
+FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+DEEP_SLICES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+TPU_SLICES = {"v4": DEEP_SLICES, "v5e": FLAT_SLICES, "v5p": DEEP_SLICES, "v6e": FLAT_SLICES}
 
 
 def find_chip(device_kind: str) -> Chip | None:
@@ -78,14 +81,33 @@ def topology_devices(topology: str) -> list[jax.Device]:
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
     if not is_cpu and (kind not in TPU_SLICES or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)):
-        raise UserError(f"--topology={topology}: unknown; choose {', '.join(TPU_SLICES.values())}, "
-                        "another shape of these chips, or cpu:N")
+        raise UserError(f"--topology={topology}: unknown; choose {', '.join(similar_topologies(topology))}")
     jax.config.update("jax_enable_compilation_cache", False)  # the cache cannot hold programs for absent devices
     if is_cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
         return jax.devices()
     return tpu_devices(topology)
+
+
+def similar_topologies(text: str) -> list[str]:
+    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"].
+
+    If the number of chips is unknown, these are all slices of the generation. If the generation is unknown, too, they
+    are one slice per generation. In Google Cloud's names, such as "v4-8", the number counts the cores of the chips.
+    """
+    generation, rest = re.sub("lite(pod)?", "e", text.lower()), ""
+    if found := re.search("|".join(TPU_SLICES), generation):
+        generation, rest = found[0], generation[found.end():]
+    if generation not in TPU_SLICES:
+        return [*(f"{name}:{'4x4' if '4x4' in slices else slices[0]}" for name, slices in TPU_SLICES.items()), "cpu:N"]
+    sides = re.findall(r"\d+", rest)
+    number = math.prod(map(int, sides)) if sides else 0
+    if rest.startswith("-"):
+        number //= CHIPS[f"TPU {generation}"].cores
+    slices = TPU_SLICES[generation]
+    equal = [shape for shape in slices if math.prod(map(int, shape.split("x"))) == number and rest != f":{shape}"]
+    return [f"{generation}:{shape}" for shape in equal or slices]
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
@@ -105,4 +127,4 @@ def tpu_devices(topology: str) -> list[jax.Device]:
             platform="tpu", topology_name=topology, **one_device_per_chip).devices)
     except Exception as error:
         raise UserError(f"--topology={topology}: the TPU compiler has no such slice "
-                        f"({str(error).splitlines()[0]})") from None
+                        f"({str(error).splitlines()[0]}); choose {', '.join(similar_topologies(topology))}") from None

@@ -1,10 +1,12 @@
 """Estimates the memory and speed of training. The programs are compiled for devices that need not be attached."""
 
+import contextlib
 import dataclasses
 import re
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,12 @@ import jax
 from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis import chips, flops, hlo, kernels, memory
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import duration
 
 if TYPE_CHECKING:
     from smallgpt_jax.program import Program
+
+PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +73,11 @@ class Estimate:
         return max(self.needed_bytes, self.eval_needed_bytes or 0)
 
 
-def estimate(program: "Program") -> Estimate:
+def estimate(program: "Program", log: Callable[[str], None] = lambda line: None) -> Estimate:
     """Compiles the training step and the evaluation step of `program` and returns their estimate.
 
-    If a step does not fit into the memory of a device, `Estimate.fits` is False.
+    If a step does not fit into the memory of a device, `Estimate.fits` is False. `log` is called with lines about the
+    progress.
     """
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
@@ -91,14 +97,16 @@ def estimate(program: "Program") -> Estimate:
         | ({"teacher": memory.bytes_on_device(teacher.abstract_variables)} if teacher else {}))
     started = time.monotonic()
     try:
-        step, text = compile_and_read(program)
+        with progress("compiling the training step", log):
+            step, text = compile_and_read(program)
     except jax.errors.JaxRuntimeError as error:
         return Estimate(
             **known, argument_bytes=memory.bytes_on_device(state), temp_bytes=None,
             needed_bytes=bytes_needed(error, memory.bytes_on_device(state)), eval_temp_bytes=None,
             eval_needed_bytes=None, fits=False, **UNKNOWN_SPEED, collectives=None,
             compile_seconds=time.monotonic() - started)
-    eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, state)
+    with progress("compiling the evaluation step", log):
+        eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, state)
     seconds = time.monotonic() - started
     memory_stats = step.memory_analysis()
     return Estimate(
@@ -108,6 +116,25 @@ def estimate(program: "Program") -> Estimate:
         **(estimate_speed(text, config.model.context_length, chip, model_flops / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
+
+
+@contextlib.contextmanager
+def progress(text: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Logs `text` and, every PROGRESS_SECONDS inside the context, `text` with the time since the start."""
+    started, is_done = time.monotonic(), threading.Event()
+
+    def repeat():
+        while not is_done.wait(PROGRESS_SECONDS):
+            log(f"{text}: {duration(time.monotonic() - started)}")
+
+    log(text)
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
@@ -202,14 +229,14 @@ def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, l
       build: returns the program for a batch size.
       divisor: the batch size must be a multiple of this number.
       hbm: memory per device in bytes.
-      log: called with one line of text for each batch size that is tried.
+      log: called with lines about the progress.
     """
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
-        result = estimate(build(sequences * divisor))
+        result = estimate(build(sequences * divisor), log)
         needed[sequences] = result.peak_bytes
-        log(f"  {sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
+        log(f"{sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))
         return result.fits
 

@@ -104,6 +104,7 @@ class AttentionLayers:
     count: int
     width: int
     heads: int
+    kv_heads: int
     head_width: int
     window: int
     backend: str
@@ -133,34 +134,42 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool,
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
         found.append(AttentionLayers(
-            count, sizes["embed"], heads, sizes["head_width"], window, backend, fallback_reason))
+            count, sizes["embed"], heads, sizes["heads"], sizes["head_width"], window, backend, fallback_reason))
     return found
 
 
 def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns the attention window of each attention module, {module path: window}.
+    """Returns the attention window of each attention module, {module path: window}."""
+    return {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
 
-    Traces the model, because the windows cannot be inferred from the weights.
+
+def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
+    """Returns the attention modules, and the custom mixers that blocks have in their place, {module path: module}.
+
+    Traces the model, because the weights show neither windows nor classes.
     """
-    windows = {}
+    found = {}
 
     def record(call, arguments, keywords, method):
-        if isinstance(method.module, Attention):
-            windows[method.module.path] = method.module.config.window
+        if isinstance(method.module, Attention) or method.module.name == "attention":
+            found[method.module.path] = method.module
         return call(*arguments, **keywords)
 
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
     with nn.intercept_methods(record):
         jax.eval_shape(model.init, jax.random.key(0), tokens)
-    return windows
+    return found
 
 
 def components(model: LanguageModel) -> dict[str, int]:
     """Returns {component: number of parameters}; custom modules are listed under their own names."""
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
+    custom = {path: type(mixer).__name__ for path, mixer in mixers(model).items() if not isinstance(mixer, Attention)}
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
-        component = component_of([re.sub(r"_\d+$", "", key.key) for key in path])
+        names = tuple(key.key for key in path)
+        mixer = next((name for prefix, name in custom.items() if names[:len(prefix)] == prefix), None)
+        component = mixer or component_of([re.sub(r"_\d+$", "", name) for name in names])
         counts[component] = counts.get(component, 0) + x.size
     return {component: count for component, count in counts.items() if count}
 

@@ -30,6 +30,7 @@ class Code:
 class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    best: int | None = None  # index of a row to mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,8 @@ def aligned_table(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
 
-    return "\n".join(map(line, (table.head, *table.rows)))
+    return "\n".join([line(table.head), *(
+        line(row) + "  ← best" * (i == table.best) for i, row in enumerate(table.rows))])
 
 
 # ------------------------------------------------------------------ Markdown
@@ -61,9 +63,12 @@ def to_markdown(title: str, blocks: Sequence) -> str:
                 return f"```\n{text}\n```"
             case Plot(name, _, caption):
                 return f"![{caption}]({name}.png)"
-            case Table(head, rows):
-                lines = [head, tuple("---" for _ in head), *rows]
-                return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+            case Table(head, rows, best):
+                lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+                if best is not None:
+                    lines[1 + best] = [f"**{cell}**" for cell in lines[1 + best]]
+                lines.insert(1, ["---"] * len(head))
+                return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     return "\n\n".join([f"# {title}", *map(text, blocks)]) + "\n"
 
@@ -71,19 +76,21 @@ def to_markdown(title: str, blocks: Sequence) -> str:
 # ------------------------------------------------------------------ HTML
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 72rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 80rem;
        padding: 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 p { max-width: 46rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
-figure { margin: 0; } figure img { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #555; }
+.plots { display: flex; flex-wrap: wrap; gap: 1.5rem; }
+figure { margin: 0; width: min(100%, 34rem); } figure img { width: 100%; height: auto; }
+figcaption { font-size: .85rem; color: #555; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-       background: #fff; }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th { border-bottom: 2px solid #888; }
+.best td { font-weight: bold; background: #e8f2fb; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; }
+tr:not(.best) > :first-child { background: #fff; }
+pre { background: #f4f4f4; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
@@ -101,12 +108,13 @@ def to_html(title: str, blocks: Sequence) -> str:
                 image = base64.b64encode(plotting.svg(figure)).decode()
                 return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
                         f"<figcaption>{html.escape(caption)}</figcaption></figure>")
-            case Table(head, rows):
-                lines = [line("th", head), *(line("td", row) for row in rows)]
+            case Table(head, rows, best):
+                lines = [line("th", head), *(line("td", row, i == best) for i, row in enumerate(rows))]
                 return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    def line(tag: str, cells: Sequence[str], is_best: bool = False) -> str:
+        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr{' class=best' * is_best}>{inner}</tr>"
 
     parts = []
     for is_plot, group in itertools.groupby(blocks, lambda block: isinstance(block, Plot)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from smallgpt_jax.comparison import aggregation
 from smallgpt_jax.comparison.learning_rates import Grid
@@ -114,7 +114,9 @@ def expert_load(run: Run) -> Figure:
     plot = figure.subplots()
     stacks = [np.reshape(load, (-1, np.shape(load)[-1])) for load in run.expert_load.values()]
     image = plot.imshow(np.concatenate(stacks), vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
-    plot.set(xlabel="expert", ylabel="block", yticks=range(sum(map(len, stacks))))
+    plot.set(xlabel="expert", ylabel="block")
+    for axis in (plot.xaxis, plot.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     figure.colorbar(image, label="load / mean load", extend="max")
     return figure
 

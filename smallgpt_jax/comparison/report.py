@@ -15,12 +15,13 @@ from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
 from smallgpt_jax.comparison.results import OWN_TEXT, Run
 from smallgpt_jax.files import safe_name, write_atomically
-from smallgpt_jax.formatting import duration, parameter_count
+from smallgpt_jax.formatting import duration, millions
 
 MISSING = "–"
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
+COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 # ROWS lists the config fields that determine the validation rows. TARGETS lists the config fields that determine the
 # number of targets.
 ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
@@ -53,14 +54,15 @@ def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logge
 def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None, grids: dict[str, Grid]) -> list:
     groups = aggregation.group_by_name(runs)
     blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids)),
-              *([Paragraph(conclusion(groups))] if len(groups) > 1 else []), summary_table(groups)]
+              *([Paragraph(conclusion(groups)), Paragraph(evidence(groups))] if len(groups) > 1 else []),
+              summary_table(groups)]
     has_seeds = len(groups) < len(runs)
     blocks += [Paragraph(
         "Loss: nats per token on the validation split after the last step"
         + has_seeds * "; mean over the seeds (lowest to highest)"
         + ". tokens/s: training throughput without evaluation and padding, on the machine named below. "
         "Memory: per device, of the compiled training step. "
-        "FLOPs: matrix products of a training step, padding and masked attention scores included."),
+        "FLOPs: matrix products of a training step, padding and masked attention scores included. M: millions."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
@@ -170,17 +172,14 @@ def grid_facts(grid: Grid) -> dict[str, Any]:
 
 def conclusion(groups: dict[str, list[Run]]) -> str:
     """Returns text that names the two models with the lowest loss and says whether all seeds agree on their order."""
-    last_losses = {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
-                   if all(run.is_finished for run in group) and aggregation.final_spread(group, "loss")}
+    last_losses = finished(groups)
     if len(last_losses) < 2:
         return "Fewer than two runs are finished: no ranking."
-    if aggregation.differ_in_targets([run for name in last_losses for run in groups[name]]):
+    if not (means := mean_losses(groups)):
         return "The losses of the finished runs are means over different rows: no ranking."
-    # Runs with the same seed read the same batches, so models are compared seed by seed.
-    seeds = set.intersection(*map(set, last_losses.values()))
-    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in last_losses.items()}
-    first, second, *_ = sorted(means, key=means.get)
+    first, second, *_ = means
     text = f"Lowest validation loss: {first}, {means[first]:.4f}; then {second}, {means[second]:.4f}"
+    seeds = common_seeds(last_losses)
     if len(seeds) < 2:
         return f"{text}. With fewer than two common seeds, chance cannot be ruled out."
     differences = [last_losses[second][seed] - last_losses[first][seed] for seed in seeds]
@@ -193,24 +192,70 @@ def conclusion(groups: dict[str, list[Run]]) -> str:
     return f"{text}; {second} minus {first} is {low:+.4f} to {high:+.4f}."
 
 
+def evidence(groups: dict[str, list[Run]]) -> str:
+    """Returns text that says how much the order of the losses proves, given the tokens and the number of seeds."""
+    trained = [(run.last.tokens, run.active_parameters) for group in groups.values() for run in group if run.last]
+    if not trained:
+        return "No evidence: no run was evaluated."
+    tokens, per_parameter = min(tokens for tokens, _ in trained), min(tokens / size for tokens, size in trained)
+    text = f"vidence: at least {tokens:,} tokens per run and {per_parameter:.2g} tokens per parameter."
+    if is_short := per_parameter < COMPUTE_OPTIMAL:
+        text += (f" About {COMPUTE_OPTIMAL} per parameter are compute-optimal (Hoffmann et al., arXiv 2203.15556); "
+                 "after longer training, the order may be different.")
+    last_losses = finished(groups)
+    seeds = len(common_seeds(last_losses)) if len(last_losses) > 1 else 0
+    if seeds > 1:
+        text += (f" Two equally good models have the same order for all {seeds} seeds with a probability of "
+                 f"{2 ** (1 - seeds):.2g}.")
+    return ("Little e" if is_short or seeds < 5 else "E") + text
+
+
+def finished(groups: dict[str, list[Run]]) -> dict[str, dict[int, float]]:
+    """Returns {name: {seed: last loss}} of the models whose runs are all finished."""
+    return {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
+            if all(run.is_finished for run in group) and aggregation.final_spread(group, "loss")}
+
+
+def common_seeds(last_losses: dict[str, dict[int, float]]) -> set[int]:
+    return set.intersection(*map(set, last_losses.values())) if last_losses else set()
+
+
+def mean_losses(groups: dict[str, list[Run]]) -> dict[str, float]:
+    """Returns {name: mean last loss} in ascending order of the loss. Returns {} if the losses are not comparable.
+
+    Runs with the same seed read the same batches, so the means are over the common seeds, if there are any.
+    """
+    last_losses = finished(groups)
+    if aggregation.differ_in_targets([run for name in last_losses for run in groups[name]]):
+        return {}
+    seeds = common_seeds(last_losses)
+    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in last_losses.items()}
+    return {name: means[name] for name in sorted(means, key=means.get)}
+
+
 def summary_table(groups: dict[str, list[Run]]) -> Table:
-    """Returns a table of size, speed, memory and losses, with one row per model."""
+    """Returns a table of losses, size, speed and memory, with one row per model.
+
+    The rows are in ascending order of the loss; models without a comparable loss are last.
+    """
+    ranked = list(mean_losses(groups))
     rows = []
-    for name, group in groups.items():
-        first = group[0]
+    for name in [*ranked, *(name for name in groups if name not in ranked)]:
+        group, first = groups[name], groups[name][0]
+        loss, bits = (None if unfinished_note(group) else aggregation.final_spread(group, field)
+                      for field in ("loss", "bits_per_byte"))
         speed = aggregation.spread([run.tokens_per_second for run in group])
         seconds = aggregation.final_spread(group, "seconds")
         decoding = aggregation.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
         rows.append((
-            name + unfinished_note(group), f"{len(group)}", 
-            parameter_count(first.parameters, first.active_parameters), f"{first.flops_per_token:,.0f}",
+            name + unfinished_note(group), format_spread(loss), f"{bits.mean:.4f}" if bits else MISSING,
+            f"{len(group)}", millions(first.parameters) + f" ({millions(first.active_parameters)} active)" * (
+                first.active_parameters != first.parameters), millions(round(first.flops_per_token)),
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
-            *(format_spread(None if unfinished_note(group) else aggregation.final_spread(group, field))
-              for field in ("loss", "bits_per_byte")),
             f"{decoding.mean:,.0f}" if decoding else MISSING))
-    return Table(("run", "seeds", "parameters", "FLOPs per token", "tokens/s", "seconds", "memory MB",
-                  "validation loss", "bits per byte", "decoding tokens/s"), tuple(rows))
+    return Table(("run", "validation loss", "bits per byte", "seeds", "parameters", "FLOPs/token", "tokens/s",
+                  "seconds", "memory MB", "decoding tokens/s"), tuple(rows), best=0 if len(ranked) > 1 else None)
 
 
 def unfinished_note(group: list[Run]) -> str:
@@ -244,10 +289,13 @@ def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
 
 def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
     tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
-    return Table(("run", *tasks), tuple(
-        (name, *(format_spread(spread, len(group)) for spread in (
-            aggregation.spread([run.benchmarks[task] for run in group if task in run.benchmarks]) for task in tasks)))
-        for name, group in groups.items()))
+
+    def cell(group: list[Run], task: str) -> str:
+        scores = [run.benchmarks[task] for run in group if task in run.benchmarks]
+        return format_spread(aggregation.spread(scores), len(group))
+
+    return Table(("task", *groups), tuple(
+        (task, *(cell(group, task) for group in groups.values())) for task in tasks))
 
 
 def components_table(groups: dict[str, list[Run]]) -> Table:

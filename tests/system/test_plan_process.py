@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 
 import jax
 import pytest
-from conftest import load_config, run
+from conftest import ROOT, load_config, run
 
 from smallgpt_jax.program import build_program
 
@@ -34,13 +39,34 @@ def test_memory_matches_the_compiled_steps():
     assert set(planned["collectives"]) == {"all-reduce"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
-                    reason="needs the TPU compiler: pip install '.[plan]'")
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
+
+
+@needs_tpu_compiler
+def test_a_stopped_compilation():
+    """On SIGTERM, `plan` ends at once, without the stack that the TPU compiler's own handler prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "smallgpt_jax.plan", "--config=configs/gpt.py", "--topology=v5e:2x2"],
+        cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = [process.stderr.readline(), process.stderr.readline()]
+        assert lines[1] == "compiling the training step\n", lines
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[1] == "stopped\n"
+        assert process.returncode == 143
+    finally:
+        process.kill()
+
+
+@needs_tpu_compiler
 def test_a_tpu_program():
     result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
                  "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu rejects flags of the CPU compiler
     assert result.returncode == 0, result.stderr
-    assert result.stderr == "compiling for v5e:2x2; large models take minutes\n"
+    lines = [line for line in result.stderr.splitlines() if not re.search(r": (\d+m )?\d+s$", line)]
+    assert lines == ["compiling for v5e:2x2; large models take minutes", "compiling the training step",
+                     "compiling the evaluation step"]
     planned = json.loads(result.stdout)
     assert planned["fits"] and planned["hbm_bytes"] == 16 * 2**30 and planned["devices"] == 4
     assert planned["estimated_cycles"] > 0 and planned["kernel_cycles"] > 0

@@ -1,14 +1,15 @@
-"""Tests of the check of attention kernels before a run. The kernels run in interpret mode on a CPU."""
+"""Tests of the check of attention kernels before a run. The kernels run in interpret mode on CPUs."""
 
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from smallgpt_jax import models
+from smallgpt_jax import models, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.kernel_check import check_attention_kernels
-from smallgpt_jax.ops import attention
+from smallgpt_jax.ops import attention, flash_attention
 from smallgpt_jax.ops.attention import AttentionMask
 
 FIELDS = dict(
@@ -16,30 +17,96 @@ FIELDS = dict(
     dropout=0.0, use_bias=False, tie_embeddings=False, dtype="bfloat16", scan_layers=False)
 
 
-def check(platform: str, separate_documents: bool = False, **fields) -> None:
-    """Checks the attention kernels of a program, as if its device were a `platform`. The kernels run on the CPU."""
-    device = types.SimpleNamespace(platform=platform)
-    mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]), shape={"path": 1})
-    data = types.SimpleNamespace(separate_documents=separate_documents)
-    check_attention_kernels(types.SimpleNamespace(
-        model=models.build(**FIELDS, **fields), mesh=mesh, config=types.SimpleNamespace(data=data)))
+class MeshLabelled:
+    """A mesh of CPU devices that claim to be of another platform."""
+
+    def __init__(self, mesh, platform: str):
+        self.mesh = mesh
+        self.devices = types.SimpleNamespace(flat=[types.SimpleNamespace(platform=platform)])
+
+    def __getattr__(self, name: str):
+        return getattr(self.mesh, name)
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Returns a function that checks the attention kernels of a model, as if its devices were TPUs."""
+    def check(platform: str = "tpu", data: int = 1, tensor: int = 1, separate_documents: bool = False, **fields):
+        mesh = sharding.make_mesh(data=data, fsdp=1, tensor=tensor, path=1, devices=jax.devices()[:data * tensor])
+        config = types.SimpleNamespace(data=types.SimpleNamespace(separate_documents=separate_documents))
+        check_attention_kernels(types.SimpleNamespace(
+            model=models.build(**FIELDS | fields), mesh=MeshLabelled(mesh, platform), config=config))
+
+    use_mesh = sharding.use_mesh
+    monkeypatch.setattr(sharding, "use_mesh", lambda mesh: use_mesh(mesh.mesh))
+    return check
 
 
 @pytest.mark.parametrize("fields", [
     {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
-    {"attention": "splash", "attention_windows": (37,)},
-    {"attention": "splash", "separate_documents": True}])
-def test_correct_kernels_pass(fields):
-    check("tpu", **fields)
+    {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
+    {"attention": "flash", "tensor": 2, "num_heads": 3, "d_model": 48},  # replicated heads
+    {"attention": "splash", "attention_windows": (37,), "d_model": 4},
+    {"attention": "splash", "separate_documents": True, "data": 2}])
+def test_correct_kernels_pass(check, fields):
+    check(**fields)
 
 
-def test_wrong_kernels_are_refused(monkeypatch):
+def first_head(kernel):
+    """Returns a kernel that reads the first key–value head for all heads."""
+    return lambda q, k, v, *options: kernel(q, *(jnp.broadcast_to(x[:, :1], x.shape) for x in (k, v)), *options)
+
+
+def first_row(kernel):
+    """Returns a kernel that reads the first row's keys and values for all rows."""
+    return lambda q, k, v, *options: kernel(q, *(jnp.broadcast_to(x[:1], x.shape) for x in (k, v)), *options)
+
+
+def longer_window(kernel):
+    return lambda q, k, v, window, interpret: kernel(q, k, v, window + 1, interpret)
+
+
+def neighbors_keys(kernel):
+    """Returns a kernel that reads the keys of the other of two shards of heads."""
+    def shifted(x):
+        is_sharded = jax.sharding.get_abstract_mesh().size > 1
+        return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]) if is_sharded else x
+
+    return lambda q, k, v, *options: kernel(q, shifted(k), v, *options)
+
+
+@pytest.mark.parametrize("mutation, fields", [
+    (first_head, {}), (first_head, {"data": 2, "tensor": 2, "num_heads": 4}),
+    (first_row, {"data": 2}),
+    (longer_window, {"context_length": 1152, "attention_windows": (1024,)}),
+    (neighbors_keys, {"tensor": 2, "num_heads": 4})])
+def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
+    fields = {"num_heads": 2, **fields}
+    monkeypatch.setattr(flash_attention, "flash_attention", mutation(flash_attention.flash_attention))
+    with pytest.raises(UserError, match=r"relative error of [\d.]+;"):
+        check(attention="flash", d_model=16 * fields["num_heads"], **fields)
+
+
+def test_a_kernel_that_separates_all_rows_like_the_first_is_refused(check, monkeypatch):
+    splash = attention.splash
+
+    def mutated(q, k, v, mask, slopes):
+        ids = mask.segment_ids_BxT
+        first = None if ids is None else jnp.broadcast_to(ids[:1], ids.shape)
+        return splash(q, k, v, mask.replace(segment_ids_BxT=first), slopes)
+
+    monkeypatch.setattr(attention, "splash", mutated)
+    with pytest.raises(UserError, match="splash kernel"):
+        check(attention="splash", separate_documents=True)
+
+
+def test_message_for_wrong_kernels(check, monkeypatch):
     """A kernel that ignores the attention window is refused, and so is one whose results are not numbers."""
     flash = attention.flash
     monkeypatch.setattr(attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes))
     with pytest.raises(UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"):
-        check("tpu", attention="flash", attention_windows=(37,))
+        check(attention="flash", attention_windows=(37,))
     check("cpu", attention="flash", attention_windows=(37,))  # runs on CPUs are not checked
     monkeypatch.setattr(attention, "splash", lambda q, *_: q * jnp.nan)
     with pytest.raises(UserError, match="relative error of nan"):
-        check("tpu", attention="splash")
+        check(attention="splash")

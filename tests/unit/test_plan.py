@@ -1,11 +1,14 @@
 """Tests of estimates before a run: parameters, FLOPs, memory, compiler reports, batch size search, chips."""
 
+import functools
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import call, load_config
@@ -14,7 +17,7 @@ from smallgpt_jax import models, summary
 from smallgpt_jax.analysis import chips, estimate, hlo, kernels, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import Program, build_program
@@ -63,6 +66,13 @@ def test_components_of_a_custom_architecture(monkeypatch):
 
     Other parameters are listed under the components that all models have, such as "attention" and "LayerNorms".
     """
+    class Shift(nn.Module):
+        config: models.ModelConfig
+
+        @nn.compact
+        def __call__(self, x_BxTxD, context):
+            return nn.Dense(D, use_bias=False, dtype=self.config.dtype)(jnp.roll(x_BxTxD, 1, axis=1))
+
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -70,7 +80,9 @@ def test_components_of_a_custom_architecture(monkeypatch):
 
         @nn.compact
         def __call__(self, x_BxTxD, context):
-            x_BxTxD = stack_blocks(layer_configs(self.config, self.config.num_layers), context)(x_BxTxD)
+            configs = layer_configs(self.config, self.config.num_layers)
+            x_BxTxD = stack_blocks(configs, context)(x_BxTxD)
+            x_BxTxD = stack_blocks(configs[:2], context, "more", functools.partial(Block, mixer=Shift))(x_BxTxD)
             for _ in range(2):
                 x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
             return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
@@ -78,7 +90,8 @@ def test_components_of_a_custom_architecture(monkeypatch):
     monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
     gpt, own = (memory.components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
                 for name in ("gpt", "own"))
-    assert own == {**gpt, "LayerNorms": gpt["LayerNorms"] + 4 * D, "Dense": 2 * (D**2 + D), "gate": D}
+    assert own == {**gpt, "MLP": gpt["MLP"] + 2 * 8 * D**2, "LayerNorms": gpt["LayerNorms"] + 8 * D,
+                   "Dense": 2 * (D**2 + D), "gate": D, "Shift": 2 * D**2}
 
 
 @pytest.mark.parametrize("position, fallback", [
@@ -232,8 +245,13 @@ def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
 
 @pytest.mark.parametrize("flags, substrings", [
     (["--topology=v9:4x4"], ["v9:4x4", "v5e:4x4", "v5p:2x2x1", "cpu:N"]),
-    (["--topology=cpu:0"], ["cpu:0"]),
-    (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice", "(no topology)"]),
+    (["--topology=cpu:0"], ["cpu:0", "cpu:N"]),
+    (["--topology=v5e-16"], ["v5e-16: unknown; choose v5e:4x4\n"]),
+    (["--topology=v5litepod-8"], ["choose v5e:2x4\n"]),
+    (["--topology=v4-64"], ["choose v4:2x4x4\n"]),  # 64 cores are 32 chips
+    (["--topology=V6E"], ["choose v6e:1x1, v6e:2x2, v6e:2x4, v6e:4x4, v6e:4x8, v6e:8x8, v6e:8x16, v6e:16x16\n"]),
+    (["--topology=v5e:2x2x1"], ["v5e:2x2x1", "no such slice", "choose v5e:2x2\n"]),
+    (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice", "(no topology)", "v5e:4x4", "v5e:16x16"]),
 ])
 def test_refuses_unknown_topologies(monkeypatch, flags, substrings):
     def refuse(**_):
@@ -271,6 +289,20 @@ def test_names_a_missing_compiler(monkeypatch):
     monkeypatch.setattr(chips, "importlib", fake_importlib(None))
     with pytest.raises(UserError, match=r"pip install -e '\.\[plan\]'"):
         chips.tpu_devices("v5e:2x2")
+
+
+def test_progress_during_a_compilation(monkeypatch):
+    """A line announces each step that is compiled, and further lines the time since."""
+    monkeypatch.setattr(estimate, "PROGRESS_SECONDS", 0.01)
+    lines = []
+    with estimate.progress("compiling the training step", lines.append):
+        deadline = time.monotonic() + 60
+        while len(lines) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    count = len(lines)
+    time.sleep(0.05)
+    assert lines[0] == "compiling the training step" and len(lines) == count >= 3
+    assert lines[1].startswith("compiling the training step: ") and lines[1].endswith("s")
 
 
 class UnreadableProgram:
@@ -388,7 +420,7 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 
-    def fake_estimate(batch_size):
+    def fake_estimate(batch_size, log):
         assert batch_size % 16 == 0
         sizes.append(batch_size // 16)
         needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)

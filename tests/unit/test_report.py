@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from smallgpt_jax.comparison import aggregation, figures, measure, report, results
 from smallgpt_jax.errors import UserError
@@ -44,6 +45,56 @@ def test_conclusion_compares_runs_with_the_same_seed():
     assert report.conclusion({"a": groups["a"], "c": groups["c"]}).endswith(
         "Of the 3 common seeds, a is lower for 2; c minus a is -0.1000 to +0.2000.")
     assert "equal for each of the 3 common seeds" in report.conclusion({**groups, "b": groups["a"]})
+
+
+def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
+    """Finished runs are in ascending order of the loss. Unfinished ones are last, even if their loss is lower."""
+    runs = [make_run(0, name="worst", worse=0.5), make_run(0, (1,), "unfinished", worse=-3), make_run(0, name="best"),
+            make_run(0, name="middle", worse=0.1)]
+    text = report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": ""})
+    rows = text.splitlines()[-4:]
+    assert [row.split()[0] for row in rows] == ["best", "middle", "worst", "unfinished"]
+    assert ["← best" in row for row in rows] == [True, False, False, False]
+    assert "| **best** | **4.0000** |" in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "<tr class=best><td>best</td>" in page and page.count("class=best") == 1
+    # Losses over different rows are not ranked.
+    runs[0] = dataclasses.replace(runs[0], curve=tuple(
+        dataclasses.replace(point, targets=9) for point in runs[0].curve))
+    text = report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": ""})
+    assert [row.split()[0] for row in text.splitlines()[-4:]] == ["worst", "unfinished", "best", "middle"]
+    assert "← best" not in text
+
+
+def test_figures_commands_and_headings_of_the_page(tmp_path):
+    """All figures have one width, the command wraps, and a heading has one line."""
+    load = {"mlp/router": [[0.5, 1.5]]}
+    runs = [dataclasses.replace(make_run(0), expert_load=load), make_run(0, name="b")]
+    report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": "c" * 500})
+    page = (tmp_path / "report.html").read_text()
+    assert "figure { margin: 0; width: min(100%, 34rem); }" in page and "auto-fit" not in page
+    assert "white-space: pre-wrap" in page and "white-space: normal" not in page
+    sizes = {Image.open(path).size for path in tmp_path.glob("*.png")}
+    assert len(sizes) == 1
+
+
+def test_says_how_little_short_runs_prove():
+    def evidence(tokens: int, seeds: int) -> str:
+        def trained(run):
+            return dataclasses.replace(run, active_parameters=1000, curve=tuple(
+                dataclasses.replace(point, tokens=tokens) for point in run.curve))
+
+        return report.evidence({name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"})
+
+    text = evidence(51_000, seeds=2)
+    assert text.startswith("Little evidence: at least 51,000 tokens per run and 51 tokens per parameter.")
+    # With two seeds, there are 4 outcomes of equal probability: a lower twice, b lower twice, and two mixed ones.
+    assert text.endswith("for all 2 seeds with a probability of 0.5.") and "compute-optimal" not in text
+    text = evidence(1_900, seeds=6)
+    assert text.startswith("Little evidence") and "1.9 tokens per parameter. About 20 per parameter" in text
+    assert text.endswith("probability of 0.031.")
+    assert evidence(20_000, seeds=6).startswith("Evidence: at least 20,000 tokens")
+    assert "probability" not in evidence(20_000, seeds=1)
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
@@ -90,7 +141,7 @@ def test_report_of_a_single_run(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "loss-flops.png", "loss-seconds.png", "loss-tokens.png"]
     markdown = (tmp_path / "report.md").read_text()
-    assert "| a | 1 |" in markdown and "4.0000" in summary
+    assert "| a | 4.0000 | 1.0000 | 1 |" in markdown and "4.0000" in summary
     for phrase in ("rank", "mean over the seeds", "means over seeds", "Config differences", "Shared config"):
         assert phrase not in markdown
 

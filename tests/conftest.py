@@ -5,9 +5,12 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling the programs of the tests takes far longer than running them, so they are compiled without optimization.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+OWN_FLAGS = ["--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count={devices}"]
 if version("jaxlib").startswith("0.10."):  # the flag makes compilation four times as fast; later versions reject it
-    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    OWN_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+OWN_NAMES = {flag.partition("=")[0] for flag in OWN_FLAGS}  # pytest-xdist's workers inherit these flags
+CALLERS_FLAGS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in OWN_NAMES]
+XLA_FLAGS = " ".join(CALLERS_FLAGS + OWN_FLAGS)
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.

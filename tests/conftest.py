@@ -125,10 +125,11 @@ def build(name: str, **fields) -> models.LanguageModel:
     return models.build(**config.model)
 
 
-def init(model, seed: int = 0):
+def init(model, seed: int = 0, boxed_params=None):
     """Returns random parameters with nonzero biases and with norm scales other than 1.
 
     The parameters are about as large as initial ones. NumPy draws them, since compiling `model.init` takes seconds.
+    `boxed_params` is `abstract_params(model)`, computed by default.
     """
     rng = np.random.default_rng(seed)
 
@@ -136,7 +137,7 @@ def init(model, seed: int = 0):
         center = {"scale": 1.0, "path_logits": 0.5}.get(path[-1].key, 0.0)
         return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(x.shape)))
 
-    return jax.tree_util.tree_map_with_path(draw, nn.unbox(models.abstract_params(model)))
+    return jax.tree_util.tree_map_with_path(draw, nn.unbox(boxed_params or models.abstract_params(model)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

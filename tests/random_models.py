@@ -105,7 +105,7 @@ def check_packed_rows(model, boxed_params, params, state, rows, expected, seed):
 def check_decoding(model, params, state, texts, expected):
     """Decoding with a cache gives the logits of the whole texts; prompts of 14 and 9 tokens, then single tokens."""
     weights = layout.pack(model, jax.device_get(params), state)
-    session = decoder.DecodeSession(model, weights, VOCABULARY, [text[:1].tolist() for text in texts])
+    session = decoder.DecodeSession(model, weights, model.config.vocab_size, [text[:1].tolist() for text in texts])
     for lengths in ((14, 9), (15, 10), (16, 11)):
         session.ids = [text[:length].tolist() for text, length in zip(texts, lengths)]
         _, logits = session.sample_with_logits(Sampling(temperature=None))

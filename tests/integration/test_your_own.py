@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, forward, init, load_config
+from random_models import check_decoding
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.estimate import estimate
@@ -16,7 +17,6 @@ from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
-from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import build_program
@@ -97,9 +97,9 @@ def test_own_blocks_and_mixers(architecture, fields):
     """Decoding matches the full forward pass, and documents in the same row do not affect each other."""
     model = models.build(**own_config(architecture, **fields).model)
     params = init(model)
-    check_decoding(model, params)
     assert jax.tree.leaves(params["trunk"]["blocks"])[0].shape[0] == 2
     tokens = np.random.default_rng(0).integers(0, 257, (2, 64), np.int32)
+    check_decoding(model, params, {}, tokens, forward(model, params, tokens))
     context = Context(segment_ids_BxT=np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0))
     # In the two batches, only the first document of each row differs. The outputs of the second have equal bits.
     first, second = (jax.jit(model.apply)({"params": params}, np.where(np.arange(64) < 32, other, tokens), context)

@@ -99,11 +99,13 @@ def format_plan(program: Program, result: Estimate) -> str:
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus {result.kernel_cycles / 1e6:,.1f} M in "
             "custom kernels (at the chip's peak speed)",
             f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
-            f"{result.estimated_mfu:.0%} MFU"]
+            + ("MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU")]
     return "\n".join(lines)
 
 
 def format_flops(result: Estimate) -> str:
+    if result.flops_per_token is None:
+        return f"FLOPs unknown: {result.flops_problem}"
     line = f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step"
     optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
     if not optimizer_flops:

@@ -12,7 +12,7 @@ import jax
 
 from smallgpt_jax import distributed, inference, models, sharding
 from smallgpt_jax.analysis import chips, memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.analysis.flops import train_cost
 from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.errors import UserError
@@ -75,10 +75,17 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
 
 
 def peak_tokens_per_second(program: Program) -> float | None:
-    """Returns the tokens per second at the peak FLOP/s of all devices, or None if the peak is unknown."""
-    chip = chips.find_chip(program.mesh.devices.flat[0].device_kind)
-    return chip and chip.flops * program.mesh.size / train_flops_per_token(
-        program.model, program.teacher and program.teacher.model)
+    """Returns the tokens per second at the peak FLOP/s of all devices, or None if the peak or the FLOPs are unknown.
+
+    Prints a message if the FLOPs are unknown.
+    """
+    if not (chip := chips.find_chip(program.mesh.devices.flat[0].device_kind)):
+        return None
+    cost = train_cost(program.model, program.teacher and program.teacher.model)
+    if cost.flops is None:
+        print(f"MFU is not logged: {cost.problem}", flush=True)
+        return None
+    return chip.flops * program.mesh.size / cost.flops
 
 
 @best_effort("stdout")

@@ -5,9 +5,12 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling the programs of the tests takes far longer than running them, so they are compiled without optimization.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+OWN_FLAGS = ["--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count={devices}"]
 if version("jaxlib").startswith("0.10."):  # the flag makes compilation four times as fast; later versions reject it
-    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    OWN_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+OWN_NAMES = {flag.partition("=")[0] for flag in OWN_FLAGS}  # pytest-xdist's workers inherit these flags
+CALLERS_FLAGS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in OWN_NAMES]
+XLA_FLAGS = " ".join(CALLERS_FLAGS + OWN_FLAGS)
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.
@@ -123,10 +126,11 @@ def build(name: str, **fields) -> models.LanguageModel:
     return models.build(**config.model)
 
 
-def init(model, seed: int = 0):
+def init(model, seed: int = 0, boxed_params=None):
     """Returns random parameters with nonzero biases and with norm scales other than 1.
 
     The parameters are about as large as initial ones. NumPy draws them, since compiling `model.init` takes seconds.
+    `boxed_params` is `abstract_params(model)`, computed by default.
     """
     rng = np.random.default_rng(seed)
 
@@ -134,7 +138,7 @@ def init(model, seed: int = 0):
         center = {"scale": 1.0, "path_logits": 0.5}.get(path[-1].key, 0.0)
         return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(x.shape)))
 
-    return jax.tree_util.tree_map_with_path(draw, nn.unbox(models.abstract_params(model)))
+    return jax.tree_util.tree_map_with_path(draw, nn.unbox(boxed_params or models.abstract_params(model)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -27,7 +27,8 @@ PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
 class Estimate:
     """The memory and speed of a training step and the memory of an evaluation step.
 
-    `flops_per_token` counts the matrix products of the model. `flops_per_step` also counts those of the optimizer.
+    `flops_per_token` counts the matrix products and convolutions of the model, `flops_per_step` also those of the
+    optimizer. Both are None if they cannot be counted, and `flops_problem` says why.
 
     Bytes, cycles and collectives are per device:
 
@@ -43,13 +44,14 @@ class Estimate:
       read.
 
     Cycles and speed are None if `collectives` is None, if the devices are not TPUs, or if the cost of a kernel is
-    unknown.
+    unknown. `estimated_mfu` is also None if the FLOPs are unknown.
     """
 
     parameters: int
     active_parameters: int
-    flops_per_token: float
-    flops_per_step: float
+    flops_per_token: float | None
+    flops_per_step: float | None
+    flops_problem: str
     tokens_per_step: int
     devices: int
     device_kind: str
@@ -83,14 +85,15 @@ def estimate(program: "Program", log: Callable[[str], None] = lambda line: None)
     state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
     chip = chips.find_chip(kind)
     teacher = program.teacher
-    per_token = flops.train_flops_per_token(model, teacher and teacher.model)
+    cost = flops.train_cost(model, teacher and teacher.model)
     tokens = config.train.batch_size * config.model.context_length
-    model_flops = per_token * tokens
+    model_flops = None if cost.flops is None else cost.flops * tokens
     sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
     known = dict(
         parameters=models.num_parameters(model),
-        active_parameters=models.num_active_parameters(model, program.abstract_params), flops_per_token=per_token,
-        flops_per_step=model_flops + flops.update_flops(model, program.optimizer), tokens_per_step=tokens,
+        active_parameters=models.num_active_parameters(model, program.abstract_params), tokens_per_step=tokens,
+        flops_per_token=cost.flops, flops_problem=cost.problem,
+        flops_per_step=None if cost.flops is None else model_flops + flops.update_flops(model, program.optimizer),
         devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
         account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
                                         config.data.separate_documents)
@@ -113,7 +116,7 @@ def estimate(program: "Program", log: Callable[[str], None] = lambda line: None)
         **known, argument_bytes=memory_stats.argument_size_in_bytes, temp_bytes=memory_stats.temp_size_in_bytes,
         needed_bytes=total_bytes(memory_stats), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
-        **(estimate_speed(text, config.model.context_length, chip, model_flops / mesh.size)
+        **(estimate_speed(text, config.model.context_length, chip, model_flops and model_flops / mesh.size)
            if text and chip and chip.hertz else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
 
@@ -208,7 +211,8 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
 UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
 
 
-def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops_per_device: float) -> dict:
+def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip,
+                   flops_per_device: float | None) -> dict:
     """Returns the speed fields of an `Estimate`; all are None if the program calls a kernel of unknown cost."""
     calls = [(times, kernels.kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
     if any(seconds is None for _, seconds in calls):
@@ -216,7 +220,7 @@ def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip, flops
     cycles, kernel_cycles = program.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in calls))
     seconds = (cycles + kernel_cycles) / chip.hertz
     return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
-                estimated_mfu=flops_per_device / (seconds * chip.flops))
+                estimated_mfu=flops_per_device and flops_per_device / (seconds * chip.flops))
 
 
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:

@@ -1,84 +1,134 @@
-"""FLOPs of a function's matrix products, counted exactly from its jaxpr, without running it."""
+"""FLOPs of functions, counted exactly from their jaxprs, without running them.
+
+Matrix products and convolutions count as FLOPs, as in model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
+appendix B). Other arithmetic, such as that of norms, softmax and recurrences, is counted apart.
+"""
 
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jax.extend import core
 
 from smallgpt_jax.models import LanguageModel, abstract_model_state, abstract_params
 
-# Primitives with matrix products whose FLOPs cannot be counted. They raise an error instead of counting as zero.
-OTHER_CONTRACTIONS = ("conv_general", "scaled_matmul", "custom_call", "pallas_call", "fft",
-                      "triangular_solve")
+# Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
+UNKNOWN = ("scaled_matmul", "custom_call", "ffi_call", "pallas_call", "pure_callback", "fft", "triangular_solve")
+# Arithmetic besides products: one operation per element of the result, or, for a reduction, of the input.
+ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "exp", "exp2", "expm1", "log",
+               "log1p", "tanh", "logistic", "erf", "erf_inv", "sqrt", "rsqrt", "cbrt", "square", "pow", "integer_pow",
+               "sin", "cos", "tan"}
+REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "cumsum", "cumprod", "cummax", "cummin",
+              "cumlogsumexp"}
 
 
-def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = None) -> float:
-    """Returns the FLOPs per token of training. Only matrix products are counted.
+class UnknownFlops(ValueError):
+    """The FLOPs of a function cannot be counted. The message names the operation."""
+
+
+class Operations(NamedTuple):
+    """Numbers of multiplications and additions in products, and of other arithmetic operations on real numbers."""
+
+    products: int = 0
+    others: int = 0
+
+
+class Cost(NamedTuple):
+    """The cost of training a model on one token."""
+
+    flops: float | None  # None if they cannot be counted
+    uncounted: float | None  # other arithmetic operations of the forward pass, per FLOP of the forward pass
+    problem: str = ""  # why the FLOPs cannot be counted
+
+
+def train_cost(model: LanguageModel, teacher: LanguageModel | None = None) -> Cost:
+    """Returns the cost of training.
 
     Training takes 3 times the FLOPs of the forward pass, because the backward pass computes two products for each
     product of the forward pass (Kaplan et al., arXiv 2001.08361, section 2.1). A `teacher` adds the FLOPs of its own
     forward pass, without the head.
     """
-    return 3 * forward_flops_per_token(model) + (forward_flops_per_token(teacher, "hidden") if teacher else 0)
+    try:
+        forward = forward_operations(model)
+        extra = forward_operations(teacher, "hidden").products if teacher else 0
+    except UnknownFlops as error:
+        return Cost(None, None, str(error))
+    return Cost((3 * forward.products + extra) / model.config.context_length, forward.others / forward.products)
 
 
-def forward_flops_per_token(model: LanguageModel, method: str = "__call__") -> float:
-    """Returns the FLOPs per token of the model's `method`. Only matrix products are counted.
+def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = None) -> float | None:
+    return train_cost(model, teacher).flops
 
-    The result is the same for all attention backends; see `ops.attention.counted`. It is also the same for all backends
-    of the experts' products, because unused rows are not counted.
+
+def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
+    """Returns the operations of the model's `method` on a text of context_length tokens.
+
+    The products are the same for all attention backends; see `ops.attention.counted`. They are also the same for all
+    backends of the experts' products, because unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
-    time = model.config.context_length
-    tokens = jax.ShapeDtypeStruct((1, time), "int32")
-    variables = {"params": abstract_params(model), "state": abstract_model_state(model)}
-    return matmul_flops(functools.partial(model.apply, method=method), variables, tokens) / time
+    tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
+    variables = {"params": nn.unbox(abstract_params(model)), "state": abstract_model_state(model)}
+    return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
 def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
     """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products."""
     params = nn.unbox(abstract_params(model))
-    return matmul_flops(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
+    return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
 
 
-def matmul_flops(function, *arguments) -> int:
-    """Returns the number of multiplications and additions in the matrix products of function(*arguments).
+def count_operations(function, *arguments) -> Operations:
+    """Returns the operations of function(*arguments).
 
     The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration. In a conditional,
-    only the most expensive branch is counted. Raises ValueError for products in a loop of unknown length, and for
-    products that are not a dot_general.
+    only the most expensive branch is counted. In a loop of unknown length, arithmetic besides products is counted once.
+
+    Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
     """
     return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def _count(jaxpr) -> int:
-    return sum(_count_equation(equation) for equation in jaxpr.eqns)
+def _count(jaxpr) -> Operations:
+    return _sum(map(_count_equation, jaxpr.eqns))
 
 
-def _count_equation(equation) -> int:
-    if equation.primitive.name == "dot_general":
+def _count_equation(equation) -> Operations:
+    name, inputs = equation.primitive.name, equation.invars
+    result = equation.outvars[0].aval if equation.outvars else None
+    if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
-    if equation.primitive.name == "ragged_dot_general":
-        return _count_ragged_dot(equation)
-    if any(word in equation.primitive.name for word in OTHER_CONTRACTIONS):
-        raise ValueError(f"{equation.primitive.name}: its FLOPs cannot be counted; write the product as a dot_general")
-    inner = [_count(_open(value)) for parameter in equation.params.values()
+        return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
+    if name == "ragged_dot_general":
+        return Operations(_count_ragged_dot(equation))
+    if name == "conv_general_dilated":  # each output is a product with one output channel's kernel; zeros count too
+        channels = inputs[1].aval.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        return Operations(2 * result.size * inputs[1].aval.size // channels)
+    if any(word in name for word in UNKNOWN):
+        raise UnknownFlops(f"the FLOPs of {name} cannot be counted")
+    if name in ELEMENTWISE | REDUCTIONS:
+        array = inputs[0].aval if name in REDUCTIONS else result
+        return Operations(0, array.size if jnp.issubdtype(array.dtype, jnp.inexact) else 0)
+    inner = [_count(getattr(value, "jaxpr", value)) for parameter in equation.params.values()
              for value in (parameter if isinstance(parameter, (tuple, list)) else [parameter])
              if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
-    if equation.primitive.name == "scan":
-        return equation.params["length"] * sum(inner)
-    if equation.primitive.name == "cond":
+    if name == "scan":
+        return Operations(*(equation.params["length"] * number for number in _sum(inner)))
+    if name == "cond":
         return max(inner)
-    if equation.primitive.name == "while" and sum(inner):
-        raise ValueError("while: matrix products in a loop of unknown length cannot be counted; use jax.lax.scan")
-    return sum(inner)
+    if name == "while" and _sum(inner).products:
+        raise UnknownFlops("matrix products in a loop of unknown length (while) cannot be counted; use jax.lax.scan")
+    return _sum(inner)
+
+
+def _sum(operations) -> Operations:
+    return Operations(*map(sum, zip(Operations(), *operations)))
 
 
 def _count_ragged_dot(equation) -> int:
@@ -86,10 +136,6 @@ def _count_ragged_dot(equation) -> int:
     dimensions = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dimensions.dot_dimension_numbers
     if set(dimensions.lhs_ragged_dimensions) & set(contracted):
-        raise ValueError("ragged_dot_general: its FLOPs cannot be counted if the ragged dimension is contracted")
+        raise UnknownFlops("the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be counted")
     left = equation.invars[0].aval.shape
     return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
-
-
-def _open(jaxpr):
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax import data, models, workdir
-from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
+from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.planning import Plan, run_folder
@@ -179,8 +179,12 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         model = models.build(**config.model)
+        cost = train_cost(model)
+        if cost.flops is None:
+            raise UserError(f"config.compare.budget='flops': {config.model.architecture}: {cost.problem}; choose "
+                            "another budget")
         optimizer = make_optimizer(models.abstract_params(model), Config.of(config).optimizer)
-        return inputs * train_flops_per_token(model) + update_flops(model, optimizer)
+        return inputs * cost.flops + update_flops(model, optimizer)
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = data.load_or_prepare(config.data)

@@ -18,6 +18,7 @@ from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration, millions
 
 MISSING = "–"
+UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
@@ -62,7 +63,8 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         + has_seeds * "; mean over the seeds (lowest to highest)"
         + ". tokens/s: training throughput without evaluation and padding, on the machine named below. "
         "Memory: per device, of the compiled training step. "
-        "FLOPs: matrix products of a training step, padding and masked attention scores included. M: millions."),
+        "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores included. M: "
+        "millions."),
         Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
@@ -112,8 +114,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
              f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
     found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
               for run in runs if run.is_imported]
+    found += uncounted_work(runs)
     tokens, flops = ([getattr(run.last, axis) for run in runs if run.is_finished] for axis in ("tokens", "flops"))
-    if tokens and max(tokens) > 1.01 * min(tokens) and max(flops) > 1.01 * min(flops):
+    if tokens and max(tokens) > 1.01 * min(tokens) and (None in flops or max(flops) > 1.01 * min(flops)):
         found.append("The runs differ in tokens and in FLOPs: compare curves, not last losses.")
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different devices, or on different numbers of devices: their seconds "
@@ -134,6 +137,19 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     same = aggregation.shared_fields(runs, fields)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
                     "validation text." for field in fields if field not in same]
+
+
+def uncounted_work(runs: Sequence[Run]) -> list[str]:
+    """Returns warnings about runs with unknown FLOPs, and about unequal work that FLOPs do not count."""
+    first = {run.name: run for run in runs}
+    found = [f"The FLOPs of {name} are unknown: {run.flops_problem}." for name, run in first.items()
+             if run.flops_problem]
+    shares = {name: run.uncounted for name, run in first.items() if run.uncounted is not None}
+    if shares and 1 + max(shares.values()) > UNCOUNTED * (1 + min(shares.values())):
+        listed = ", ".join(f"{share:.0%} in {name}" for name, share in shares.items())
+        found.append("FLOPs count only matrix products and convolutions. Other arithmetic (norms, softmax, "
+                     f"recurrences) comes on top: {listed}. Runs with equal FLOPs do not have equal work.")
+    return found
 
 
 def grid_warnings(grids: dict[str, Grid]) -> list[str]:
@@ -250,7 +266,8 @@ def summary_table(groups: dict[str, list[Run]]) -> Table:
         rows.append((
             name + unfinished_note(group), format_spread(loss), f"{bits.mean:.4f}" if bits else MISSING,
             f"{len(group)}", millions(first.parameters) + f" ({millions(first.active_parameters)} active)" * (
-                first.active_parameters != first.parameters), millions(round(first.flops_per_token)),
+                first.active_parameters != first.parameters),
+            MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
             f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
             f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
             f"{decoding.mean:,.0f}" if decoding else MISSING))

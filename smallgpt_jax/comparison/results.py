@@ -12,7 +12,7 @@ import numpy as np
 
 from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
+from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import as_path, resolve
@@ -36,7 +36,7 @@ class Point:
 
     step: int
     tokens: int
-    flops: float
+    flops: float | None  # None if they cannot be counted
     seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
@@ -58,7 +58,7 @@ class Run:
     parameters: int
     active_parameters: int  # parameters that one token uses; in a mixture of experts, fewer than `parameters`
     components: dict[str, int]
-    flops_per_token: float  # of the model, without the optimizer
+    flops_per_token: float | None  # of the model, without the optimizer; None if they cannot be counted
     tokens_per_step: float  # padding excluded
     curve: tuple[Point, ...]
     tokens_per_second: float | None  # mean training speed of the whole run
@@ -68,6 +68,8 @@ class Run:
     texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
     decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
+    uncounted: float | None = 0.0  # arithmetic besides products, per FLOP; None if the FLOPs cannot be counted
+    flops_problem: str = ""  # why the FLOPs cannot be counted
 
     @property
     def last(self) -> Point | None:
@@ -97,7 +99,8 @@ def read_run(name: str, folder: Path) -> Run:
 
     def point(line: dict) -> Point:
         step = line["step"]
-        flops = step * (inputs_per_step * counts.flops_per_token + counts.optimizer_flops)
+        flops = None if counts.cost.flops is None else step * (
+            inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
                      line["bits_per_byte"], line.get("targets"))
 
@@ -109,14 +112,15 @@ def read_run(name: str, folder: Path) -> Run:
         diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
         parameters=sum(counts.components.values()), active_parameters=counts.active_parameters,
-        components=counts.components, flops_per_token=counts.flops_per_token, tokens_per_step=tokens_per_step,
+        components=counts.components, flops_per_token=counts.cost.flops, tokens_per_step=tokens_per_step,
         curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
         memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps))
+        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps),
+        uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem)
 
 
 class Counts(NamedTuple):
@@ -124,7 +128,7 @@ class Counts(NamedTuple):
 
     components: dict[str, int]  # number of parameters of each component
     active_parameters: int
-    flops_per_token: float  # of training, without the optimizer
+    cost: Cost  # of training, without the optimizer
     optimizer_flops: int  # per update
 
 
@@ -135,7 +139,7 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
     The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
     """
     optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), OptimizerConfig(name=optimizer_name))
-    return Counts(memory.components(model), models.num_active_parameters(model), train_flops_per_token(model),
+    return Counts(memory.components(model), models.num_active_parameters(model), train_cost(model),
                   update_flops(model, optimizer))
 
 

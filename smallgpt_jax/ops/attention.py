@@ -172,7 +172,7 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     scores_BxGxRxS = bfloat16.product(q_BxGxRxK, jnp.swapaxes(k_BxGxSxK, 2, 3)) if is_bfloat16 else jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
     if slopes_H is not None:  # each text is contiguous, so distances in the row equal distances in the text
-        distances_TxS = jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None]
+        distances_TxS = jnp.abs(jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None])
         biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
         scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
     allowed_BxTxS = mask.allowed(start, time, keys)

@@ -16,7 +16,7 @@ from scipy.special import erf
 
 from smallgpt_jax import data, models, sharding
 from smallgpt_jax.analysis import hlo
-from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.analysis.flops import count_operations, train_flops_per_token
 from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.packing import Batch
@@ -410,9 +410,9 @@ def test_parameters_and_flops():
 def test_flops_of_unknown_grouped_products_are_refused():
     """FLOPs are known for `ragged_dot`, but not for its gradient, which sums over groups of different lengths."""
     x, w, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
-    assert matmul_flops(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w) == 2 * 8 * 4 * 3
+    assert count_operations(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w).products == 2 * 8 * 4 * 3
     with pytest.raises(ValueError, match="ragged_dot_general"):
-        matmul_flops(jax.grad(lambda w: jax.lax.ragged_dot(x, w, sizes).sum()), w)
+        count_operations(jax.grad(lambda w: jax.lax.ragged_dot(x, w, sizes).sum()), w)
 
 
 @pytest.mark.parametrize("fields, message", [

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, forward, init, load_config
+from random_models import check_decoding
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.estimate import estimate
@@ -16,7 +17,8 @@ from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
-from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import build_program
 from smallgpt_jax.training.train import train
 
@@ -89,24 +91,44 @@ def test_refuses_wrong_fields():
 
 @pytest.mark.parametrize("architecture, fields", [
     ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
-    ("my_models.average:Average", {"model__scan_layers": False})])
+    ("my_models.average:Average", {"model__scan_layers": False}),
+    ("my_models.recurrent:Recurrent", {"model__taps": 3})])
 def test_own_blocks_and_mixers(architecture, fields):
     """Decoding matches the full forward pass, and documents in the same row do not affect each other."""
-    config = own_config(architecture, data__separate_documents=True, train__batch_size=2, **fields)
-    model = models.build(**config.model)
+    model = models.build(**own_config(architecture, **fields).model)
     params = init(model)
-    check_decoding(model, params)
     assert jax.tree.leaves(params["trunk"]["blocks"])[0].shape[0] == 2
-    program = build_program(config, jax.devices()[:1])
-    tokens = np.random.default_rng(0).integers(0, 257, (2, 65), np.int32)
-    segments = np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0).astype(np.int32)
-    eval_step, losses = program.compile_eval_step(), []
-    # In the two batches, only the first token of each row differs. It belongs to the first document.
-    for first in (tokens[:, :1], (tokens[:, :1] + 1) % 257):
-        rows = Batch(np.concatenate([first, tokens[:, 1:]], axis=1), segments,
-                     np.tile(np.arange(64) >= 32, (2, 1)))  # the loss counts only the second document's targets
-        losses.append(float(eval_step(params, {}, rows)[0]))
-    assert losses[0] == losses[1]
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 64), np.int32)
+    check_decoding(model, params, {}, tokens, forward(model, params, tokens))
+    context = Context(segment_ids_BxT=np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0))
+    # In the two batches, only the first document of each row differs. The outputs of the second have equal bits.
+    first, second = (jax.jit(model.apply)({"params": params}, np.where(np.arange(64) < 32, other, tokens), context)
+                     for other in (tokens, (tokens + 100) % 257))
+    assert np.array_equal(first[:, 32:], second[:, 32:]) and not np.allclose(first[:, :32], second[:, :32])
+
+
+def test_a_recurrent_mixer(text_file, tmp_path):
+    """The example `Recurrent` can be trained on eight devices, decoded, planned, and compared with gpt."""
+    config = own_config(
+        "my_models.recurrent:Recurrent", model__position="none", data__source=str(text_file),
+        data__validation_fraction=0.2, data__separate_documents=True, mesh__data=2, mesh__fsdp=2, mesh__tensor=2,
+        train__steps=2, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=2, train__log_every=1)
+    train(config, str(tmp_path))
+    model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
+    assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
+    program = build_program(config)
+    mixer = program.abstract_params["trunk"]["blocks"]["attention"]
+    assert (mixer["memory"].names, mixer["taps"].names) == (("layers", "mlp"), ("layers", "tap", "mlp"))
+    layers, width = SIZES["num_layers"], SIZES["d_model"]
+    flops = 6 * (layers * 11 * width**2 + width * config.model.vocab_size)  # input, gate, output; 8·D² in the MLP
+    result = estimate(program)
+    assert result.flops_per_token == results.read_run("own", tmp_path).flops_per_token == flops
+    assert f"{flops:,.0f} FLOPs per token" in format_plan(program, result)
+    comparison = importlib.import_module("configs.compare.base").comparison(
+        load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": config.model.to_dict()}}, budget="flops")
+    steps = {run.name: run.config.train.steps for run in budget.plan(comparison, tmp_path).runs({})}
+    gpt = 6 * (4 * 12 * 64**2 + 64 * 512) + 4 * 12 * 64 * 64
+    assert steps == {"gpt": 1000, "own": round(1000 * gpt / flops)}
 
 
 def test_own_losses_metrics_and_state():

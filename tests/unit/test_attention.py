@@ -23,7 +23,7 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
     time = q.shape[2]
     distances = np.subtract.outer(np.arange(time), np.arange(time))
     if slopes is not None:
-        scores -= np.multiply.outer(slopes, distances)
+        scores -= np.multiply.outer(slopes, np.abs(distances))
     may_see = (distances >= 0) & (distances < (window or time))
     may_see = np.repeat(may_see[None], len(q), axis=0)
     for row, length in zip(may_see, [0] * len(q) if prefix is None else prefix):
@@ -124,13 +124,15 @@ def test_positions_of_a_prefix_see_each_other():
     assert np.abs(expected - oracle(q, k, v))[1].max() > 0.1
 
 
-@pytest.mark.parametrize("has_segments", [False, True])
-def test_alibi_matches_the_formula(has_segments):
+@pytest.mark.parametrize("has_segments, prefix", [(False, None), (True, None), (False, [0, 150])])
+def test_alibi_matches_the_formula(has_segments, prefix):
+    """Far positions get lower scores than near ones, also those after the query in a prefix."""
     q, k, v, _ = inputs()
     segments, slopes = documents(2) if has_segments else None, np.float32([0.3, 0.01])
-    y = value(q, k, v, AttentionMask(segment_ids_BxT=segments), slopes, backend="xla")
-    np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes), rtol=1e-4, atol=1e-5)
-    assert np.abs(y - oracle(q, k, v, segments)).max() > 0.1
+    mask = AttentionMask(segment_ids_BxT=segments, prefix_lengths_B=None if prefix is None else jnp.array(prefix))
+    y = value(q, k, v, mask, slopes, backend="xla")
+    np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes, prefix=prefix), rtol=1e-4, atol=1e-5)
+    assert np.abs(y - oracle(q, k, v, segments, prefix=prefix)).max() > 0.1
 
 
 @pytest.mark.parametrize("groups, window, has_slopes, time", [

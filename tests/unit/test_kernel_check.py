@@ -32,7 +32,7 @@ class MeshLabelled:
 def check(monkeypatch):
     """Returns a function that checks the attention kernels of a model, as if its devices were TPUs."""
     def check(platform: str = "tpu", data: int = 1, tensor: int = 1, separate_documents: bool = False, **fields):
-        mesh = sharding.make_mesh(sharding.MeshConfig(data=data, fsdp=1, tensor=tensor, path=1, devices=jax.devices()[:data * tensor]))
+        mesh = sharding.make_mesh(sharding.MeshConfig(data=data, tensor=tensor), jax.devices()[:data * tensor])
         config = types.SimpleNamespace(data=types.SimpleNamespace(separate_documents=separate_documents))
         check_attention_kernels(types.SimpleNamespace(
             model=models.build(**FIELDS | fields), mesh=MeshLabelled(mesh, platform), config=config))

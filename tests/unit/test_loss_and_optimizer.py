@@ -16,8 +16,9 @@ from flax import linen as nn
 from scipy.special import logsumexp
 
 from smallgpt_jax import models, sharding
-from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
+from smallgpt_jax.analysis.flops import UnknownFlops, count_operations, train_flops_per_token
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.optimizer import is_matrix, make_optimizer
 from smallgpt_jax.program import build_program
 from smallgpt_jax.run.config import OptimizerConfig
@@ -111,6 +112,40 @@ def test_weight_decay_applies_to_matrices_only():
             assert is_matrix(path, box.names) == (path[-1].key not in ("bias", "scale", "path_logits")), path
 
 
+class PlainBlock(nn.Module):
+    """A block of flax's own layers, and of a vector with a name that says nothing about its kind."""
+
+    config: models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        gate = self.param("gate", nn.initializers.normal(), x_BxTxD.shape[-1:])
+        return x_BxTxD + gate[None, None] * nn.Dense(x_BxTxD.shape[-1])(nn.LayerNorm()(x_BxTxD))
+
+
+class Plain(nn.Module):
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        blocks = stack_blocks(layer_configs(self.config, self.config.num_layers), context, block=PlainBlock)
+        return blocks(blocks(x_BxTxD))  # the second pass reads the weights that the first one has created
+
+
+@pytest.mark.parametrize("fields", [{}, {"remat": "full"}, {"scan_layers": False, "attention_windows": (3, 0)}])
+def test_stacks_of_plain_weights(fields):
+    """Stacked vectors are not matrices: they do not decay. The matrices of both passes count as FLOPs."""
+    layers, width = 4, 64
+    model = build("gpt", **{"architecture": f"{__name__}:Plain", "position": "none", "num_layers": layers, **fields})
+    params = init(model)
+    updates = updates_of(model, params, jax.tree.map(jnp.zeros_like, params))
+    for path, update in jax.tree_util.tree_leaves_with_path(updates["trunk"]):
+        assert np.any(update) == (path[-1].key == "kernel"), path
+    assert train_flops_per_token(model) == 6 * (2 * layers * width**2 + width * model.config.vocab_size)
+
+
 def updates_of(model, params, gradients, **fields):
     """Returns the first update of an optimizer with learning rate 0.01 and weight decay 0.1."""
     settings = dict(name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10, final_learning_rate=0.01,
@@ -200,14 +235,35 @@ def test_refuses_meshes_that_do_not_fit_a_slice_of_tpus():
 
 def test_flops_of_a_matrix_product():
     a, b = jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")
-    assert matmul_flops(jnp.dot, a, b) == 2 * 3 * 4 * 5
+    assert count_operations(jnp.dot, a, b) == (2 * 3 * 4 * 5, 0)
 
     def loop(a, b):
         return jax.lax.scan(lambda x, _: (x @ b @ b.T, None), a, length=7)[0]
 
-    assert matmul_flops(jax.jit(loop), a, b) == 7 * 2 * (2 * 3 * 4 * 5)
-    with pytest.raises(ValueError, match="unknown length"):
-        matmul_flops(lambda a: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x.T @ x, a), a)
+    assert count_operations(jax.jit(loop), a, b).products == 7 * 2 * (2 * 3 * 4 * 5)
+    with pytest.raises(UnknownFlops, match="unknown length"):
+        count_operations(lambda a: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x.T @ x, a), a)
+
+
+@pytest.mark.parametrize("kernel, groups, strides, outputs", [(3, 1, 1, 10), (4, 6, 1, 10), (3, 2, 2, 5)])
+def test_flops_of_a_convolution(kernel, groups, strides, outputs):
+    """Each output is a product of `kernel` · 6 / `groups` inputs with as many weights."""
+    conv = nn.Conv(6, (kernel,), strides, padding="CAUSAL" if strides == 1 else "SAME", feature_group_count=groups)
+    x = jax.ShapeDtypeStruct((2, 10, 6), "float32")
+    found = count_operations(conv.apply, nn.unbox(jax.eval_shape(conv.init, jax.random.key(0), x)), x)
+    assert found == (2 * 2 * outputs * 6 * kernel * 6 // groups, 2 * outputs * 6)  # one addition of the bias
+
+
+def test_operations_of_recurrences():
+    """h_t = a_t·h_(t−1) + b_t takes two operations per element, also in a loop. A running sum takes one."""
+    a = jax.ShapeDtypeStruct((8, 5), "float32")
+
+    def loop(a, b):
+        return jax.lax.scan(lambda h, ab: (ab[0] * h + ab[1],) * 2, jnp.zeros(5), (a, b))[1]
+
+    assert count_operations(loop, a, a) == (0, 2 * 8 * 5)
+    assert count_operations(lambda a: jnp.cumsum(a, axis=0), a) == (0, 8 * 5)
+    assert count_operations(lambda n: n + 1, jnp.arange(3)) == (0, 0)
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])

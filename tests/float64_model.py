@@ -1,0 +1,179 @@
+"""The logits of every architecture by the formulas of the papers: NumPy in float64, one sequence and head at a time.
+
+Reads the training layout of the parameters, which models/block.py describes.
+"""
+
+import math
+
+import jax
+import numpy as np
+from scipy.special import erf, softmax
+
+ACTIVATIONS = {
+    "gelu": lambda x: x * 0.5 * (1 + erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu2": lambda x: np.where(x > 0, x, 0) ** 2}
+
+
+def plain_logits(config, params, tokens_T, model_state=None):
+    """Returns the logits of one text, (T, V). `model_state` contains the biases of routers."""
+    params = full_matrices(merge(jax.tree.map(np.float64, params), jax.tree.map(np.float64, model_state or {})))
+    x = params["token_embedding"][tokens_T]
+    if config.position == "learned":
+        x = x + params["position_embedding"][:len(tokens_T)]
+    trunk = params["trunk"]
+    if config.architecture == "gpt":
+        x = plain_blocks(config, trunk["blocks"], x)
+    elif config.architecture == "pgpt":
+        paths = []
+        for p in range(config.num_paths):
+            path = jax.tree.map(lambda w: w[p], trunk["paths"])
+            h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
+            paths.append(plain_blocks(config, path["blocks"], h))
+        weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
+        if config.path_weights == "equal":
+            weights = np.full(config.num_paths, 1 / config.num_paths)
+        x = sum(w * path for w, path in zip(weights, paths))
+    else:
+        for i in range(config.num_layers // config.blocks_per_stage):
+            heads = config.num_heads // (2**i if config.stage_heads == "scaled" else 1)
+            x = plain_blocks(config, trunk[f"stage_{i}"], x, heads, i * config.blocks_per_stage)
+            if f"compress_{i}" in trunk:
+                x = plain_compression(config, trunk[f"compress_{i}"], x)
+    if config.norm_position == "pre" or getattr(config, "compress_last_stage", False):
+        x = plain_norm(config, params["final_norm"], x)
+    return x @ params["token_embedding" if config.tie_embeddings else "head"].T
+
+
+def merge(tree, other):
+    """Returns two trees of dicts as one."""
+    return {name: merge(tree[name], other[name]) if name in tree and name in other else {**other, **tree}[name]
+            for name in {**tree, **other}}
+
+
+def full_matrices(tree):
+    """Returns the parameters with the product of two factors (PELA, arXiv 2310.10700) in place of the factors."""
+    if not isinstance(tree, dict):
+        return tree
+    if "kernel_in" not in tree:
+        return {name: full_matrices(x) for name, x in tree.items()}
+    rest = {name: x for name, x in tree.items() if name not in ("kernel_in", "kernel_out")}
+    return {**rest, "kernel": stacked_product(tree["kernel_in"], tree["kernel_out"])}
+
+
+def stacked_product(first, second):
+    """Returns the products of factors of shape (*stack, *inputs, r) and (*stack, r, *features).
+
+    The axes of the stack are layers, or paths and layers.
+    """
+    stack = 2 if first.shape[:2] == second.shape[:2] and second.shape[2] == first.shape[-1] else 1
+    products = [np.tensordot(a, b, axes=1) for a, b in zip(
+        first.reshape(-1, *first.shape[stack:]), second.reshape(-1, *second.shape[stack:]))]
+    return np.reshape(products, (*first.shape[:stack], *products[0].shape))
+
+
+def plain_compression(config, layer, x):
+    """Returns the dense layer of LinearGPT, or the causal convolution of ConvGPT (arXiv 2404.14462, section 3.3)."""
+    kernels = layer["kernel"] if config.architecture == "cgpt" else [layer["kernel"]]
+    y = np.tile(layer["bias"], (len(x), 1))
+    for back, kernel in enumerate(reversed(list(kernels))):
+        for t in range(back, len(x)):
+            y[t] += x[t - back] @ kernel
+    return y
+
+
+def plain_layers(stack):
+    """Returns the parameters of each block of a stack, from first to last."""
+    if "mlp" in stack:
+        length = len(stack["mlp_norm"]["scale"])
+        return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
+    parts = [plain_layers(stack[name]) for name in sorted(stack)]
+    # Parts of equal length belong to a repeated sequence of blocks (a `Pattern`). The first part contains the first
+    # block of every repetition, the second part the second block, and so on.
+    if len({len(part) for part in parts}) == 1:
+        return [part[i] for i in range(len(parts[0])) for part in parts]
+    return [block for part in parts for block in part]  # each part contains consecutive blocks with the same config
+
+
+def plain_blocks(config, stack, x, num_heads=None, first=0):
+    num_heads = num_heads or config.num_heads
+    windows = config.attention_windows or (0,)
+    depth = config.num_layers // getattr(config, "num_paths", 1)
+    alpha = (2 * depth) ** 0.25 if config.norm_position == "deepnorm" else 1
+
+    def norm(name, x, is_before):
+        return plain_norm(config, block[name], x) if (config.norm_position == "pre") == is_before else x
+
+    for number, block in enumerate(plain_layers(stack), start=first):
+        window = windows[number % len(windows)] or len(x)
+        y = plain_attention(config, block["attention"], norm("attention_norm", x, True), num_heads, window)
+        x = norm("attention_norm", alpha * x + y, False)
+        mlp = plain_experts if config.mlp == "moe" else plain_mlp
+        x = norm("mlp_norm", alpha * x + mlp(config, block["mlp"], norm("mlp_norm", x, True)), False)
+    return x
+
+
+def plain_attention(config, weights, h, num_heads, window):
+    qkv, y = weights["qkv"]["kernel"], weights["out"].get("bias", 0)
+    per_group = qkv.shape[2] - 2
+    assert qkv.shape[1] * per_group == num_heads
+    bias = weights["qkv"].get("bias", np.zeros(qkv.shape[1:]))
+    for head in range(num_heads):
+        group = head // per_group
+        q, k, v = (h @ qkv[:, group, j] + bias[group, j] for j in (head % per_group, per_group, per_group + 1))
+        if config.qk_norm:
+            q, k = (x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + config.norm_epsilon)
+                    * weights[name]["scale"] for x, name in ((q, "q_norm"), (k, "k_norm")))
+        if config.position == "rope":
+            q, k = plain_rope(q, config.rope_base), plain_rope(k, config.rope_base)
+        scores = q @ k.T / math.sqrt(q.shape[1])
+        for i, j in np.ndindex(scores.shape):
+            if config.position == "alibi":
+                scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * (i - j)
+            if j > i or j <= i - window:
+                scores[i, j] = -np.inf
+        y = y + softmax(scores, axis=1) @ v @ weights["out"]["kernel"][head]
+    return y
+
+
+def plain_rope(x_TxK, base):
+    """Returns the rotary embedding of x. Each pair of entries is a complex number, multiplied by exp(i·t·θ)."""
+    half = x_TxK.shape[1] // 2
+    points = x_TxK[:, :half] + 1j * x_TxK[:, half:]
+    thetas = [base ** (-2 * i / x_TxK.shape[1]) for i in range(half)]
+    points = points * np.exp(1j * np.outer(np.arange(len(x_TxK)), thetas))
+    return np.concatenate([points.real, points.imag], axis=1)
+
+
+def plain_mlp(config, weights, h):
+    activation = ACTIVATIONS[config.activation]
+    inner = {name: h @ layer["kernel"] + layer.get("bias", 0) for name, layer in weights.items() if name != "down"}
+    inner = activation(inner["gate"]) * inner["up"] if "gate" in inner else activation(inner["up"])
+    return inner @ weights["down"]["kernel"] + weights["down"].get("bias", 0)
+
+
+def plain_experts(config, weights, h):
+    """Returns DeepSeek-V3's mixture of experts, one token at a time (arXiv 2412.19437).
+
+    The gates of several experts sum to 1 (equation 13). A single gate is the score itself: as a quotient, it would be
+    the constant 1, and the router would learn nothing.
+    """
+    router, y = weights["router"], np.zeros_like(h)
+    for t, u in enumerate(h):
+        scores = 1 / (1 + np.exp(-u @ router["kernel"]))  # equation 15
+        chosen = np.argsort(scores + router["bias"])[-config.experts_per_token:]  # equation 16
+        gates = scores[chosen] / (scores[chosen].sum() if config.experts_per_token > 1 else 1)  # equations 13 and 14
+        for expert, gate in zip(chosen, gates):  # equation 12, as the next line
+            matrices = {name: {"kernel": weights[name][expert]} for name in ("gate", "up", "down") if name in weights}
+            y[t] += config.expert_scale * gate * plain_mlp(config, matrices, u)
+    return y + plain_mlp(config, weights["shared"], h) if "shared" in weights else y
+
+
+def plain_norm(config, norm, x):
+    """Returns RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last axis."""
+    if config.norm == "rms":
+        return x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + config.norm_epsilon) * norm["scale"]
+    centred = x - x.mean(axis=1, keepdims=True)
+    return (centred / np.sqrt(x.var(axis=1, keepdims=True) + config.norm_epsilon) * norm["scale"]
+            + norm.get("bias", 0))

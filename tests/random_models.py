@@ -1,0 +1,120 @@
+"""Random model configs, and the checks that any of them must pass: one draw of fields tests how they work together."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import init, load_config
+from conversion_helpers import export, load_in_torch, torch
+from float64_model import plain_logits
+
+from smallgpt_jax import models, sharding
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.context import Context
+
+TIME, VOCABULARY = 24, 40
+# The rows of a batch: lengths of their documents. Rows 1 and 2 begin with the first and the second document of row 0.
+ROWS = ((5, 12, 7), (5, 19), (12, 12), (24,))
+TOLERANCE = dict(rtol=1e-3, atol=2e-4)
+FIELDS = {  # field → values; the first is drawn as often as all others together
+    "d_model": (16, 32), "num_heads": (4, 2), "num_kv_heads": (0, 1, 2), "head_dim": (0, 6, 10),
+    "qk_norm": (False, True), "attention_windows": ((), (5,), (4, 0), (3, 0, 7), (9, 9, 2)),
+    "norm": ("layer", "rms"), "norm_position": ("pre", "post", "deepnorm"), "norm_epsilon": (1e-5, 1e-2),
+    "mlp": ("dense", "gated", "moe"), "mlp_ratio": (2.0, 1.0, 2.625), "rank_ratio": (0.0, 0.0, 0.5),
+    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "position": ("rope", "learned", "alibi", "none"),
+    "rope_base": (1e4, 100.0), "use_bias": (False, True), "tie_embeddings": (False, True),
+    "scan_layers": (False, True), "remat": ("none", "full", "dots"), "num_experts": (5, 4, 8),
+    "experts_per_token": (2, 1, 3), "num_shared_experts": (1, 0, 2), "expert_mlp": ("dense", "gated"),
+    "expert_scale": (1.0, 2.5), "grouped_matmul": ("blocks", "ragged"),
+}
+OWN_FIELDS = {
+    "gpt": {"num_layers": (2, 1, 3, 4)},
+    "pgpt": {"num_layers": (4, 2), "num_paths": (2, 1, 4), "path_weights": ("learned", "equal")},
+    "lgpt": {"num_layers": (2, 4), "blocks_per_stage": (1, 2, 4), "compress_last_stage": (True, False),
+             "stage_heads": ("fixed", "scaled")}}
+OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
+MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
+
+
+def random_fields(seed: int) -> dict:
+    """Returns the `model` group of a valid config. Four consecutive seeds have the four architectures."""
+    rng = random.Random(seed)
+    architecture = sorted(OWN_FIELDS)[seed % len(OWN_FIELDS)]
+    while True:
+        drawn = {name: rng.choice((values[0], rng.choice(values[1:])))
+                 for name, values in (FIELDS | OWN_FIELDS[architecture]).items()}
+        fields = {**load_config(architecture).model, **drawn, "architecture": architecture, "context_length": TIME,
+                  "vocab_size": VOCABULARY, "dtype": "float32"}
+        try:
+            models.build(**fields)
+        except UserError:  # these values do not go together
+            continue
+        return fields
+
+
+def check(seed: int, folder: Path) -> None:
+    """Checks the model of a seed: float64 formulas, packed rows, decoding with a cache, four devices, PyTorch."""
+    fields, rng = random_fields(seed), np.random.default_rng(seed)
+    model = models.build(**fields)
+    variables = models.abstract_variables(model)
+    params = init(model, seed, variables["params"])
+    state = jax.tree_util.tree_map_with_path(
+        lambda path, x: np.float32(rng.uniform(0, 0.3, x.shape) if path[-1].key == "bias" else np.zeros(x.shape)),
+        variables.get("state", {}))
+    documents = [rng.integers(0, VOCABULARY, length) for length in (*ROWS[0], *ROWS[1][1:], *ROWS[2][1:], *ROWS[3])]
+    rows = [documents[:3], [documents[0], documents[3]], [documents[1], documents[4]], [documents[5]]]
+    tokens = np.stack([np.concatenate(row) for row in rows]).astype(np.int32)
+    segments = np.stack([np.repeat(np.arange(1, len(row) + 1), list(map(len, row))) for row in rows]).astype(np.int32)
+    expected = [plain_logits(model.config, params, document, state) for document in documents]
+    expected_rows = np.stack([np.concatenate([next(
+        logits for other, logits in zip(documents, expected) if other is document) for document in row])
+        for row in rows])
+
+    check_packed_rows(model, variables["params"], params, state, (tokens, segments), expected_rows, seed)
+    check_decoding(model, params, state, [documents[5], documents[1]], [expected[5], expected[1]])
+    if model.config.rank_ratio:  # such models cannot be exported
+        return
+    theirs = load_in_torch(export(folder, model, params, model_state=jax.tree.map(jnp.asarray, state)))
+    with torch.no_grad():
+        np.testing.assert_allclose(theirs(torch.tensor(documents[5][None])).logits[0], expected[5], **TOLERANCE)
+
+
+def check_packed_rows(model, boxed_params, params, state, rows, expected, seed):
+    """Each document has the same logits in a packed row as alone, on one device and on four."""
+    by_path = [dict(path=2, data=2), dict(path=2, tensor=2)] if getattr(model.config, "num_paths", 1) % 2 == 0 else []
+    lengths = random.Random(seed).choice([*MESHES, *by_path])
+    mesh = sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths}, devices=jax.devices()[:4])
+
+    @jax.jit
+    def forward(params, tokens, segments):
+        return model.apply({"params": params, "state": state}, tokens, Context(segment_ids_BxT=segments))
+
+    alone = np.asarray(forward(params, *rows))
+    np.testing.assert_allclose(alone, expected, **TOLERANCE)
+    with sharding.use_mesh(mesh):
+        sharded = forward(jax.device_put(params, sharding.param_shardings(mesh, boxed_params)),
+                          *jax.device_put(rows, sharding.batch_sharding(mesh)))
+    np.testing.assert_allclose(sharded, alone, rtol=1e-3, atol=5e-5, err_msg=f"on a mesh {lengths}")
+
+
+def check_decoding(model, params, state, texts, expected):
+    """Decoding with a cache gives the logits of the whole texts; prompts of 14 and 9 tokens, then single tokens."""
+    weights = layout.pack(model, jax.device_get(params), state)
+    session = decoder.DecodeSession(model, weights, model.config.vocab_size, [text[:1].tolist() for text in texts])
+    for lengths in ((14, 9), (15, 10), (16, 11)):
+        session.ids = [text[:length].tolist() for text, length in zip(texts, lengths)]
+        _, logits = session.sample_with_logits(Sampling(temperature=None))
+        for found, whole, length in zip(logits, expected, lengths):
+            np.testing.assert_allclose(found, whole[length - 1], **TOLERANCE)
+
+
+def describe(seed: int) -> str:
+    """Returns the fields of a seed's config that differ from their defaults."""
+    config = models.build(**random_fields(seed)).config
+    return ", ".join(f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)
+                     if getattr(config, field.name) != field.default)

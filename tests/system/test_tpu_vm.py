@@ -1,7 +1,7 @@
 """Tests of tpu_vm.sh: dry runs, and real runs with fakes of gcloud, python and other programs.
 
-The fake gcloud runs the commands for a TPU worker in a local shell, in which HOME is another folder. It fails to connect
-for the commands of tpu_worker.sh that the file `unreachable` lists, once for each.
+The fake gcloud runs the commands for a TPU worker in a local shell, in which HOME is another folder. For the
+commands of tpu_worker.sh that the file `unreachable` lists, it fails to connect, once for each.
 """
 
 import json

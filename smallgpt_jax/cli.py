@@ -163,8 +163,18 @@ def error_message(error: Exception) -> str:
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     if isinstance(error, (KeyError, AttributeError)) and not error_location(error):
-        return f"no config field {error.args[0]!r}"
+        return unknown_field_message(error)
     return f"{error_location(error)}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def unknown_field_message(error: Exception) -> str:
+    name = error
+    while isinstance(name, Exception):  # ml_collections wraps errors
+        name = name.args[0]
+    name = str(name).strip("'")
+    fields = [f"--config.{field}" for field in fields_named(name)]
+    hint = f"did you mean {' or '.join(fields)}?" if fields else "configs/base.py documents the fields"
+    return f"no config field {name!r}; {hint}"
 
 
 def fields_named(flag: str) -> list[str]:
@@ -174,8 +184,9 @@ def fields_named(flag: str) -> list[str]:
     if "." in flag:
         return [flag]
     config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
-    if not isinstance(config, ConfigDict):  # --config is not given or has an error
-        return []
+    if not isinstance(config, ConfigDict):  # --config is not given, or an override has an error
+        from configs import base
+        config = base.paper()
     return [f"{group}.{name}" for group, fields in config.items() if isinstance(fields, ConfigDict) and name in fields]
 
 

@@ -23,7 +23,7 @@ from smallgpt_jax import cli, workdir
 from smallgpt_jax.comparison import budget, measure, planning, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.planning import PlannedRun
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import as_path, file_lock, local_path, resolve
 from smallgpt_jax.object_storage import is_remote, match
 from smallgpt_jax.output import best_effort
@@ -48,10 +48,8 @@ BUDGET_DESCRIPTIONS = {
 
 @best_effort("stdout")
 def main() -> None:
-    try:
-        from smallgpt_jax.comparison import figures, report
-    except ImportError:
-        raise UserError(f"matplotlib is not installed; run {install_command('compare')}") from None
+    from smallgpt_jax.comparison import figures, report  # here, because they import matplotlib, which takes time
+
     if (_CONFIG.value is None) == (_WORKDIRS.value is None):
         cli.fail("give either --config (a comparison to train) or --workdirs (existing runs)", status=2)
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None

@@ -26,7 +26,7 @@ from absl import flags
 from smallgpt_jax import cli, inference, models, workdir
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.files import as_path, atomic_folder, local_path, removed_on_error, resolve
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.object_storage import is_remote, list_files, require_bucket
@@ -148,7 +148,7 @@ def import_model(source: str, folder: Path) -> None:
         workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"
-          f"  python -m smallgpt_jax.main {shlex.quote(f'--config=run:{folder}')} "
+          f"  {command_line('main', f'--config=run:{folder}')} "
           f"{shlex.quote(f'--workdir={folder}')} --config.data.source=...")
 
 

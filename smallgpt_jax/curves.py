@@ -1,15 +1,13 @@
 """Plots of a run's metrics: loss, bits per byte, learning rate and speed against the training step.
 
-matplotlib is imported only to draw them, because it is an extra and its import takes half a second.
+matplotlib is imported only to draw them, because its import takes half a second.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smallgpt_jax import distributed
-from smallgpt_jax.errors import install_command
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -31,9 +29,6 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
     try:
         lines = read_lines(workdir / METRICS_FILE)
         if not lines:
-            return
-        if importlib.util.find_spec("matplotlib") is None:
-            log(f"{path}: not drawn, because matplotlib is not installed; run {install_command('plot')}")
             return
         write_atomically(path, draw(lines))
     except Exception as error:  # a run must not fail because of its plots

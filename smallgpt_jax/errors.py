@@ -1,6 +1,29 @@
 """Exceptions that commands print as a message, without a traceback."""
 
+import os
+import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
+
+
+def command_line(module: str, *arguments: str) -> str:
+    """Returns a command that runs a module of this package in this environment, whether it is active or not."""
+    python = "python"
+    if os.path.dirname(shutil.which(python) or "") != os.path.dirname(sys.executable):
+        python = os.path.relpath(sys.executable)
+        python = sys.executable if python.startswith("..") else python
+    return shlex.join([python, "-m", f"smallgpt_jax.{module}", *arguments])
+
+
+def config_arguments() -> list[str]:
+    """Returns the arguments of this process that set its config: --config and the overrides."""
+    found = []
+    for previous, argument in zip(sys.argv, sys.argv[1:]):
+        if re.match(r"--?(no)?config\b", argument) or re.fullmatch(r"--?config(\.[^=]*)?", previous):
+            found.append(argument)
+    return found
 
 
 def install_command(extra: str) -> str:

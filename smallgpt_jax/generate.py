@@ -13,6 +13,7 @@ from absl import flags
 
 from smallgpt_jax import cli, inference
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference.sampling import TEMPERATURE
 
 NEW_TOKENS = 200
 
@@ -24,7 +25,7 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive, the default is "
     "at most a quarter of the context.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts per prompt.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Sampling temperature; 0: greedy.")
+_TEMPERATURE = flags.DEFINE_float("temperature", TEMPERATURE, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Sample only from the top_k most likely tokens. Default: all.")
 _TOP_P = flags.DEFINE_float(
     "top_p", None, "Sample only from the smallest set of most likely tokens whose total probability is at least "

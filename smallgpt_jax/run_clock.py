@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 # Phases other than training steps → name in the goodput message. In the phase "data_wait", the host waits for a batch;
 # the devices may still be busy with the previous step.
 PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating"}
+LARGE_EVALUATION_SHARE = 0.2
 
 
 class RunClock:
@@ -69,4 +70,8 @@ class RunClock:
         total = self._elapsed()
         training = total - sum(self._seconds.values())
         lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items())
-        return f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
+        message = f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
+        if (share := self._seconds["evaluate"] / total) > LARGE_EVALUATION_SHARE:
+            message += (f"\nevaluation took {share:.0%} of the time; for less, increase config.train.eval_every or "
+                        "decrease config.train.eval_steps")
+        return message

@@ -4,7 +4,6 @@ Training uses analysis/ only through this module.
 """
 
 import math
-import shlex
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_cost
 from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.files import as_path
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -52,8 +51,10 @@ def fallback_messages(program: Program) -> list[str]:
     A weight axis is replicated if the mesh does not divide it evenly.
     """
     undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
+    backend = program.config.model.attention
+    requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
     fallbacks = dict.fromkeys(
-        f"attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
+        f"{requested}attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
         for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents,
                                               program.abstract_params)
         if layers.fallback_reason)
@@ -106,7 +107,7 @@ def print_final_message(workdir: str) -> None:
             print(f"(none: {error})")
         print("\n")
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
-          f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."')
+          f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."')
 
 
 def loss_message(folder: Path) -> str:

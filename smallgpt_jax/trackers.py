@@ -41,7 +41,7 @@ class Tracker:
         self._known = {(line["step"], line["split"]) for line in lines}
         start = {"wandb": start_wandb, "trackio": start_trackio}[name]
         with self._stop_on_error():
-            self._run, self._next_step = start(workdir, run_id(workdir), config)
+            self._run, self._next_step, self._finish = start(workdir, run_id(workdir), config)
         for line in lines:
             if line["step"] >= self._next_step:
                 self._add(line)
@@ -71,7 +71,7 @@ class Tracker:
         self._send()
         if self._run is not None:
             with self._stop_on_error():
-                self._run.finish()
+                self._finish()
 
     @contextlib.contextmanager
     def _stop_on_error(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ def project(tracker: str) -> str:
 
 
 def start_wandb(workdir: Path, run_id: str, config: dict):
-    """Returns the run and the first step that it lacks.
+    """Returns the run, the first step that it lacks, and the function that ends it.
 
     With WANDB_MODE=offline, each session writes a folder of its own, which contains all rows of earlier sessions.
     """
@@ -104,13 +104,16 @@ def start_wandb(workdir: Path, run_id: str, config: dict):
     run = wandb.init(
         project=project("wandb"), name=workdir.name, id=run_id, resume="allow", dir=workdir, config=config,
         reinit="finish_previous", settings=wandb.Settings(console="off", silent=True))
-    return run, run.step
+    return run, run.step, run.finish
 
 
 def start_trackio(workdir: Path, run_id: str, config: dict):
-    """Returns the run, which Trackio identifies by its name, and the first step that it lacks."""
+    """Returns the run, which Trackio identifies by its name; the first step that it lacks; the function that ends it.
+
+    `run.finish` would leave the run for Trackio to end once more, with the same messages, when the process exits.
+    """
     import trackio
 
     run = trackio.init(project=project("trackio"), name=f"{workdir.name}-{run_id}", resume="allow", config=config,
                        embed=False)
-    return run, run._next_step  # no public attribute has this number
+    return run, run._next_step, trackio.finish  # no public attribute has the number of steps

@@ -1,8 +1,10 @@
 """The data pipeline, from text to batches: sources → tokenizers → store → packing → batches."""
 
 import dataclasses
+import glob
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore, open_matching_store, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.files import as_path, cache_folder, file_lock
 from smallgpt_jax.object_storage import is_remote, list_files, require_bucket, upload_folder
 
@@ -153,7 +155,7 @@ def load_or_prepare(data) -> Corpus:
     if not sources.is_local(data.source) or sources.num_bytes(data.source) > PREPARE_LIMIT:
         raise UserError(
             f"config.data.store: no token store of {data.source!r} in {str(store_folder(data))!r}; prepare it first: "
-            "python -m smallgpt_jax.prepare, with the same --config")
+            + command_line("prepare", *(config_arguments() or ["--config=…"])))
     return prepare_corpus(data)
 
 
@@ -191,5 +193,8 @@ def partial_name(data) -> str:
 def cached_name(data, *identity) -> str:
     """Returns the name of a store in the cache: a readable form of the source's name, and a digest of `identity`."""
     digest = hashlib.sha256(repr([*identity]).encode()).hexdigest()[:12]
-    name = "".join(c if c.isalnum() else "_" for c in Path(data.source).stem)[:60]
-    return f"{name}-{digest}"
+    parts = Path(data.source).parts
+    pattern = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
+    name = Path(data.source).stem if pattern is None else "_".join(parts[max(pattern - 1, 0):])
+    readable = re.sub(r"[\W_]+", "_", name).strip("_")[:60] or "text"  # texts/**/*.md: texts_md
+    return f"{readable}-{digest}"

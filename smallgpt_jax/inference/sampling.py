@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from smallgpt_jax.errors import UserError
 
+TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
+
 
 @flax.struct.dataclass
 class Sampling:

@@ -10,7 +10,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer
-from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference.sampling import TEMPERATURE, Sampling
 
 FAST_STEP = 0.02  # seconds; if a step is slower, starting a program for each token takes less than 3% of the time
 
@@ -23,7 +23,7 @@ class TextModel:
     weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
 
-    def generate(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
                  top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                  stop: Sequence[str] = (), seed: int = 0) -> str:
         """Returns the continuation of `prompt`. See `stream` for the arguments."""
@@ -31,7 +31,7 @@ class TextModel:
         validate_settings(stop, max_new_tokens)
         return self.complete(self._start_session([prompt], seed), [prompt], max_new_tokens, stop, sampling)[0]
 
-    def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+    def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
                top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
@@ -58,7 +58,7 @@ class TextModel:
                             decoder.MAX_STEPS)
 
     def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
-                       temperature: float | None = 1.0, top_k: int | None = None, top_p: float | None = None,
+                       temperature: float | None = TEMPERATURE, top_k: int | None = None, top_p: float | None = None,
                        repetition_penalty: float | None = None, stop: Sequence[str] = (), seed: int = 0,
                        ) -> list[list[str]]:
         """Returns one list of `samples` continuations per prompt. All continuations are generated as one batch.
@@ -164,7 +164,7 @@ class Conversation:
         self._model = text_model
         self._session = text_model._start_session([""], seed)
 
-    def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = 1.0,
+    def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
             top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
             stop: Sequence[str] = ()) -> Iterator[str]:
         """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.

@@ -1,6 +1,7 @@
 """Tests of tpu_vm.sh: dry runs, and real runs with fakes of gcloud, python and other programs.
 
-The fake gcloud runs the commands for a TPU worker in a local shell, in which HOME is another folder.
+The fake gcloud runs the commands for a TPU worker in a local shell, in which HOME is another folder. For the
+commands of tpu_worker.sh that the file `unreachable` lists, it fails to connect, once for each.
 """
 
 import json
@@ -17,7 +18,8 @@ from launch_helpers import LAUNCH, MAIN, Machine, commands, is_running, wait_unt
 pytestmark = pytest.mark.slow
 
 GCLOUD = """
-worker = folder / "worker"
+worker, unreachable = folder / "worker", folder / "unreachable"
+workers = sorted(folder.glob("worker*"))
 if "describe" in args:
     file = folder / ("states" if "queued-resources" in args else "node states")
     state, *later = file.read_text().split()
@@ -35,13 +37,19 @@ elif "create" in args:
     if not worker.exists():
         shutil.copytree(folder / "new worker", worker)
 elif "scp" in args:
-    shutil.copy(args[4], worker / args[5].removeprefix("gpt:"))
+    for worker in workers:
+        shutil.copy(args[4], worker / args[5].removeprefix("gpt:"))
 elif "ssh" in args:
-    if not worker.exists():
-        sys.exit("cannot connect")
     command = next(arg for arg in args if arg.startswith("--command=")).removeprefix("--command=")
-    home = {**os.environ, "HOME": str(worker)}
-    sys.exit(subprocess.run(["bash", "-c", command], cwd=worker, env=home).returncode)
+    failures = unreachable.read_text().split() if unreachable.exists() else []
+    if failures and f"tpu_worker.sh {failures[0]}" in command:
+        unreachable.write_text(" ".join(failures[1:]))
+        workers = []
+    if not workers:
+        print("cannot connect", file=sys.stderr)
+        sys.exit(255)
+    sys.exit(max(subprocess.run(["bash", "-c", command], cwd=worker, env={**os.environ, "HOME": str(worker)}).returncode
+                 for worker in workers))
 """
 
 UV = """
@@ -91,7 +99,7 @@ RESUME = [DESCRIBE, NODE, DELETE, CREATE, DESCRIBE, NODE, *COPY, install(UNPACK,
 
 
 class Cloud(Machine):
-    """A `Machine` with a fake gcloud, a repository with the launch scripts, and a folder for the only TPU worker."""
+    """A `Machine` with a fake gcloud, a repository with the launch scripts, and a folder for the TPU worker."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -213,12 +221,12 @@ def test_tpu_run_from_install_to_stop(cloud):
     assert ": running; step 2" in cloud.tpu("status").stdout
     for command in (["start", "--", "--x"], ["install"]):
         refused = cloud.tpu(*command)
-        assert refused.returncode == 1
+        assert refused.returncode == 3
         assert re.search("error: .*: a run is in progress; stop it first", refused.stderr)
 
     assert cloud.tpu("stop").returncode == 0
     assert not is_running(call["pid"])
-    assert ": exit status 143; step 2" in cloud.tpu("status").stdout
+    assert ": stopped; step 2" in cloud.tpu("status").stdout
 
 
 def test_tpu_stop_kills_processes_that_ignore_sigterm(cloud):
@@ -333,11 +341,21 @@ def test_tpu_watch_ends_when_the_request_is_deleted_elsewhere(cloud, first):
     assert cloud.verbs() == (STARTED if first == "ACTIVE" else [])
 
 
+CALLS = "calls = (folder / 'calls').read_text().count('smallgpt_jax.main')"
+
+
 @pytest.mark.parametrize("program, status, runs, message", [
     ("sys.exit(3)", 1, 1, r"error: the run has failed: \S+: exit status 3; see the log. The slice still exists"),
-    # Exit status 124 means that the run has stalled. It is started again, and the second start succeeds.
-    ("sys.exit(124 * ((folder / 'calls').read_text().count('smallgpt_jax.main') == 1))", 0, 2, ""),
-    ("sys.exit(124)", 1, 6, "error: the run has stalled 6 times; see the log"),
+    # A run that has stalled (124) or was ended by SIGTERM (143), as before a restart of its VM, is started again.
+    (f"{CALLS}; sys.exit(124 * (calls == 1))", 0, 2, ""),
+    (f"{CALLS}; sys.exit(143 * (calls == 1))", 0, 2, ""),
+    ("sys.exit(124)", 1, 6, r"error: the run has ended 6 times without a new step: \S+: exit status 124; see the log"),
+    ("print('step 50/100   loss 1'); sys.exit(143)", 1, 7,
+     r"error: the run has ended 6 times without a new step: \S+: exit status 143 after step 50; see the log"),
+    (f"{CALLS}; print('step', f'{{calls}}/100'); sys.exit(124 * (calls < 12))", 0, 12, ""),
+    # A connection that fails is not a failure of the run, or of its start.
+    (f"{CALLS}; (folder / 'unreachable').write_text('ready start ' * 3); sys.exit(124 * (calls == 1))",
+     0, 2, ""),
 ])
 def test_tpu_watch_when_the_run_fails(cloud, program, status, runs, message):
     cloud.states("ACTIVE")
@@ -355,6 +373,54 @@ def test_tpu_watch_gives_up_when_the_run_cannot_be_started(cloud):
     result = cloud.tpu("watch", *WATCHED)
     assert result.returncode == 1 and cloud.calls("python") == []
     assert result.stderr.splitlines()[-1] == "error: the run could not be started, five times in a row"
+
+
+def test_tpu_watch_survives_failing_connections(cloud):
+    cloud.states("NOT_FOUND", "ACTIVE")
+    cloud.fake("python", "")
+    (cloud.folder / "unreachable").write_text("idle ready " * 3)
+    result = cloud.tpu("watch", *WATCHED)
+    assert result.returncode == 0, result.stderr
+    assert "the workers cannot be reached" in result.stderr
+
+
+@pytest.mark.parametrize("end, status, runs, message", [
+    ("sys.exit(3)", 1, 2, r"error: the run has failed: \S+: exit status 3; see the log. The slice still exists"),
+    # The fake ends without an exit status, like a process on a VM that was reset.
+    ("os.killpg(os.getpgid(0), signal.SIGKILL)", 0, 4, ""),
+    ("sys.exit(0)", 0, 4, ""),
+    ("sys.exit(124)", 0, 4, ""),
+])
+def test_tpu_watch_when_one_worker_ends_and_the_others_hang(cloud, end, status, runs, message):
+    """The other workers are stopped. The run is started again, unless the worker has failed."""
+    cloud.states("ACTIVE")
+    shutil.copytree(cloud.folder / "new worker", cloud.folder / "worker2")
+    cloud.fake("python", f"""
+def calls():
+    return [call["cwd"] for call in map(json.loads, (folder / "calls").read_text().splitlines())
+            if call["name"] == "python"]
+
+if calls().count(os.getcwd()) == 1:
+    while len(calls()) < 2:
+        time.sleep(0.02)
+    if "/worker2/" in os.getcwd():
+        {end}
+    time.sleep(60)
+""")
+    result = cloud.tpu("watch", *WATCHED)
+    assert result.returncode == status, result.stderr
+    assert len(cloud.calls("python")) == runs and not any(is_running(call["pid"]) for call in cloud.calls("python"))
+    assert not message or re.search(message, result.stderr.splitlines()[-1])
+
+
+def test_tpu_watch_ends_when_the_run_is_stopped(cloud):
+    cloud.states("ACTIVE")
+    watch = cloud.start(cloud.repository / "launch/tpu_vm.sh", "watch", *SLICE, *WATCHED)
+    wait_until(lambda: cloud.calls("python"))
+    assert ": stopped" in cloud.tpu("stop").stdout
+    _, errors = watch.communicate(timeout=30)
+    assert errors.splitlines()[-1] == "error: the run was stopped by tpu_vm.sh stop; rerun watch to continue it"
+    assert watch.returncode == 1 and len(cloud.calls("python")) == 1
 
 
 def test_tpu_env_is_secret(cloud):
@@ -415,5 +481,5 @@ def test_tpu_stage_copies_the_store_to_the_worker(cloud):
     wait_until(lambda: "exit status" in cloud.tpu("status").stdout)
     (copy / "train/0.bin").write_bytes(bytes(999))
     refused = cloud.tpu(*start)
-    assert refused.returncode == 1 and re.search(
+    assert refused.returncode == 3 and re.search(
         f"error: .*: --stage: {copy} exists and is not a copy of {store}; remove it", refused.stderr)

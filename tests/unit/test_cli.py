@@ -3,11 +3,15 @@
 import contextlib
 import io
 import os
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-from smallgpt_jax import cli, object_storage
+from smallgpt_jax import cli, errors, object_storage
 
 
 def test_prints_unencodable_characters_as_escapes(monkeypatch):
@@ -72,3 +76,34 @@ def test_failed_requests_are_named_only_after_a_gs_path_was_used(monkeypatch, ca
     with pytest.raises(SystemExit if isinstance(error, OSError) else ValueError):
         cli.run_command(fail)
     assert capsys.readouterr().err == ("error: input or output: Forbidden\n" if isinstance(error, OSError) else "")
+
+
+def test_printed_commands_run_whether_the_environment_is_active_or_not(monkeypatch):
+    """Without an active environment, `python` is another Python or missing."""
+    monkeypatch.chdir(ROOT)
+    for path in ("/usr/bin", str(Path(sys.executable).parent)):
+        monkeypatch.setenv("PATH", path)
+        command = errors.command_line("errors", "--workdir=my run")
+        assert command.endswith(" -m smallgpt_jax.errors '--workdir=my run'")
+        subprocess.run(["/bin/sh", "-c", command], check=True)
+    assert shlex.split(command)[0] == "python"
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert errors.command_line("main") == ".venv/bin/python -m smallgpt_jax.main"
+
+
+def test_the_arguments_of_the_config_are_those_of_the_process(monkeypatch):
+    given = ["--config", "gpt:tiny", "--config.data.source=a b", "--config.train.steps", "5"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *given, "--workdir=runs/x", "--process_id", "1"])
+    assert errors.config_arguments() == given
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--config.lr=1e-3", "error: no config field 'lr'; configs/base.py documents the fields\n"),
+    ("--config.steps=3", "error: no config field 'steps'; did you mean --config.train.steps?\n"),
+    ("--config.train.foo=3", "error: no config field 'foo'; configs/base.py documents the fields\n"),
+])
+def test_unknown_config_fields(flag, message):
+    command = [sys.executable, "-m", "smallgpt_jax.prepare", "--config=configs/gpt.py:tiny", flag]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, message)

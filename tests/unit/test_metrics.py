@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,6 +230,7 @@ def test_final_message(tmp_path, monkeypatch, capsys):
         stream=lambda **settings: iter(["a ", "text"])))
     (workdir / "metrics.jsonl").write_text(
         json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None}) + "\n")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # the environment is active
     summary.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"
     assert capsys.readouterr().out == (

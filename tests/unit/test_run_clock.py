@@ -32,3 +32,8 @@ def test_goodput(monkeypatch):
     assert clock.goodput_message() == (
         "goodput 50.0%: 50.0 of 100.0 s in training steps; 20.0 s starting, 5.0 s waiting for data, 10.0 s saving, "
         "15.0 s evaluating")
+    with clock.during("evaluate"):
+        time.now += 25
+    assert clock.goodput_message().splitlines()[1] == (  # (15 + 25) of 125 s
+        "evaluation took 32% of the time; for less, increase config.train.eval_every or decrease "
+        "config.train.eval_steps")

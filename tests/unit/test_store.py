@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import load_config
@@ -93,3 +94,10 @@ def test_refuses_bad_mixtures(stores, text, substrings):
     with pytest.raises(UserError) as error:
         data.open_mixture(text.replace("STORES", str(stores)))
     assert all(s.replace("STORES", str(stores)) in str(error.value) for s in substrings), str(error.value)
+
+
+@pytest.mark.parametrize("source, name", [
+    ("my_texts/**/*.md", "my_texts_md"), ("texts/*.txt", "texts_txt"), ("**/*", "text"), ("one.jsonl", "one"),
+    ("hf:some/corpus", "corpus"), ("python_stdlib", "python_stdlib")])
+def test_the_names_of_stores_in_the_cache_show_the_source(source, name):
+    assert data.cached_name(SimpleNamespace(source=source)).rpartition("-")[0] == name

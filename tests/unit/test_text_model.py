@@ -22,6 +22,18 @@ def model():
     return inference.TextModel(build("gpt"), {}, Bytes())
 
 
+@pytest.fixture
+def generate(monkeypatch):
+    """Returns the command's module, with FlagValues of its own, because other commands define the same flags."""
+    own = flags.FlagValues()
+    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
+                 "mark_flag_as_required", "mark_flags_as_required"):
+        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
+    from smallgpt_jax import generate
+
+    return generate
+
+
 def test_every_method_passes_its_settings_on(model, monkeypatch):
     received = []
     monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
@@ -32,6 +44,17 @@ def test_every_method_passes_its_settings_on(model, monkeypatch):
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
         method(["the"] if method == model.generate_batch else "the", 7, stop=["x"], **given)
     assert received == [(7, ["x"], Sampling(**given))] * 4
+
+
+def test_python_and_the_command_have_the_same_default_temperature(model, generate, monkeypatch):
+    received = []
+    monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
+                        received.append(settings[2]) or ["" for _ in prompts])
+    monkeypatch.setattr(inference.TextModel, "_stream", lambda self, text, prompt, *settings:
+                        received.append(settings[2]))
+    for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
+        method(["the"] if method == model.generate_batch else "the", 7)
+    assert received == [Sampling(temperature=generate._TEMPERATURE.default)] * 4
 
 
 def test_methods_refuse_unknown_settings(model):
@@ -146,15 +169,7 @@ def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monk
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_text_ends_its_line(capsys, monkeypatch):
-    # Other commands and benchmarks define flags with the same names as `generate`. So `generate` gets its own
-    # FlagValues here.
-    own = flags.FlagValues()
-    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
-                 "mark_flag_as_required", "mark_flags_as_required"):
-        monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
-    from smallgpt_jax import generate
-
+def test_an_interrupted_text_ends_its_line(generate, capsys):
     def stream():
         yield " cat"
         raise KeyboardInterrupt

@@ -112,6 +112,16 @@ def test_a_tracker_must_be_installed(monkeypatch):
         trackers.require_installed("trackio")
 
 
+def test_trackio_is_ended_once(tmp_path, monkeypatch):
+    """`run.finish` alone leaves the run for Trackio to end, with the same messages, when the process exits."""
+    ended = []
+    run = SimpleNamespace(_next_step=0, log=lambda row, step: None, finish=lambda: ended.append("run"))
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(
+        init=lambda **_: run, finish=lambda: ended.append("trackio")))
+    Tracker("trackio", tmp_path, {}, []).close()
+    assert ended == ["trackio"]
+
+
 SESSION = """
 import os, signal, sys
 from smallgpt_jax.trackers import Tracker
@@ -142,6 +152,8 @@ def test_the_real_package_has_the_values_of_metrics_jsonl(tmp_path, name):
         result = subprocess.run([sys.executable, "-c", SESSION, folder, name, *arguments], env=environment, cwd=ROOT,
                                 capture_output=True, text=True, timeout=120)
         assert result.returncode == status and "continues without it" not in result.stdout, result
+        printed = result.stdout.splitlines()
+        assert len(set(printed)) == len(printed), printed
     read = {"wandb": read_wandb, "trackio": read_trackio}[name]
     run_id = json.loads((folder / "tracker.json").read_text())["id"]
     assert read(tmp_path, folder, run_id) == expected(folder) and len(expected(folder)) == 9

@@ -88,7 +88,7 @@ def check_packed_rows(model, boxed_params, params, state, rows, expected, seed):
     """Each document has the same logits in a packed row as alone, on one device and on four."""
     by_path = [dict(path=2, data=2), dict(path=2, tensor=2)] if getattr(model.config, "num_paths", 1) % 2 == 0 else []
     lengths = random.Random(seed).choice([*MESHES, *by_path])
-    mesh = sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths}, devices=jax.devices()[:4])
+    mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}), jax.devices()[:4])
 
     @jax.jit
     def forward(params, tokens, segments):

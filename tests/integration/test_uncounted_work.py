@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import build, load_config
-from smallgpt_jax.train import train
 
 from configs.compare import base
 from smallgpt_jax import models, summary
@@ -20,6 +19,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.program import build_program
+from smallgpt_jax.training.train import train
 
 CHIP = chips.Chip(flops=1e12, hbm=16e9)
 TIME, WIDTH, LAYERS, VOCABULARY = 64, 64, 4, 512  # of size `tiny`

@@ -73,5 +73,6 @@ def from_config(theirs: ConfigJson) -> dict:
     described = models.upgrade_fields(theirs.fields)
     if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
         raise UserError(f"{theirs.path}: damaged, or not written by this project (missing: {', '.join(missing)})")
-    return {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
-        ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()}
+    theirs = theirs._replace(fields=described)
+    return {name: theirs.model_field(name) for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
+        ours: theirs.model_field(name) for ours, name in RENAMED_FIELDS.items()}

@@ -100,7 +100,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
         return HuggingFaceTokenizer({name: file.read_bytes() for name, file in files.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})") from None
 
 

@@ -22,6 +22,7 @@ from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path, write_atomically
+from smallgpt_jax.formatting import short_reason
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -138,6 +139,9 @@ class GPT2(Tokenizer):
 
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = json.loads(vocab_json)
+        if not isinstance(ids, dict) or {type(i) for i in ids.values()} != {int} or (
+                sorted(ids.values()) != list(range(len(ids)))):
+            raise ValueError("expected the ids of all tokens, from 0")
         self.end_of_text = ids.pop(END_OF_TEXT)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
@@ -209,7 +213,7 @@ def load(folder: Path) -> Tokenizer:
     files = {path.name: path for path in folder.iterdir()}
     try:
         kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
     if kind == "bytes":
         return Bytes()
@@ -225,8 +229,8 @@ def load(folder: Path) -> Tokenizer:
                         "(Hugging Face), or vocab.json and merges.txt, or encoder.json and vocab.bpe (GPT-2)")
     try:
         return GPT2(*(path.read_bytes() for path in pair))
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})") from None
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from smallgpt_jax.models.architectures import ARCHITECTURES, BUILT_IN, field_names, find_architecture, make_config
+from smallgpt_jax.models.architectures import (
+    ARCHITECTURES,
+    BUILT_IN,
+    field_names,
+    find_architecture,
+    make_config,
+    refuse_custom_code,
+)
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.language_model import (
     LanguageModel,
@@ -15,8 +22,8 @@ from smallgpt_jax.models.language_model import (
 )
 
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "default_fields", "field_names", "find_architecture", "num_active_parameters",
-           "num_parameters", "require_factors", "upgrade_fields"]
+           "abstract_variables", "build", "default_fields", "field_names", "find_architecture", "make_config",
+           "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors", "upgrade_fields"]
 
 # Fields that only some architectures have. Older versions stored these fields as null for all other architectures.
 FORMERLY_NULL = ("num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")

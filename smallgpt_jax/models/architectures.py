@@ -8,6 +8,7 @@ It has a field `config`, whose class is the class attribute `Config`: `ModelConf
 import dataclasses
 import difflib
 import importlib
+import sys
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import REMAT
@@ -49,6 +50,17 @@ def find_architecture(name: str):
         raise UserError(f"{where}: the class needs a class attribute Config; set it to smallgpt_jax.models.ModelConfig "
                         "or a subclass of it")
     return trunk
+
+
+def refuse_custom_code(architecture, trust: bool) -> None:
+    """Raises UserError if finding the architecture would import a module that only a foreign file names.
+
+    With `trust`, and for modules that the program has imported already, nothing is refused.
+    """
+    module, colon, _ = str(architecture).partition(":")
+    if colon and not trust and module not in sys.modules:
+        raise UserError(f"config.model.architecture={architecture!r}: not built in, so loading the model would run the "
+                        f"code of the module {module!r}; add --trust_custom_code if you trust this code")
 
 
 def field_names(architecture: str) -> tuple[str, ...]:

@@ -197,9 +197,19 @@ def test_published_configs(fields, parameters, rope_base, head_width):
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": rope_base}
 
 
+@pytest.mark.parametrize("fields, name", [(SMOLLM2, "Llama"), (QWEN3, "Qwen3")])
+@pytest.mark.parametrize("changes", [{}, dict(num_key_value_heads=None)])
+def test_missing_key_value_heads(fields, name, changes):
+    """A missing field has the default of transformers, which differs from that of null in Qwen3."""
+    fields = {**{k: v for k, v in fields.items() if k != "num_key_value_heads"}, "num_attention_heads": 64,
+              "hidden_size": 1024, **changes}
+    expected = getattr(transformers, f"{name}Config")(**fields).num_key_value_heads
+    assert read_config(fields).config.kv_heads == expected
+
+
 @pytest.mark.parametrize("fields, changes, message", [
-    (SMOLLM2, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling={'type': 'linear'"),
-    (SMOLLM2, dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_parameters={'rope_type': 'llama3'"),
+    (SMOLLM2, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling={'factor': 2.0, 'type': 'linear'}"),
+    (SMOLLM2, dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_parameters=.* 'llama3'}: not supported"),
     (SMOLLM2, dict(rope_parameters="default"), "rope_parameters='default': not supported"),
     (SMOLLM2, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5: not supported"),
     (SMOLLM2, dict(rope_parameters={"full_attention": {"rope_theta": 5.0}}), "must not depend on the type of a layer"),

@@ -88,7 +88,7 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
             renamed[name] = x
             continue
         x = x.T if known.startswith("trunk.") and x.ndim == 2 else x
-        if ".qkv." in known and len(x) % (3 * config.num_heads) == 0:
+        if ".qkv." in known and x.ndim and len(x) % (3 * config.num_heads) == 0:
             x = heads_first(x, config.num_heads)
         renamed[known] = x
     return renamed

@@ -21,6 +21,7 @@ from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.program import Program
+from smallgpt_jax.workdir import read_config
 
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
@@ -98,8 +99,10 @@ def print_final_message(workdir: str) -> None:
         except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
+    is_custom = read_config(folder).model.architecture not in models.ARCHITECTURES
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
-          f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."')
+          f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."'
+          + (" --trust_custom_code" if is_custom else ""))
 
 
 def loss_message(folder: Path) -> str:

@@ -85,7 +85,9 @@ def open_teacher(train: ConfigDict, student: models.LanguageModel, mesh: jax.sha
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        own = models.build(**workdir.read_config(folder).model).config
+        fields = workdir.read_config(folder).model
+        models.refuse_custom_code(fields.get("architecture"), folder, trust=False)  # the student's is imported already
+        own = models.build(**fields).config
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     fields, student_fields = dataclasses.asdict(own), dataclasses.asdict(student.config)

@@ -73,8 +73,11 @@ class Run:
         return self.curve[-1] if self.curve else None
 
 
-def read_run(name: str, folder: Path) -> Run:
-    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run."""
+def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
+    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run.
+
+    With `trust_custom_code`, the module of a custom architecture is imported.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
@@ -83,6 +86,7 @@ def read_run(name: str, folder: Path) -> Run:
     if config.train.teacher:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
+    models.refuse_custom_code(config.model.get("architecture"), folder, trust_custom_code)
     model = models.build(**config.model)
     sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
     inputs_per_step = config.train.batch_size * config.model.context_length

@@ -102,8 +102,8 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
         ConfigJson(described, path, num_weights))
+    models.refuse_custom_code(fields["architecture"], path, trust_custom_code)
     try:
-        models.refuse_custom_code(fields["architecture"], trust_custom_code)
         config = models.make_config(**fields)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

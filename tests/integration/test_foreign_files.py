@@ -1,17 +1,19 @@
 """Imports of damaged, hostile and mutated files: only UserErrors of one line, at once, and in little memory."""
 
+import functools
 import json
 import shutil
 import signal
+import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import build, init
+from conftest import build, call, init
 from conversion_helpers import GPT2, export
 
-from smallgpt_jax import models
+from smallgpt_jax import inference, models, workdir
 from smallgpt_jax.conversion import hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
@@ -160,3 +162,57 @@ def word_level() -> library.Tokenizer:
     tokenizer = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "</s>": 1, "cat": 2}, unk_token="<unk>"))
     tokenizer.add_special_tokens([library.AddedToken("</s>", special=True, normalized=False)])
     return tokenizer
+
+
+# ---------------------------------------------------------------------- Custom architectures
+
+@pytest.fixture
+def named_module(tmp_path, monkeypatch) -> Path:
+    """Writes an importable module with an architecture. Returns a file that exists once the module is imported."""
+    imported = tmp_path / "imported"
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "foreign_module.py").write_text(
+        f"open({str(imported)!r}, 'w').close()\nfrom smallgpt_jax.models.gpt import GPT\nclass Own(GPT): pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    yield imported
+    sys.modules.pop("foreign_module", None)
+
+
+@pytest.fixture
+def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
+    """Returns a workdir and an export whose files name the architecture of `named_module`."""
+    model = build("gpt", **SMALL)
+    workdir.write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    described = json.loads((tmp_path / "run" / "config.json").read_text())
+    described["model"]["architecture"] = "foreign_module:Own"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(described))
+    shutil.copytree(exports["smallgpt"], tmp_path / "export")
+    set_config(tmp_path / "export", architecture="foreign_module:Own")
+    return {"run": tmp_path / "run", "export": tmp_path / "export"}
+
+
+@pytest.mark.parametrize("command", [
+    ["generate", "--workdir=RUN", "--max_new_tokens=2"], ["convert", "--from=run", "--input=RUN", "--workdir=NEW"],
+    ["convert", "--from=hf", "--input=EXPORT", "--workdir=NEW"],
+    ["convert", "--to=hf", "--workdir=RUN", "--output=NEW"],
+    ["main", "--config=run:RUN", "--workdir=NEW"], ["evaluate", "--workdir=RUN", "--tasks=lambada_openai"]],
+    ids=lambda command: " ".join(command[:2]))
+def test_the_module_that_a_file_names_is_not_imported(command, foreign, named_module, tmp_path):
+    if command[0] == "evaluate":
+        pytest.importorskip("lm_eval")
+    places = {"RUN": foreign["run"], "EXPORT": foreign["export"], "NEW": tmp_path / "new"}
+    arguments = [functools.reduce(lambda text, name: text.replace(name, str(places[name])), places, argument)
+                 for argument in command]
+    result = call(*arguments)
+    assert result.returncode != 0 and result.stderr.count("\n") == 1, result.stderr
+    assert "'foreign_module:Own' is not built in" in result.stderr and "add --trust_custom_code" in result.stderr
+    assert not named_module.exists() and not (tmp_path / "new").exists()
+
+
+def test_trusted_modules_are_imported(foreign, named_module, tmp_path):
+    result = call("convert", "--from=run", f"--input={foreign['run']}", f"--workdir={tmp_path / 'new'}",
+                  "--trust_custom_code")
+    assert result.returncode == 0 and named_module.exists(), result.stderr
+    trained = inference.load_trained(tmp_path / "new")  # the module is imported now
+    assert trained.model.config.architecture == "foreign_module:Own"
+    assert len(inference.load(foreign["run"]).generate("a", max_new_tokens=3, temperature=0.0)) <= 3

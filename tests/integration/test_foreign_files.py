@@ -6,19 +6,21 @@ import shutil
 import signal
 import sys
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import build, call, init
-from conversion_helpers import GPT2, export
+from conftest import build, call, init, spaced_tokenizer
+from conversion_helpers import GPT2, export, write_released
 
 from smallgpt_jax import inference, models, workdir
-from smallgpt_jax.conversion import hugging_face
+from smallgpt_jax.conversion import gpt_variations, hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 
 library = pytest.importorskip("tokenizers")
+safetensors = pytest.importorskip("safetensors.numpy")
 
 SECONDS, MEGABYTES = 10, 64  # for each file
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -139,11 +141,11 @@ def test_json_of_the_wrong_form(file, exports, tmp_path, bounded):
 @pytest.mark.parametrize("file", ["tokenizer_kind.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"])
 def test_tokenizer_files_of_the_wrong_form(file, tmp_path, bounded):
     for content in [*BAD_JSON, *(json.dumps({"kind": value, "eos_token": value, "model": value, "<|endoftext|>": value})
-                                 for value in (3, 2.5, [], ["a"], {}, {"content": 3}, {"content": []}, "absent"))]:
+                                 for value in (3, 2.5, [[]], ["a"], {"a": 1}, {"content": 3}, {"content": []}, "absent"))]:
         if file == "vocab.json":
             (tmp_path / "merges.txt").write_text("#version: 0.2\n")
         if file == "tokenizer_config.json":
-            word_level().save(str(tmp_path / "tokenizer.json"))
+            byte_level().save(str(tmp_path / "tokenizer.json"))
         (tmp_path / file).write_text(content, errors="surrogatepass")
         assert str(tmp_path) in (bounded(tokenizers.load, tmp_path) or ""), content[:100]
 
@@ -158,9 +160,13 @@ def test_an_index_names_only_files_of_its_folder(name, exports, tmp_path, bounde
     assert f"{folder / where}: damaged" in bounded(read_folder, folder)
 
 
-def word_level() -> library.Tokenizer:
-    tokenizer = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "</s>": 1, "cat": 2}, unk_token="<unk>"))
-    tokenizer.add_special_tokens([library.AddedToken("</s>", special=True, normalized=False)])
+def byte_level() -> library.Tokenizer:
+    """Returns a tokenizer with one token per byte and the special tokens <s> and </s>."""
+    vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {"<s>": 256, "</s>": 257}
+    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
@@ -216,3 +222,125 @@ def test_trusted_modules_are_imported(foreign, named_module, tmp_path):
     trained = inference.load_trained(tmp_path / "new")  # the module is imported now
     assert trained.model.config.architecture == "foreign_module:Own"
     assert len(inference.load(foreign["run"]).generate("a", max_new_tokens=3, temperature=0.0)) <= 3
+
+
+# ---------------------------------------------------------------------- Mutated files
+
+MUTATIONS = 200
+VALUES = [None, True, 0, -1, 1, 2.5, 1e300, 10**30, "", "x", [], {}, [[]], {"a": {}}, [1, "x"], "\ud800", "../x",
+          "\x00"]
+
+
+def mutate_bytes(content: bytes, rng: np.random.Generator) -> bytes:
+    """Returns `content` with a few bytes changed, deleted or repeated, or cut at the end."""
+    changed = bytearray(content)
+    for _ in range(rng.integers(1, 4)):
+        at, length = int(rng.integers(0, len(changed) + 1)), int(rng.integers(1, 9))
+        match rng.integers(0, 4):
+            case 0:
+                changed[at:at + length] = rng.bytes(length)
+            case 1:
+                del changed[at:at + length]
+            case 2:
+                changed[at:at] = changed[at:at + length] * int(rng.integers(1, 100))
+            case 3:
+                del changed[max(at, 1):]
+    return bytes(changed)
+
+
+def mutate_json(content: bytes, rng: np.random.Generator) -> bytes:
+    """Returns a JSON document in which a random value or key is replaced, or removed."""
+    document = json.loads(content)
+    places = []
+
+    def visit(part):
+        for key in part if isinstance(part, dict) else range(len(part)):
+            places.append((part, key))
+            if isinstance(part[key], (dict, list)):
+                visit(part[key])
+
+    visit(document)
+    for _ in range(rng.integers(1, 4)):
+        part, key = places[rng.integers(0, len(places))]
+        try:
+            if rng.random() < 0.2:
+                del part[key]
+            elif isinstance(part, dict) and rng.random() < 0.1:
+                part[str(VALUES[rng.integers(0, len(VALUES))])] = part.pop(key)
+            else:
+                part[key] = VALUES[rng.integers(0, len(VALUES))]
+        except (KeyError, IndexError):  # removed by an earlier change
+            continue
+    return json.dumps(document).encode()
+
+
+@pytest.fixture(scope="module")
+def valid_files(exports, tmp_path_factory) -> dict[str, Path]:
+    """Returns {name of a reader: a valid folder or file}. Each is small, so that mutations hit what matters."""
+    folder = tmp_path_factory.mktemp("valid")
+    index = shutil.copytree(exports["llama"], folder / "index")
+    names = [name for name in safetensors.load_file(index / "model.safetensors")]
+    (index / "model.safetensors.index.json").write_text(json.dumps(
+        {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}))
+    (folder / "hugging_face").mkdir()
+    byte_level().save(str(folder / "hugging_face" / "tokenizer.json"))
+    (folder / "hugging_face" / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "</s>"}, "bos_token": "</s>", "add_bos_token": true}')
+    (folder / "hugging_face" / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    tokenizers.save(tokenizers.Bytes(), folder / "bytes")
+    tokenizers.save(spaced_tokenizer(False), folder / "sentencepiece")
+    vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {
+        "ab": 256, "abc": 257, "<|endoftext|>": 258}
+    (folder / "gpt2_tokenizer").mkdir()
+    (folder / "gpt2_tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "gpt2_tokenizer" / "merges.txt").write_text("#version: 0.2\na b\nab c")
+    write_released(folder / "released.pt")
+    return {**exports, **{path.stem: path for path in folder.iterdir()}}
+
+
+def read_pickle(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read("released/data.pkl")
+
+
+def write_pickle(path: Path, content: bytes) -> None:
+    """Replaces the pickle of a `.pt` file. The checksums in the archive stay correct."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, member in (members | {"released/data.pkl": content}).items():
+            archive.writestr(name, member)
+
+
+def read_tokenizer(folder: Path) -> None:
+    tokenizer = tokenizers.load(folder)
+    ids = [*tokenizer.encode(["a cat"])[0].tolist(), *tokenizer.encode_continuation(" cat").tolist()]
+    assert all(0 <= i < tokenizer.vocab_size for i in [*ids, tokenizer.end_of_text])
+    tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name, file, read", [
+    ("gpt2", "config.json", read_folder), ("llama", "config.json", read_folder),
+    ("smallgpt", "config.json", read_folder), ("llama", "model.safetensors", read_folder),
+    ("index", "model.safetensors.index.json", read_folder), ("released", "", gpt_variations.read_checkpoint),
+    ("released", "data.pkl", gpt_variations.read_checkpoint), ("hugging_face", "tokenizer.json", read_tokenizer),
+    ("hugging_face", "tokenizer_config.json", read_tokenizer),
+    ("hugging_face", "special_tokens_map.json", read_tokenizer), ("bytes", "tokenizer_kind.json", read_tokenizer),
+    ("sentencepiece", "tokenizer.model", read_tokenizer), ("gpt2_tokenizer", "vocab.json", read_tokenizer),
+    ("gpt2_tokenizer", "merges.txt", read_tokenizer)])
+def test_mutated_files(name, file, read, valid_files, tmp_path, bounded):
+    """Only UserErrors of one line, at once, and in little memory."""
+    rng, valid, refused = np.random.default_rng(0), valid_files[name], 0
+    assert bounded(read, valid) is None
+    copy = tmp_path / valid.name
+    shutil.copytree(valid, copy) if valid.is_dir() else shutil.copy(valid, copy)
+    content = read_pickle(copy) if file == "data.pkl" else (copy / file).read_bytes()
+    for _ in range(MUTATIONS):
+        is_json = file.endswith(".json") and rng.random() < 0.6
+        changed = (mutate_json if is_json else mutate_bytes)(content, rng)
+        if file == "data.pkl":
+            write_pickle(copy, changed)
+        else:
+            (copy / file).write_bytes(changed)
+        refused += bounded(read, copy) is not None
+    assert refused > MUTATIONS / 10

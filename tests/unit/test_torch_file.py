@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conversion_helpers import write_released
 
 from smallgpt_jax.conversion import gpt_variations, torch_file
 from smallgpt_jax.errors import UserError
@@ -172,24 +173,6 @@ def write_tensor_beyond_its_storage(path: Path) -> Path:
     return path
 
 
-def write_without(path: Path, name: str) -> Path:
-    """Writes a checkpoint without the tensor `name`, in the format of the paper's code."""
-    model = torch.nn.Module()
-    tensors_ = {"transformer.wte.weight": torch.zeros(8, 4), "transformer.wpe.weight": torch.zeros(8, 4),
-                "transformer.ln_f.weight": torch.zeros(4), "lm_head.weight": torch.zeros(8, 4),
-                **{f"transformer.h.0.{part}.weight": torch.zeros(shape) for part, shape in {
-                    "ln_1": 4, "attn.c_attn": (12, 4), "attn.c_proj": (4, 4), "ln_2": 4, "mlp.c_fc": (16, 4),
-                    "mlp.c_proj": (4, 16)}.items()}}
-    del tensors_[name]
-    model.__class__ = type("GPTConfig", (), {"__module__": "models"})
-    config = model.__class__.__new__(model.__class__)
-    config.__dict__["n_head"] = 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "models", type("M", (), {"GPTConfig": config.__class__}))
-        torch.save({"model": tensors_, "config": config, "step": 1}, path)
-    return path
-
-
 @pytest.mark.parametrize("make, message", [
     (lambda p, data: p.write_bytes((data / "gpt.pt").read_bytes()[:500_000]) and p, "truncated"),
     (lambda p, data: p.write_text("hello") and p, "not written by torch.save"),
@@ -202,9 +185,9 @@ def write_without(path: Path, name: str) -> Path:
     (lambda p, data: write_pickle(p, pickle.dumps({"model": {"x": 3}})), "dictionary of named tensors"),
     (lambda p, data: write_tensor_beyond_its_storage(p), "beyond its storage"),
     (lambda p, data: torch.save({"model": {"x": torch.zeros(3)}}, p) or p, "no n_head"),
-    (lambda p, data: write_without(p, "transformer.h.0.ln_2.weight"),
+    (lambda p, data: write_released(p, "transformer.h.0.ln_2.weight"),
      r"missing tensors: transformer\.h\.0\.ln_2\.weight$"),
-    (lambda p, data: write_without(p, "transformer.wte.weight"), r"no transformer\.wte, transformer\.wpe or MLP"),
+    (lambda p, data: write_released(p, "transformer.wte.weight"), r"no transformer\.wte, transformer\.wpe or MLP"),
 ])
 def test_refuses_bad_files(make, message, tmp_path, shared_data, monkeypatch):
     monkeypatch.chdir(tmp_path)

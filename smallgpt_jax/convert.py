@@ -109,7 +109,8 @@ def export_model(source: Path, output: Path) -> None:
     if rank_ratio:
         model, params = low_rank.with_rank_ratio(model, params, 0.0)
     form = hugging_face.find_format(model.config)
-    card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value)
+    card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value,
+                                        adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(
             folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)

@@ -29,7 +29,7 @@ from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.object_storage import is_remote
 
-SCORING_VERSION = 1  # part of the cache key; increase it when a code change affects the scores
+SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()

@@ -99,10 +99,17 @@ def print_final_message(workdir: str) -> None:
         except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
-    is_custom = read_config(folder).model.architecture not in models.ARCHITECTURES
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
           f'  python -m smallgpt_jax.generate {shlex.quote(f"--workdir={folder}")} --prompt="..."'
-          + (" --trust_custom_code" if is_custom else ""))
+          + (" --trust_custom_code" if is_custom(folder) else ""))
+
+
+def is_custom(folder: Path) -> bool:
+    """Whether the model of a run has a custom architecture, according to the run's config."""
+    try:
+        return read_config(folder).model.architecture not in models.ARCHITECTURES
+    except UserError:
+        return False
 
 
 def loss_message(folder: Path) -> str:

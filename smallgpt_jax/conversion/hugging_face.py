@@ -62,8 +62,8 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
-    end_of_text = tokenizer.end_of_text if tokenizer else None
-    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    begin_of_text, end_of_text = (tokenizer.begin_of_text, tokenizer.end_of_text) if tokenizer else (None, None)
+    special = {"bos_token_id": begin_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
     # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []

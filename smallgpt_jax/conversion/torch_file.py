@@ -122,8 +122,8 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
             program = members.read(pickles[0])
             return _Interpreter(path, members, root, records, MAX_SHARING * archive_bytes).run(program)
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated ({error})"
-                        ) from None
+        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated "
+                        f"({short_reason(error)})") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except UserError:

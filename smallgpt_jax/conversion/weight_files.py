@@ -41,7 +41,7 @@ def indexed_names(index: Path) -> list[str]:
     """Returns the names of the files in an index. All are in the folder of the index."""
     weight_map = read_json(index, "an index of weight files").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(
-            isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
+            isinstance(name, str) and len(name) < 256 and name == Path(name).name and name.endswith(".safetensors")
             for name in weight_map.values()):
         raise UserError(f"{index}: damaged; expected a weight_map with the name of each tensor's safetensors file")
     return sorted(set(weight_map.values()))

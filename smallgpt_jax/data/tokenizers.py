@@ -2,8 +2,10 @@
 
 Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
 tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2, and `tokenizer.json` for
-Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer. Each document begins with the
-end-of-text id. No text is encoded as this id.
+Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer.
+
+Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
+have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
 """
 
 import functools
@@ -44,6 +46,7 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
+    begin_of_text: int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
     unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -65,7 +68,7 @@ class Bytes(Tokenizer):
 
     kind = "bytes"
     vocab_size = 257
-    end_of_text = 256
+    end_of_text = begin_of_text = 256
     unknown = None
 
     def encode(self, texts):
@@ -97,6 +100,8 @@ class SentencePiece(Tokenizer):
         if self.end_of_text is None:
             raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
                             "end-of-sentence piece to mark documents; use another model")
+        begin = self._processor.bos_id()
+        self.begin_of_text = begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
 
     def encode(self, texts):
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
@@ -142,7 +147,7 @@ class GPT2(Tokenizer):
         if not isinstance(ids, dict) or {type(i) for i in ids.values()} != {int} or (
                 sorted(ids.values()) != list(range(len(ids)))):
             raise ValueError("expected the ids of all tokens, from 0")
-        self.end_of_text = ids.pop(END_OF_TEXT)
+        self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):

@@ -35,7 +35,7 @@ def test_memory_matches_the_compiled_steps():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
-                    reason="needs the TPU compiler: pip install '.[plan]'")
+                    reason="needs the TPU compiler: pip install -c constraints.txt -e '.[plan]'")
 def test_a_tpu_program():
     result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
                  "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu rejects flags of the CPU compiler

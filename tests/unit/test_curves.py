@@ -74,7 +74,8 @@ def remove_matplotlib(workdir, monkeypatch):
 @pytest.mark.parametrize("harm, message", [
     (fail_to_draw, "not drawn (no fonts)"),
     (fill_the_disk, "not drawn (No space left on device)"),
-    (remove_matplotlib, "not drawn, because matplotlib is not installed; run pip install -e '.[plot]'"),
+    (remove_matplotlib,
+     "not drawn, because matplotlib is not installed; run pip install -c constraints.txt -e '.[plot]'"),
 ])
 def test_errors_are_one_line_and_keep_the_old_plots(harm, message, workdir, monkeypatch):
     (workdir / "curves.png").write_bytes(b"old")

@@ -134,7 +134,7 @@ writer.close()
 def test_the_real_package_has_the_values_of_metrics_jsonl(tmp_path, name):
     """The package runs offline. The first process is killed after step 6. The second one resumes after step 4."""
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install -e '.[{name}]'")
+        pytest.skip(f"{name} is not installed: pip install -c constraints.txt -e '.[{name}]'")
     folder = tmp_path / "my run"
     folder.mkdir()
     environment = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}

@@ -108,7 +108,7 @@ def test_errors_do_not_end_the_run(tmp_path, rows, monkeypatch):
 def test_a_tracker_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     trackers.require_installed("")
-    with pytest.raises(UserError, match=r"config.train.tracker='trackio': .* pip install -e '.\[trackio\]'"):
+    with pytest.raises(UserError, match=r"config.train.tracker='trackio': .* -c constraints.txt -e '.\[trackio\]'"):
         trackers.require_installed("trackio")
 
 

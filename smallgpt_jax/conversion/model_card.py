@@ -1,9 +1,9 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
-import json
 from pathlib import Path
 
 from smallgpt_jax import models, workdir
+from smallgpt_jax.conversion.config_json import read_json
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import millions
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -62,7 +62,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     facts = []
     origin = folder / workdir.ORIGIN_FILE
     if origin.is_file():
-        facts += [(f"weights from: {key}", str(value)) for key, value in json.loads(origin.read_text()).items()]
+        origin_facts = read_json(origin, "the origin of an imported model")
+        facts += [(f"weights from: {key}", str(value)) for key, value in origin_facts.items()]
     try:
         config = workdir.read_config(folder)
         data, train, optimizer = config.data, config.train, config.optimizer

@@ -1,6 +1,6 @@
 """Runs all GPU measurements of this project in one call and writes their results to one JSON file.
 
-    pip install -e '.[bench,cuda]'
+    pip install -c constraints.txt -e '.[bench,cuda]'
     python benchmarks/gpu.py --output=gpu.json
     python benchmarks/gpu.py --rehearsal --output=rehearsal.json   # tiny models, on any machine
 

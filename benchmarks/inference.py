@@ -1,6 +1,6 @@
 """Measures prefill, decoding speed and memory of the four architectures at one size.
 
-    pip install -e '.[bench]'
+    pip install -c constraints.txt -e '.[bench]'
     python benchmarks/inference.py --output=docs/inference
 
 The models are gpt, pgpt (once with all paths, once with one path), lgpt, cgpt, and `transformers`' GPT-2 with its

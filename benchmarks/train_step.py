@@ -1,6 +1,6 @@
 """Compares the training throughput of this project with that of PyTorch.
 
-    pip install -e '.[bench]'
+    pip install -c constraints.txt -e '.[bench]'
     python benchmarks/train_step.py
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10 --dtypes=float32,bfloat16
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
@@ -53,7 +53,7 @@ from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.program import build_program
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
@@ -270,8 +270,8 @@ def check_peer(configs: list[ConfigDict]) -> None:
         import torch
         import transformers  # noqa: F401
     except ImportError:
-        raise UserError("PyTorch or transformers is not installed; run pip install -e '.[bench]', or use "
-                        "--peer=none") from None
+        raise UserError(f"PyTorch or transformers is not installed; run {install_command('bench')}, or use --peer=none"
+                        ) from None
     backend = jax.default_backend()
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
         raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none")

@@ -38,11 +38,18 @@ flags.disclaim_key_flags()  # so that --help lists --config as a flag of the com
 
 
 def define_config():
-    """Defines the flag --config, whose value is a ConfigDict with all overrides applied."""
+    """Defines the flag --config, whose value is a ConfigDict with all overrides applied, and --trust_custom_code."""
+    define_trust()
     return config_flags.DEFINE_config_file(
         "config", None, "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any field "
         "with --config.group.field=value; configs/base.py documents the fields. run:WORKDIR is the config of an "
         "existing run.")
+
+
+def define_trust():
+    """Defines the flag --trust_custom_code of commands that read the workdirs and exports of others."""
+    return flags.DEFINE_bool("trust_custom_code", False, "Import the module of a custom architecture that a workdir or "
+                             "an export names. This runs its code.")
 
 
 def run(main: Callable[[], None]) -> None:

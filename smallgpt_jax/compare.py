@@ -65,7 +65,7 @@ def main() -> None:
 
 def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
     """Returns the results of the runs. Raises UserError if a folder has no run, or if the runs are not comparable."""
-    runs = [results.read_run(name, folder) for name, folder in named_folders]
+    runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code) for name, folder in named_folders]
     results.require_comparable(runs)
     return runs
 

@@ -48,6 +48,7 @@ _RANK_RATIO = flags.DEFINE_float(
     "rank_ratio", None, "With --from=run: replace each matrix of attention and MLP by two factors, which together have "
     "at most this fraction (below 1) of its parameters. 0: multiply the factors of the run. Default: change no "
     "matrices.")
+_TRUST = cli.define_trust()
 flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
@@ -99,7 +100,7 @@ def new_folder(flag: str, name: str | None) -> Path:
 
 def export_model(source: Path, output: Path) -> None:
     """Writes the model of the workdir `source` to the folder `output`, in the format of Hugging Face's libraries."""
-    model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value)
+    model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value, _TRUST.value)
     if _PATHS.value != "all":
         chosen = inference.select_paths(model, params, _PATHS.value)
         config, params, model_state = with_paths(model.config, params, model_state, chosen)
@@ -108,7 +109,8 @@ def export_model(source: Path, output: Path) -> None:
     if rank_ratio:
         model, params = low_rank.with_rank_ratio(model, params, 0.0)
     form = hugging_face.find_format(model.config)
-    card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value)
+    card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value,
+                                        adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(
             folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
@@ -127,9 +129,10 @@ def import_model(source: str, folder: Path) -> None:
     model_state = {}
     if _FROM.value == "hf":
         model, params, tokenizer, model_state = hugging_face.read_folder(
-            str(local_path("--input", source)) if is_remote(source) else source, with_tokenizer=not _TOKENIZER.value)
+            str(local_path("--input", source)) if is_remote(source) else source, not _TOKENIZER.value, _TRUST.value)
     elif _FROM.value == "run":
-        model, params, model_state, tokenizer, origin["step"] = inference.load_trained(source, _STEP.value)
+        model, params, model_state, tokenizer, origin["step"] = inference.load_trained(
+            source, _STEP.value, _TRUST.value)
         # Records how the source run was trained. If its weights were imported, also records where they come from.
         origin |= dict(model_card.training_facts(as_path("--input", source), origin["step"]))
         if _RANK_RATIO.value is not None:

@@ -29,7 +29,7 @@ def config_arguments() -> list[str]:
 def install_command(extra: str) -> str:
     """Returns the command that installs an extra of this package, for a clone or for an installed wheel."""
     is_clone = (Path(__file__).parents[1] / "setup.py").exists()
-    return f"pip install -e '.[{extra}]'" if is_clone else f"pip install 'smallgpt_jax[{extra}]'"
+    return f"pip install -c constraints.txt -e '.[{extra}]'" if is_clone else f"pip install 'smallgpt_jax[{extra}]'"
 
 
 class UserError(Exception):

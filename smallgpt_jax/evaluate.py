@@ -29,9 +29,10 @@ from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.object_storage import is_remote
 
-SCORING_VERSION = 1  # part of the cache key; increase it when a code change affects the scores
+SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
+_TRUST = cli.define_trust()
 _TASKS = flags.DEFINE_list("tasks", None, "Comma-separated task names; `paper` stands for the seven tasks of "
                            "arXiv 2404.14462.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' original files, which are used "
@@ -64,7 +65,7 @@ def main() -> None:
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
                         "Hugging Face hub")
-    trained = inference.load_trained(_WORKDIR.value, _STEP.value)
+    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
     model_name = config.architecture
     if _PATHS.value != "all":

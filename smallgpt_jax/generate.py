@@ -18,6 +18,7 @@ from smallgpt_jax.inference.sampling import TEMPERATURE
 NEW_TOKENS = 200
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
+_TRUST = cli.define_trust()
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Text to continue; repeatable. By default, the model begins a new document.")
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Let the model continue the conversation after each input line.")
@@ -45,7 +46,7 @@ def main() -> None:
     prompts = _PROMPT.value
     if prompts is not None and "" in prompts:
         raise UserError("--prompt: is empty; leave it out to begin a new document")
-    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value)
+    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value)
     new_tokens = _MAX_NEW_TOKENS.value
     if new_tokens is None:
         quarter = max(1, model.model.config.context_length // 4)

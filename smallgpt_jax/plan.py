@@ -3,8 +3,9 @@
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
 
-TPU topologies need the TPU compiler (pip install '.[plan]'), but no TPU. --search finds the largest batch size that
-fits. The exit status is 1 if training or evaluation does not fit into the memory of the devices.
+TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). --search finds the
+largest batch size that fits. The exit status is 1 if training or evaluation does not fit into the memory of the
+devices.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
 
 `smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Use this command for larger
 and remote sources. Configs with the same data settings share one store. After an interruption, rerun the same
-command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -e '.[data]'
+command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -c constraints.txt -e '.[data]'
 """
 
 from absl import flags

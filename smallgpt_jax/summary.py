@@ -20,6 +20,7 @@ from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.program import Program
+from smallgpt_jax.workdir import read_config
 
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
@@ -107,7 +108,16 @@ def print_final_message(workdir: str) -> None:
             print(f"(none: {error})")
         print("\n")
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
-          f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."')
+          f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."'
+          + (" --trust_custom_code" if is_custom(folder) else ""))
+
+
+def is_custom(folder: Path) -> bool:
+    """Whether the model of a run has a custom architecture, according to the run's config."""
+    try:
+        return read_config(folder).model.architecture not in models.ARCHITECTURES
+    except UserError:
+        return False
 
 
 def loss_message(folder: Path) -> str:

@@ -76,7 +76,7 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        own = workdir.read_config(folder).model
+        own = workdir.read_config(folder).model  # the student's architecture is imported already
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     fields, student_fields = dataclasses.asdict(own), dataclasses.asdict(student.config)

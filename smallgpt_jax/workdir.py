@@ -245,13 +245,16 @@ def append_session(workdir: Path, facts: dict) -> None:
         file.write(text)
 
 
-def read_config(workdir: Path) -> Config:
+def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
     """Returns the config of a run. In the config of an imported model, all groups but `model` have their defaults.
 
-    Raises UserError if it is missing or damaged.
+    Raises UserError if it is missing or damaged, and, unless `trust_custom_code`, if reading it would import the module
+    of a custom architecture.
     """
+    groups = read_groups(workdir)
+    models.refuse_custom_code(groups["model"].get("architecture"), workdir, trust_custom_code)
     try:
-        return Config.of(read_groups(workdir))
+        return Config.of(groups)
     except UserError as error:
         raise UserError(f"{workdir / CONFIG_FILE}: {error}") from None
 

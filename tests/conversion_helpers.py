@@ -1,6 +1,8 @@
 """Functions for tests of import and export: exporting, loading in PyTorch, random tokens, comparing parameters."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -33,3 +35,18 @@ def assert_bitwise_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def write_released(path: Path, without: str = "") -> Path:
+    """Writes a checkpoint in the format of the paper's code: a gpt of width 4 without the tensor named `without`."""
+    shapes = {"transformer.wte": (8, 4), "transformer.wpe": (8, 4), "transformer.ln_f": (4,), "lm_head": (8, 4),
+              **{f"transformer.h.0.{part}": shape for part, shape in {
+                  "ln_1": (4,), "attn.c_attn": (12, 4), "attn.c_proj": (4, 4), "ln_2": (4,), "mlp.c_fc": (16, 4),
+                  "mlp.c_proj": (4, 16)}.items()}}
+    weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items() if f"{name}.weight" != without}
+    config = type("GPTConfig", (), {"__module__": "models"})()
+    config.n_head = 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "models", SimpleNamespace(GPTConfig=type(config)))
+        torch.save({"model": weights, "config": config, "step": 1}, path)
+    return path

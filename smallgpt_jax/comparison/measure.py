@@ -187,7 +187,7 @@ def decoding_speed(text_model: inference.TextModel, count: int) -> float:
     """
     sampling = Sampling(temperature=0.0)
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
-                                    [[text_model.tokenizer.end_of_text]])
+                                    [[text_model.tokenizer.begin_of_text]])
     session.reserve(count + 1)
     sampled_BxN, left = session.sample_steps(sampling, 1), count
     started = time.perf_counter()

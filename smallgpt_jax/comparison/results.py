@@ -19,7 +19,7 @@ from smallgpt_jax.files import as_path, resolve
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.optimizer import OPTIMIZERS
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.run.config import OptimizerConfig, flatten
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
@@ -76,11 +76,14 @@ class Run:
         return self.curve[-1] if self.curve else None
 
 
-def read_run(name: str, folder: Path) -> Run:
-    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run."""
+def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
+    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run.
+
+    With `trust_custom_code`, the module of a custom architecture is imported.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    config = workdir.read_config(folder)
+    config = workdir.read_config(folder, trust_custom_code)
     if (folder / workdir.ORIGIN_FILE).exists() and not (folder / workdir.STORE_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     if config.train.teacher:
@@ -238,7 +241,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
-        config = workdir.read_config(folder).flat() if (folder / workdir.CONFIG_FILE).exists() else {}
+        config = flatten(workdir.read_groups(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
         while names.setdefault(name, without_seed) != without_seed:

@@ -1,12 +1,48 @@
-"""Reads the fields of config.json files, and tests whether another format can express a model config."""
+"""Reads the JSON files of foreign folders, and tests whether another format can express a model config.
+
+A foreign file can contain anything. So nothing is built from a size in a config.json before it has been compared with
+the weights: `ConfigJson` refuses numbers that no model with these weights can have, and `require_fit` refuses matrices
+that are larger than all weights together.
+"""
 
 import dataclasses
+import json
+import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import ModelConfig
+from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.models import ARCHITECTURES, ModelConfig
+
+MAX_JSON_BYTES = 2**27  # the tokenizer.json of the largest vocabularies has 35 MB
+MAX_POSITIONS = 2**31 - 1  # positions are int32
+MAX_NUMBER = 3e38  # the largest number in float32
+MAX_ITEMS = 1024  # characters or items in the value of a field
+FLOAT_FIELDS = {field.name for trunk in ARCHITECTURES.values() for field in dataclasses.fields(trunk.Config)
+                if field.type is float}
+
+
+def read_json(path: Path, what: str) -> dict:
+    """Returns the object in a JSON file. Raises UserError if the file is missing or does not contain one object.
+
+    `what` names the expected content in the message.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a file")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"larger than {MAX_JSON_BYTES:,} bytes")
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        return found
+    except RecursionError:
+        raise UserError(f"{path}: not {what} (nested too deeply)") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not {what} ({short_reason(error)})") from None
 
 
 class ConfigJson(NamedTuple):
@@ -17,28 +53,64 @@ class ConfigJson(NamedTuple):
 
     fields: Mapping
     path: Path
+    num_weights: int = 2**63 - 1  # in the weight files; no size of the model is larger
 
     def refuse(self, name: str, value, rule: str):
         """Raises UserError with the name and value of a field, and the `rule` that the value breaks."""
-        raise UserError(f"{self.path}: {name}={value!r}: {rule}")
+        raise UserError(f"{self.path}: {name}={reprlib.repr(value)}: {rule}")
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Returns the value of the first of the fields `names` that has one."""
-        found = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            self.refuse(names[0], found, "must be an integer, at least 1")
+        """Returns the value of the first of the fields `names` that has one. It is at most `num_weights`."""
+        name, found = self._first(names, default)
+        if found > self.num_weights:
+            self.refuse(name, found, f"must be at most {self.num_weights:,}, the number of weights in the folder")
         return found
+
+    def positions(self, *names: str) -> int:
+        """Returns a number of positions. Unlike a size, it may have no weights."""
+        name, found = self._first(names, None)
+        if found > MAX_POSITIONS:
+            self.refuse(name, found, f"must be at most {MAX_POSITIONS:,}")
+        return found
+
+    def _first(self, names: tuple[str, ...], default: int | None) -> tuple[str, int]:
+        """Returns the name and value of the first of the fields that has a value."""
+        name = next((name for name in names if self.fields.get(name) is not None), names[0])
+        found = default if self.fields.get(name) is None else self.fields[name]
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            self.refuse(name, found, "must be an integer, at least 1")
+        return name, found
 
     def number(self, name: str, default: float) -> float:
         found = default if self.fields.get(name) is None else self.fields[name]
-        if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found < float("inf"):
-            self.refuse(name, found, "must be a number above 0")
+        if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found <= MAX_NUMBER:
+            self.refuse(name, found, f"must be a number above 0 and at most {MAX_NUMBER:g}")
         return float(found)
 
     def flag(self, name: str, default: bool) -> bool:
         found = self.fields.get(name, default)
         if not isinstance(found, bool):
             self.refuse(name, found, "must be true or false")
+        return found
+
+    def model_field(self, name: str):
+        """Returns the value of a field that has the form of our own; `models.build` validates it.
+
+        Raises UserError for values that must not get that far: nested or long ones, and numbers that are too large.
+        """
+        found = self.fields[name]
+        values = found if isinstance(found, (list, tuple)) else [found]
+        if isinstance(found, (str, list, tuple)) and len(found) > MAX_ITEMS:
+            self.refuse(name, found, f"must have at most {MAX_ITEMS:,} characters or items")
+        if any(isinstance(value, (list, dict)) for value in values):
+            self.refuse(name, found, "must not be nested")
+        limit = self.num_weights
+        if name in FLOAT_FIELDS:
+            limit = MAX_NUMBER
+        elif name in ("context_length", "attention_windows"):  # no weight has one of these sizes
+            limit = MAX_POSITIONS
+        if any(isinstance(value, (int, float)) and abs(value) > limit for value in values):
+            self.refuse(name, found, f"must be at most {limit:,} in a model of {self.num_weights:,} weights")
         return found
 
     def require(self, supported: Mapping) -> None:
@@ -51,6 +123,26 @@ class ConfigJson(NamedTuple):
 def training_fields() -> set[str]:
     """Returns the fields of our configs that do not change the function that a trained model computes."""
     return {*ModelConfig.names(fixed_by="run"), *ModelConfig.names(fixed_by=None)}
+
+
+def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raises UserError if a model would have more weights or layers than the files with tensors of these `shapes`.
+
+    This takes neither memory nor time, unlike building the model.
+    """
+    num_weights, width = sum(math.prod(shape) for shape in shapes.values()), config.d_model
+    experts = config.num_experts + config.num_shared_experts if config.mlp == "moe" else 1
+    sizes = {
+        "vocab_size": config.vocab_size * width, "num_heads": config.num_heads * config.head_width * width,
+        "mlp_ratio": config.mlp_width * width * experts, "conv_kernel": getattr(config, "conv_kernel", 0) * width,
+        "context_length": config.context_length * width if config.position == "learned" else 0}
+    for field, size in sizes.items():
+        if size > num_weights:
+            raise UserError(f"{path}: config.model.{field}={getattr(config, field)}: the model would have a tensor of "
+                            f"{size:,} weights, but all tensors in the folder together have {num_weights:,}")
+    if config.num_layers > len(shapes):
+        raise UserError(f"{path}: config.model.num_layers={config.num_layers}: the folder has only {len(shapes):,} "
+                        "tensors")
 
 
 def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:

@@ -88,7 +88,7 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
             renamed[name] = x
             continue
         x = x.T if known.startswith("trunk.") and x.ndim == 2 else x
-        if ".qkv." in known and len(x) % (3 * config.num_heads) == 0:
+        if ".qkv." in known and x.ndim and len(x) % (3 * config.num_heads) == 0:
             x = heads_first(x, config.num_heads)
         renamed[known] = x
     return renamed
@@ -114,11 +114,8 @@ def from_config(theirs: ConfigJson) -> dict:
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         theirs.refuse("activation_function", activation, f"not supported; must be one of {', '.join(ACTIVATIONS)}")
     width = theirs.size("n_embd", "hidden_size")
-    inner = theirs.size("n_inner", default=4 * width)
-    if inner % width:
-        theirs.refuse("n_inner", inner, f"not supported; must be a multiple of n_embd={width}")
     return dict(
         architecture="gpt", vocab_size=theirs.size("vocab_size"), context_length=theirs.size("n_positions", "n_ctx"),
         num_layers=theirs.size("n_layer", "num_hidden_layers"), num_heads=theirs.size("n_head", "num_attention_heads"),
-        d_model=width, mlp_ratio=inner / width, activation=ACTIVATIONS[activation], position="learned",
-        use_bias=True, tie_embeddings=theirs.flag("tie_word_embeddings", True))
+        d_model=width, mlp_ratio=theirs.size("n_inner", default=4 * width) / width, position="learned",
+        activation=ACTIVATIONS[activation], use_bias=True, tie_embeddings=theirs.flag("tie_word_embeddings", True))

@@ -16,6 +16,7 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, tensors, torch_file
+from smallgpt_jax.conversion.config_json import require_fit
 from smallgpt_jax.errors import UserError
 
 CONFIG_CLASS = "models.GPTConfig"
@@ -34,10 +35,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
     theirs = {name.removeprefix("_orig_mod."): x
               for name, x in torch_file.require_tensors(saved["model"], path).items()}
-    num_heads = getattr(saved.get("config"), "n_head", None)
-    if not isinstance(num_heads, int):
+    config = saved.get("config")
+    num_heads = config.attributes.get("n_head") if isinstance(config, torch_file.Record) else None
+    if type(num_heads) is not int:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
-    model = models.build(**model_fields(theirs, num_heads, path))
+    try:
+        config = models.make_config(**model_fields(theirs, num_heads, path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    require_fit(config, {name: x.shape for name, x in theirs.items()}, path)
+    model = models.LanguageModel(config)
     names = {name: gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
     our_names = {released_name: name for name, released_name in names.items()}
     named = {our_names.get(name, name): x for name, x in theirs.items()}
@@ -122,6 +129,6 @@ def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
     """Converts a tensor of the paper's released code to our layout. `name` is its name in our model."""
     if name == "trunk.path_logits":
         return x.reshape(-1)
-    if ".qkv." in name and len(x) % (3 * num_heads) == 0:
+    if ".qkv." in name and x.ndim and len(x) % (3 * num_heads) == 0:
         return gpt2.heads_first(x, num_heads)
     return x

@@ -14,18 +14,21 @@ A format is a module with these members:
 """
 
 import json
-from importlib import import_module, resources
+import math
+import reprlib
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files, torch_file
-from smallgpt_jax.conversion.config_json import ConfigJson
+from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files
+from smallgpt_jax.conversion.config_json import ConfigJson, read_json, require_fit
+from smallgpt_jax.conversion.weight_files import import_library, open_weights
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
 
@@ -59,8 +62,8 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
         {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
         metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
-    end_of_text = tokenizer.end_of_text if tokenizer else None
-    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    begin_of_text, end_of_text = (tokenizer.begin_of_text, tokenizer.end_of_text) if tokenizer else (None, None)
+    special = {"bos_token_id": begin_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
     # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
@@ -80,35 +83,37 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_folder(source: str, with_tokenizer: bool = True) -> Imported:
+def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: bool = False) -> Imported:
     """Returns a model and its tokenizer. The model must be in one of the FORMATS.
 
     `source` is a local folder, or the model's name on the hub. With `with_tokenizer=False`, tokenizer files are
-    ignored. Raises UserError for other models, for missing, damaged or inconsistent files, and for unsupported
-    tokenizers.
+    ignored. With `trust_custom_code`, a config.json may name a custom architecture, whose module is imported. Raises
+    UserError for other models, for missing, damaged or inconsistent files, and for unsupported tokenizers.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download_folder(source)
     path = folder / "config.json"
-    try:
-        described = json.loads(path.read_text())
-        model_type = described.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a model config ({short_reason(error)})") from None
+    described = read_json(path, "a model config")
+    model_type = described.get("model_type")
     if not isinstance(model_type, str) or model_type not in FORMATS:
-        raise UserError(f"{path}: model_type={model_type!r}: not supported; must be one of {', '.join(FORMATS)}")
-    form = FORMATS[model_type]
-    fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(ConfigJson(described, path))
+        raise UserError(f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
+                        + ", ".join(FORMATS))
+    form, files = FORMATS[model_type], open_weights(folder)
+    num_weights = sum(math.prod(shape) for shape in files.shapes.values())
+    fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
+        ConfigJson(described, path, num_weights))
+    models.refuse_custom_code(fields["architecture"], path, trust_custom_code)
     try:
-        model = models.build(**fields)
+        config = models.make_config(**fields)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    weights, where = read_weights(folder)
+    require_fit(config, files.shapes, path)
+    model, weights = models.LanguageModel(config), files.read()
     try:
         weights = form.from_hugging_face(model.config, tensors.shapes(model), weights)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    params = tensors.to_params(model, weights, form.hugging_face_name, where)
+        raise UserError(f"{files.path}: {error}") from None
+    params = tensors.to_params(model, weights, form.hugging_face_name, str(files.path))
     return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None,
                     tensors.to_model_state(model, weights))
 
@@ -127,32 +132,6 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
                         ) from None
 
 
-def read_weights(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors in a folder's weight files, and the path of these files for error messages."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            raise UserError(f"{index}: damaged") from None
-    elif not (folder / names[0]).is_file():
-        old = folder / "pytorch_model.bin"
-        if old.is_file():
-            return torch_file.require_tensors(torch_file.read_torch_file(old), old), str(old)
-        raise UserError(f"{folder}: no weights; expected model.safetensors or pytorch_model.bin")
-    weights = {}
-    for name in names:
-        try:
-            weights |= import_library("safetensors.numpy").load_file(folder / name)
-        except UserError:
-            raise
-        except Exception as error:  # SafetensorError, OSError
-            raise UserError(f"{folder / name}: damaged, or not in the safetensors format ({short_reason(error)})"
-                            ) from None
-    return weights, str(folder / names[0] if len(names) == 1 else index)
-
-
 def download_folder(name: str) -> Path:
     """Returns the local folder of a model on the hub. Downloads the model unless it is in the hub's cache."""
     hub = import_library("huggingface_hub")
@@ -166,11 +145,3 @@ def download_folder(name: str) -> Path:
     except Exception as error:  # errors of the hub or the network
         raise UserError(f"--input={name}: not a local folder, and cannot be downloaded from the Hugging Face hub "
                         f"({short_reason(error)})") from None
-
-
-def import_library(name: str):
-    """Imports a library of the pip extra `hf`. If the library is missing, raises UserError with the pip command."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command('hf')}") from None

@@ -28,7 +28,9 @@ FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads
 # For these fields of the config, our model supports only these values.
 SUPPORTED_VALUES = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
                     "quantization_config": None}
-DEFAULT_HEAD_DIM = {"qwen3": 128}  # used if config.json has no head_dim. Other models: hidden size / heads
+# Used if config.json lacks the field. Other models: hidden size / heads, and the number of heads.
+DEFAULT_HEAD_DIM = {"qwen3": 128}
+DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the number of heads
 
 
 def supports(config: ModelConfig) -> bool:
@@ -131,10 +133,13 @@ def from_config(theirs: ConfigJson) -> dict:
     model_type, width, num_heads = (
         theirs.fields["model_type"], theirs.size("hidden_size"), theirs.size("num_attention_heads"))
     default_head_dim = DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
+    default_kv_heads = num_heads
+    if "num_key_value_heads" not in theirs.fields:
+        default_kv_heads = DEFAULT_KV_HEADS.get(model_type, num_heads)
     head_dim, num_kv_heads = (
-        theirs.size("head_dim", default=default_head_dim), theirs.size("num_key_value_heads", default=num_heads))
+        theirs.size("head_dim", default=default_head_dim), theirs.size("num_key_value_heads", default=default_kv_heads))
     return dict(
-        vocab_size=theirs.size("vocab_size"), context_length=theirs.size("max_position_embeddings"),
+        vocab_size=theirs.size("vocab_size"), context_length=theirs.positions("max_position_embeddings"),
         num_layers=theirs.size("num_hidden_layers"), d_model=width, num_heads=num_heads,
         num_kv_heads=0 if num_kv_heads == num_heads else num_kv_heads,
         head_dim=0 if head_dim * num_heads == width else head_dim,

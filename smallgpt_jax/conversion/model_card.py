@@ -1,9 +1,9 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
-import json
 from pathlib import Path
 
 from smallgpt_jax import models, workdir
+from smallgpt_jax.conversion.config_json import read_json
 from smallgpt_jax.formatting import millions
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
@@ -17,7 +17,7 @@ DESCRIPTIONS = {
 
 
 def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, has_code: bool,
-                      paths: str) -> str:
+                      paths: str, adds_begin: bool = False) -> str:
     """Returns the model card of an exported checkpoint.
 
     Args:
@@ -27,6 +27,7 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
       step: step of the checkpoint.
       has_code: whether the export contains PyTorch code, which transformers must be allowed to run.
       paths: value of the flag --paths.
+      adds_begin: whether the exported tokenizer puts the token that begins documents before each text.
     """
     config = model.config
     described = DESCRIPTIONS.get(config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}")
@@ -34,6 +35,7 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
     if paths != "all":
         facts = [("exported paths of the trained model", paths),
                  *(fact for fact in facts if fact[0] != "validation loss")]
+    begin = "" if adds_begin else "tokenizer.eos_token_id, "
     trust = ", trust_remote_code=True" if has_code else ""
     return "\n".join([
         "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- smallgpt_jax", "---",
@@ -45,12 +47,13 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
         "```python", "import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})',
         f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
-        'tokens = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode("Once upon a time")]])',
+        f'tokens = torch.tensor([[{begin}*tokenizer.encode("Once upon a time")]])',
         "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))", "```", "",
         *(["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
           if facts else []),
-        "In training, an end-of-text token precedes every document. The tokenizer does not add this token, so the "
-        "example adds it. The tokenizer encodes `<|endoftext|>` in a text as ordinary text.", ""])
+        ("" if adds_begin else "In training, an end-of-text token precedes every document. The tokenizer does not add "
+         "this token, so the example adds it. ")
+        + "The tokenizer encodes `<|endoftext|>` in a text as ordinary text.", ""])
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
@@ -58,7 +61,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     facts = []
     origin = folder / workdir.ORIGIN_FILE
     if origin.is_file():
-        facts += [(f"weights from: {key}", str(value)) for key, value in json.loads(origin.read_text()).items()]
+        origin_facts = read_json(origin, "the origin of an imported model")
+        facts += [(f"weights from: {key}", str(value)) for key, value in origin_facts.items()]
     if not (config := workdir.saved_config(folder)):  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer

@@ -73,5 +73,5 @@ def from_config(theirs: ConfigJson) -> dict:
     """Returns the fields of our `model` config group, given config.json."""
     names = {name: name for name in sorted(known_fields())} | RENAMED_FIELDS
     shared = ModelConfig.names()
-    return {ours: theirs.fields[name] for ours, name in names.items()
+    return {ours: theirs.model_field(name) for ours, name in names.items()
             if name in theirs.fields and (theirs.fields[name] is not None or ours in shared)}

@@ -77,7 +77,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     if misshapen := [f"{their_name(name)} {tensors[name].shape}, expected {shape}"
                      for name, shape in wanted.items() if tensors[name].shape != shape]:
         refuse("wrong shapes", misshapen)
-    abstract = flax.traverse_util.flatten_dict(nn.unbox(models.abstract_params(model)))
+    abstract = flax.traverse_util.flatten_dict(nn.unbox(models.abstract_params(model, abstract_variables(model))))
     arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
     for slot in tensor_slots(model):
         arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
@@ -86,11 +86,14 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
 
 def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
     """Returns the model state with the routers' biases in `tensors`, which `to_params` has checked."""
-    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model))
+    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model, abstract_variables(model)))
     arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
     for slot in router_bias_slots(model):
         arrays[slot.path][slot.index] = tensors[slot.name]
     return flax.traverse_util.unflatten_dict(arrays)
+
+
+abstract_variables = functools.cache(models.abstract_variables)  # tracing a model takes seconds if it is deep
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
@@ -108,7 +111,7 @@ def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
     """Returns a slot for every parameter tensor of a model, in the order of its parameters."""
     slots = []
-    for name, part in models.abstract_params(model).items():
+    for name, part in models.abstract_params(model, abstract_variables(model)).items():
         children = part.items() if name == "trunk" else [("", part)]
         for child, tree in children:
             slots += _tensor_slots(model.config, tree, tuple(filter(None, (name, child))), (), "")

@@ -24,7 +24,8 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
     Raises UserError if the `tokenizers` library cannot reproduce the tokenizer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        files = {"tokenizer_config.json": settings(tokenizer.end_of_text_token, context_length)}
+        files = {"tokenizer_config.json": settings(
+            tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length)}
         return {name: content for name, content in files.items() if name not in tokenizer.files()}
     try:
         import tokenizers as library
@@ -32,7 +33,9 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
         raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
     builders = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer, "sentencepiece": sentencepiece_tokenizer}
     converted, end_of_text = builders[tokenizer.kind](library, tokenizer)
-    converted.add_special_tokens([library.AddedToken(end_of_text, special=True, normalized=False)])
+    begin_of_text = converted.id_to_token(tokenizer.begin_of_text)
+    converted.add_special_tokens([library.AddedToken(token, special=True, normalized=False)
+                                  for token in dict.fromkeys((end_of_text, begin_of_text))])
     converted.encode_special_tokens = True
     for text in PROBES:
         theirs, ours = converted.encode(text, add_special_tokens=False).ids, tokenizer.encode([text])[0].tolist()
@@ -44,14 +47,17 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
     more = {}
     if tokenizer.kind == "sentencepiece":  # llama.cpp's converter reads this setting
         more["add_prefix_space"] = sentencepiece_spec(tokenizer).normalizer_spec.add_dummy_prefix
+    if begin_of_text != end_of_text:
+        converted.post_processor = library.processors.TemplateProcessing(
+            single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)])
     return {"tokenizer.json": converted.to_str(),
-            "tokenizer_config.json": settings(end_of_text, context_length, **more)}
+            "tokenizer_config.json": settings(begin_of_text, end_of_text, context_length, **more)}
 
 
-def settings(end_of_text: str, context_length: int, **more) -> str:
+def settings(begin_of_text: str, end_of_text: str, context_length: int, **more) -> str:
     """Returns a tokenizer_config.json with the settings of an exported tokenizer and those in `more`."""
     return json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_of_text, "eos_token": end_of_text,
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin_of_text, "eos_token": end_of_text,
         "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
         "clean_up_tokenization_spaces": False, "split_special_tokens": True, **more}, indent=2) + "\n"
 

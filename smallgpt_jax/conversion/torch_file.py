@@ -1,17 +1,16 @@
 """Reads files written by `torch.save`, without PyTorch and without running code in the files.
 
 A `.pt` file is a zip archive. One member is a pickle of the saved object, in which each tensor refers to a storage.
-Each storage is a member of its own. A pickle can call any function by name. This reader therefore allows only the few
-names that tensors need, and the classes that the caller expects. Instances of these classes become inert `Record`s.
+Each storage is a member of its own. A pickle is a program: it can call any function by name, and even without calls, it
+can work for years (a tuple that contains a tuple twice, forty levels deep, takes 2⁴⁰ steps to hash). So Python's
+unpickler is not used. `_Interpreter` executes the opcodes that tensors need, in a bounded number of steps each.
 
 Sizes in the file are not trusted either. Members must be uncompressed and not larger than the file. Tensors are views
-of the bytes read. The memory is therefore at most a few times the file's size, plus a few hundred bytes per byte of the
-pickle. The length of the pickle is limited, too.
+of the bytes read. The memory is therefore at most a few times the file's size, plus a few hundred bytes per opcode. The
+length of the pickle and the number of its opcodes are limited, too.
 """
 
-import io
 import math
-import pickle
 import pickletools
 import zipfile
 from collections.abc import Collection
@@ -22,25 +21,44 @@ import ml_dtypes
 import numpy as np
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
 
 DTYPES = {
     "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
     "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
+MAX_OPCODES = 2**19  # a tensor takes about 30 opcodes
+MAX_KEY = 256  # characters in a key of a dictionary, such as the name of a tensor
+MAX_AXES = 32
 # The maximum total size of a file's tensors, as a multiple of the file size. In a valid file, it can be up to 2,
 # because tied weights are stored once but count as two tensors.
 MAX_SHARING = 8
 
+# Opcodes that push their argument, or a constant.
+VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
+          "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+CONSTANTS = {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_TUPLE": tuple,
+             "EMPTY_LIST": list, "EMPTY_DICT": dict}
+SKIPPED = {"PROTO", "FRAME", "STOP"}
+PUTS, GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
 
 class Record:
-    """Stand-in for an instance of a class that is not imported. It has the instance's attributes, but no methods."""
+    """Stand-in for an instance of a class that is not imported. It has the instance's attributes, as a dictionary."""
 
-    def __init__(self, *args, **kwargs):
-        pass
+    def __init__(self):
+        self.attributes = {}
 
-    def __setstate__(self, state):
-        self.__dict__.update(state)
+
+class Global(NamedTuple):
+    """Stand-in for a function or class: one of FUNCTIONS, or a class whose instances are `Record`s."""
+
+    name: str
+
+
+FUNCTIONS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 
 
 class StorageType(NamedTuple):
@@ -102,29 +120,29 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
             if members.size(pickles[0]) > MAX_PICKLE_BYTES:
                 raise ValueError(f"{pickles[0]} is larger than {MAX_PICKLE_BYTES:,} bytes")
             program = members.read(pickles[0])
-            check_pickle(program)
-            return _Unpickler(path, program, members, root, records, MAX_SHARING * archive_bytes).load()
+            return _Interpreter(path, members, root, records, MAX_SHARING * archive_bytes).run(program)
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated ({error})"
-                        ) from None
+        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated "
+                        f"({short_reason(error)})") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except UserError:
         raise
-    except Exception as error:  # a pickle is a program, so a broken one can raise anything
-        raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {error})") from None
+    except Exception as error:  # a broken pickle can lead to any error
+        raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {short_reason(error)})"
+                        ) from None
 
 
-def check_pickle(program: bytes) -> None:
-    """Raises ValueError for pickles with which the unpickler could allocate too much memory.
+def is_key(value) -> bool:
+    """Whether a value may be the key of a dictionary. Hashing and comparing other values could take forever."""
+    return len(value) <= MAX_KEY if type(value) is str else type(value) is int and 0 <= value < 2**31
 
-    The unpickler's memo is as long as the largest memo index, so an index must not exceed the number of preceding
-    opcodes. The unpickler allocates the declared length of a string before it reads the string, so truncated pickles
-    are refused.
-    """
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
-        if "PUT" in opcode.name and argument > count:
-            raise ValueError(f"its pickle has memo index {argument:,} after {count:,} opcodes")
+
+def set_items(target: dict, items: list) -> None:
+    """Adds `items`, which are keys and values in turns, to a dictionary."""
+    if len(items) % 2 or not all(map(is_key, items[::2])):
+        raise ValueError("a key of a dictionary is not a name")
+    target.update(zip(items[::2], items[1::2]))
 
 
 def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
@@ -135,35 +153,106 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
     return dict(saved)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that replaces a few known classes and functions by stand-ins, and refuses all others.
+class _Interpreter:
+    """Executes a pickle. Each opcode takes a number of steps that does not depend on the values made before it.
 
-    The stand-ins are created anew for each file. If a pickle changes a stand-in, other files are not affected.
+    So nothing is copied, compared or hashed, except short keys of dictionaries. Classes and functions are represented
+    by their names; of these, only the ones in `call` and `find_global` exist.
     """
 
-    def __init__(self, path: Path, program: bytes, members: Members, root: str, records: Collection[str],
-                 tensor_bytes: int):
-        super().__init__(io.BytesIO(program))
-        self._path, self._members, self._root, self._storages = path, members, root, {}
-        self._tensor_bytes_left = tensor_bytes
-        self._known = {
-            # A subclass of dict, because torch sets attributes on state dicts.
-            "collections.OrderedDict": type("Dictionary", (dict,), {}),
-            "torch._utils._rebuild_tensor_v2": lambda *arguments: self._tensor(*arguments[:4]),
-            "torch._utils._rebuild_parameter": lambda data, *_: data,
-            **{f"torch.{name}": StorageType(np.dtype(dtype)) for name, dtype in DTYPES.items()},
-            **{name: type("Record", (Record,), {}) for name in records}}
+    def __init__(self, path: Path, members: Members, root: str, records: Collection[str], tensor_bytes: int):
+        self._path, self._members, self._root, self._records = path, members, root, records
+        self._tensor_bytes_left, self._storages = tensor_bytes, {}
+        self._stack, self._marks, self._memo = [], [], {}
 
-    def find_class(self, module: str, name: str):
-        if f"{module}.{name}" not in self._known:
-            raise UserError(f"{self._path}: refused: its pickle names {module}.{name}, which no checkpoint needs; no "
-                            "code was run")
-        return self._known[f"{module}.{name}"]
+    def run(self, program: bytes):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
+            if count == MAX_OPCODES:
+                raise ValueError(f"its pickle has more than {MAX_OPCODES:,} opcodes")
+            self._execute(opcode.name, argument)
+        return self._stack.pop()
 
-    def persistent_load(self, identifier):
+    def _execute(self, name: str, argument) -> None:
+        stack = self._stack
+        if name in VALUES:
+            if isinstance(argument, int) and argument.bit_length() > 63:
+                raise ValueError("an integer does not fit into 64 bits")
+            stack.append(argument)
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name]())
+        elif name in PUTS:
+            self._memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in GETS:
+            stack.append(self._memo[argument])
+        elif name == "MARK":
+            self._marks.append(len(stack))
+        elif name in TUPLE_SIZES or name == "TUPLE":
+            stack.append(tuple(self._pop_items(TUPLE_SIZES.get(name))))
+        elif name in ("APPEND", "APPENDS"):
+            items = self._pop_items(1 if name == "APPEND" else None)
+            self._top(list).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = self._pop_items(2 if name == "SETITEM" else None)
+            set_items(self._top(dict), items)
+        elif name == "GLOBAL":
+            stack.append(self._find_global(*argument.split(" ", 1)))
+        elif name == "STACK_GLOBAL":
+            stack.append(self._find_global(*self._pop_items(2)))
+        elif name in ("REDUCE", "NEWOBJ"):
+            stack.append(self._call(*self._pop_items(2)))
+        elif name == "BUILD":
+            state, = self._pop_items(1)
+            if type(state) is dict and type(stack[-1]) is Record:  # torch's attributes of dictionaries are ignored
+                stack[-1].attributes = state
+        elif name == "BINPERSID":
+            stack.append(self._storage(*self._pop_items(1)))
+        elif name not in SKIPPED:
+            raise ValueError(f"its pickle has the opcode {name}, which no checkpoint needs")
+
+    def _pop_items(self, count: int | None) -> list:
+        """Removes the last `count` values from the stack, or with None, all values after the last mark."""
+        start = len(self._stack) - count if count else self._marks.pop()
+        if not (self._marks[-1] if self._marks else 0) <= start <= len(self._stack):
+            raise ValueError("its pickle takes values that it has not made")
+        items = self._stack[start:]
+        del self._stack[start:]
+        return items
+
+    def _top(self, kind: type):
+        if type(self._stack[-1]) is not kind:
+            raise ValueError(f"expected a {kind.__name__}")
+        return self._stack[-1]
+
+    def _find_global(self, module: str, name: str):
+        """Returns a storage type, or the name of a function or class that `_call` knows."""
+        full = f"{module}.{name}"
+        if module == "torch" and name in DTYPES:
+            return StorageType(np.dtype(DTYPES[name]))
+        if full not in (*FUNCTIONS, *self._records):
+            raise UserError(f"{self._path}: refused: its pickle names {full[:100]}, which no checkpoint needs; no code "
+                            "was run")
+        return Global(full)
+
+    def _call(self, function, arguments):
+        if type(function) is not Global or type(arguments) is not tuple:
+            raise ValueError("its pickle calls what is not a function")
+        if function.name in self._records and not arguments:
+            return Record()
+        match function.name, arguments:
+            case "collections.OrderedDict", ():
+                return {}
+            case "torch._utils._rebuild_parameter", (data, *_):
+                return data
+            case "torch._utils._rebuild_tensor_v2", (storage, offset, shape, strides, *_):
+                return self._tensor(storage, offset, shape, strides)
+        raise ValueError(f"unexpected arguments of {function.name}")
+
+    def _storage(self, identifier):
         """Returns the storage with the identifier ("storage", type, key, device, size)."""
         _, storage_type, key, _, size = identifier
-        if not isinstance(storage_type, StorageType) or not isinstance(key, str) or not isinstance(size, int):
+        if type(storage_type) is not StorageType or type(size) is not int or not is_key(key):
             raise ValueError("unknown storage type")
         if key not in self._storages:
             name, dtype = f"{self._root}data/{key}", storage_type.dtype
@@ -187,7 +276,7 @@ def view_storage(storage: Storage, offset: int, shape: tuple[int, ...], strides:
     storage, or if the view has more elements than the storage.
     """
     is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
-                and len(shape) == len(strides)
+                and len(shape) == len(strides) <= MAX_AXES
                 and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)))
     if not is_valid:
         raise ValueError("invalid tensor arguments")

@@ -28,8 +28,8 @@ def is_validation(text: str, fraction: float) -> bool:
 class EncodedBatch(NamedTuple):
     """The tokens of consecutive documents of one split."""
 
-    tokens: np.ndarray  # (tokens,), with an end-of-text token before each document
-    lengths: np.ndarray  # (documents,), in tokens, including the end-of-text token
+    tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
+    lengths: np.ndarray  # (documents,), in tokens, including the marks
     text_bytes: int
 
 
@@ -37,15 +37,17 @@ def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validatio
                  ) -> dict[str, EncodedBatch]:
     """Returns the tokens of a batch's documents, as a dict from the name of each split to an EncodedBatch."""
     ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    mark = np.array([tokenizer.end_of_text], dtype)
+    begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
+    if tokenizer.begin_of_text == tokenizer.end_of_text:  # the beginning of the next document marks the end
+        end = end[:0]
     for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
         name = "validation" if is_validation(text, validation_fraction) else "train"
         ids[name].append(document)
         text_bytes[name] += len(text.encode())
     return {name: EncodedBatch(
-        np.concatenate([part for document in documents for part in (mark, document)] or [mark[:0]],
+        np.concatenate([part for document in documents for part in (begin, document, end)] or [end[:0]],
                        dtype=dtype, casting="unsafe"),
-        np.array([1 + len(document) for document in documents], np.int64), text_bytes[name])
+        np.array([1 + len(document) + len(end) for document in documents], np.int64), text_bytes[name])
         for name, documents in ids.items()}
 
 

@@ -34,8 +34,11 @@ class HuggingFaceTokenizer:
         self.unknown = self._find_unknown()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
-        if self.end_of_text in self.encode([self.end_of_text_token])[0]:
-            raise ValueError(f"the text {self.end_of_text_token!r} is encoded as end-of-text")
+        self.begin_of_text = self._find_begin_of_text()
+        self.begin_of_text_token = self._tokenizer.id_to_token(self.begin_of_text)
+        for mark, token in ((self.end_of_text, self.end_of_text_token), (self.begin_of_text, self.begin_of_text_token)):
+            if mark in self.encode([token])[0]:
+                raise ValueError(f"the text {token!r} is encoded as a special token")
 
     @staticmethod
     def _open(content: str):
@@ -54,8 +57,7 @@ class HuggingFaceTokenizer:
 
     def _find_end_of_text(self) -> str:
         """Returns the token that ends a text: the eos_token of the settings files, else one of END_OF_TEXT_NAMES."""
-        named = [json.loads(self._files[name]).get("eos_token") for name in SETTINGS_FILES if name in self._files]
-        named = [token["content"] if isinstance(token, dict) else token for token in named if token]
+        named = self._named("eos_token")
         known = [token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None]
         if not named and not known:
             raise ValueError("no end-of-text token; set eos_token in a tokenizer_config.json in the same folder")
@@ -63,6 +65,21 @@ class HuggingFaceTokenizer:
         if self._tokenizer.token_to_id(token) is None:
             raise ValueError(f"eos_token={token!r} is not in the vocabulary")
         return token
+
+    def _find_begin_of_text(self) -> int:
+        """Returns the id that transformers puts before a text, or end_of_text if it puts none."""
+        settings = json.loads(self._files.get(SETTINGS_FILES[0], b"{}"))
+        if settings.keys() & {"add_bos_token", "add_eos_token"}:  # then transformers ignores tokenizer.json's own rule
+            named = self._named("bos_token") if settings.get("add_bos_token") else []
+            added = [self._tokenizer.token_to_id(token) for token in named[:1]]
+        else:
+            added = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        return self.end_of_text if not added or added[0] is None else added[0]
+
+    def _named(self, name: str) -> list[str]:
+        """Returns the special token `name` of each of the SETTINGS_FILES that has it."""
+        found = [json.loads(self._files[file]).get(name) for file in SETTINGS_FILES if file in self._files]
+        return [token["content"] if isinstance(token, dict) else token for token in found if token]
 
     def _find_unknown(self) -> int | None:
         model = json.loads(self._files[TOKENIZER_JSON])["model"]
@@ -100,7 +117,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
         return HuggingFaceTokenizer({name: file.read_bytes() for name, file in files.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})") from None
 
 

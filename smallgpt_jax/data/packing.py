@@ -36,7 +36,7 @@ class Packing(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Concat:
-    """Concatenates documents, each preceded by an end-of-text token, and cuts the result into rows.
+    """Concatenates documents, each of which begins with the begin-of-text token, and cuts the result into rows.
 
     Consecutive rows overlap by one token: the last target of a row is also the first input of the next row. The tokens
     after the last full row are dropped. All other tokens, except the first, are targets once per epoch.
@@ -65,7 +65,7 @@ class Concat:
             row[:] = stream[start:start + length]
         if not self.separate:
             return Batch(tokens_BxT1)
-        begins_BxT = tokens_BxT1[:, :-1] == self.split.end_of_text
+        begins_BxT = tokens_BxT1[:, :-1] == self.split.begin_of_text
         begins_BxT[:, 0] = True
         return Batch(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
 
@@ -75,7 +75,7 @@ class BestFit:
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
     Only documents longer than context_length tokens are cut. Every token of the split is an input once per epoch. The
-    target of a token is the next token of the same document; the target of a document's last token is end-of-text.
+    target of a token is the next token of the same document; the target of a document's last token is begin-of-text.
     Packing needs about 130 bytes of memory per document. About 30 of these bytes stay in use after packing.
     """
 
@@ -101,9 +101,9 @@ class BestFit:
         return plan_best_fit(np.asarray(self.split.starts), self.split.tokens, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        stream, end_of_text, context_length = self.split.stream, self.split.end_of_text, self.context_length
-        tokens_BxT1 = np.full((len(rows_B), context_length + 1), end_of_text, np.int32)
-        targets_BxT = np.full((len(rows_B), context_length), end_of_text, np.int32)
+        stream, begin_of_text, context_length = self.split.stream, self.split.begin_of_text, self.context_length
+        tokens_BxT1 = np.full((len(rows_B), context_length + 1), begin_of_text, np.int32)
+        targets_BxT = np.full((len(rows_B), context_length), begin_of_text, np.int32)
         segment_ids_BxT = np.zeros((len(rows_B), context_length), np.int32)
         for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segment_ids_BxT, rows_B):
             first, last = self._plan.first_piece[row:row + 2]
@@ -111,8 +111,8 @@ class BestFit:
             pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
             for number, (start, length) in enumerate(pieces, start=1):
                 # `text` is the piece and the token after it, the target of the piece's last token. If the piece ends
-                # a document, this token is the end-of-text that begins the next document. At the end of the split, no
-                # token follows, and the target keeps its initial value, end-of-text.
+                # a document, this token is the begin-of-text of the next document. At the end of the split, no token
+                # follows, and the target keeps its initial value, begin-of-text.
                 text = stream[start:start + length + 1]
                 tokens[offset:offset + len(text)] = text
                 targets[offset:offset + len(text) - 1] = text[1:]

@@ -132,6 +132,7 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
         "format": FORMAT, "made_from": made_from, "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
         "splits": splits,
+        **({"begin_of_text": tokenizer.begin_of_text} if tokenizer.begin_of_text != tokenizer.end_of_text else {}),
         "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(summary(made_from["source"], partial, metadata, progress.seconds()))

@@ -6,8 +6,9 @@ A store is a folder with:
 - one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for large vocabularies)
 - one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
 
-A document is an end-of-text id followed by the ids of its text. The `.bin` files are flat arrays. Random access to them
-needs no library. They can be truncated at any token, so that an interrupted preparation can resume.
+A document is the tokenizer's begin-of-text id followed by the ids of its text. The end-of-text id follows if it is
+another one; `metadata.json` then has the field `begin_of_text`, too. The `.bin` files are flat arrays. Random access to
+them needs no library. They can be truncated at any token, so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class Split:
     documents: int
     text_bytes: int
     dtype: str
-    end_of_text: int
+    begin_of_text: int  # the first id of each document
 
     @property
     def bytes_per_token(self) -> float:
@@ -110,7 +111,8 @@ def open_store(folder: Path) -> TokenStore:
     splits, local = {}, local_copy(folder)
     for name in SPLITS:
         try:
-            split = Split(local, name, dtype=metadata["dtype"], end_of_text=metadata["end_of_text"],
+            split = Split(local, name, dtype=metadata["dtype"],
+                          begin_of_text=metadata.get("begin_of_text", metadata["end_of_text"]),
                           **metadata["splits"][name])
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / METADATA_FILE}: damaged ({error}); {fix}") from None

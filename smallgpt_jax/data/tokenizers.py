@@ -2,8 +2,10 @@
 
 Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
 tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2, and `tokenizer.json` for
-Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer. Each document begins with the
-end-of-text id. No text is encoded as this id.
+Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer.
+
+Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
+have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
 """
 
 import functools
@@ -22,6 +24,7 @@ from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path, write_atomically
+from smallgpt_jax.formatting import short_reason
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -43,6 +46,7 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
+    begin_of_text: int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
     unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -64,7 +68,7 @@ class Bytes(Tokenizer):
 
     kind = "bytes"
     vocab_size = 257
-    end_of_text = 256
+    end_of_text = begin_of_text = 256
     unknown = None
 
     def encode(self, texts):
@@ -96,6 +100,8 @@ class SentencePiece(Tokenizer):
         if self.end_of_text is None:
             raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
                             "end-of-sentence piece to mark documents; use another model")
+        begin = self._processor.bos_id()
+        self.begin_of_text = begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
 
     def encode(self, texts):
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
@@ -138,7 +144,10 @@ class GPT2(Tokenizer):
 
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = json.loads(vocab_json)
-        self.end_of_text = ids.pop(END_OF_TEXT)
+        if not isinstance(ids, dict) or {type(i) for i in ids.values()} != {int} or (
+                sorted(ids.values()) != list(range(len(ids)))):
+            raise ValueError("expected the ids of all tokens, from 0")
+        self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
@@ -209,7 +218,7 @@ def load(folder: Path) -> Tokenizer:
     files = {path.name: path for path in folder.iterdir()}
     try:
         kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
     if kind == "bytes":
         return Bytes()
@@ -225,8 +234,8 @@ def load(folder: Path) -> Tokenizer:
                         "(Hugging Face), or vocab.json and merges.txt, or encoder.json and vocab.bpe (GPT-2)")
     try:
         return GPT2(*(path.read_bytes() for path in pair))
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})") from None
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:

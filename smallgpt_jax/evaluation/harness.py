@@ -25,8 +25,9 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 class SmallGPT(TemplateLM):
     """A model for lm-evaluation-harness. It behaves like the harness's `hf` backend with a causal language model.
 
-    An empty context is replaced by the end-of-text token. This token is not prepended to other contexts. A context that
-    is too long for the model is truncated on the left. The text to score is never truncated.
+    An empty context is replaced by the token that begins documents. This token is prepended to other contexts only if
+    the tokenizer has one of its own for the beginning, as those of Llama have. A context that is too long for the model
+    is truncated on the left. The text to score is never truncated.
 
     Args:
       scorer: computes log-likelihoods.
@@ -56,11 +57,17 @@ class SmallGPT(TemplateLM):
         return self._tokenizer.end_of_text
 
     @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.begin_of_text
+
+    @property
     def tokenizer_name(self) -> str:
         return self._tokenizer.kind
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        return self._tokenizer.encode([string])[0].tolist()
+        ids = self._tokenizer.encode([string])[0].tolist()
+        has_own = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
+        return [self._tokenizer.begin_of_text, *ids] if has_own and add_special_tokens is not False else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)
@@ -80,8 +87,9 @@ class SmallGPT(TemplateLM):
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        jobs = [split_into_sequences([self.prefix_token_id, *self.tok_encode(text)], 1, self.max_length)
-                for text, in (request.args for request in requests)]
+        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)]
+                 for request in requests]
+        jobs = [split_into_sequences(tokens, 1, self.max_length) for tokens in texts]
         keys = [request.args for request in requests]
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 

@@ -20,7 +20,8 @@ from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.object_storage import is_remote, require_bucket
 
 
-def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all") -> TextModel:
+def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all",
+         trust_custom_code: bool = False) -> TextModel:
     """Returns the model of a workdir, on the default device.
 
     Args:
@@ -28,11 +29,12 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
         step: the step of the checkpoint to load; None: the newest.
         paths: the paths to use if the model is a pgpt: "all", "best" (the path with the largest weight), or indices
             such as "0,1" or [0, 1].
+        trust_custom_code: import the module of a custom architecture. False: use it only if it is already imported.
 
     Raises UserError if the workdir has no run, if the run has no checkpoint of `step`, or if the model lacks one of the
     `paths`.
     """
-    trained = load_trained(folder, step)
+    trained = load_trained(folder, step, trust_custom_code)
     model, params, model_state = trained.model, trained.params, trained.model_state
     if paths != "all":
         config, params, model_state = with_paths(
@@ -63,7 +65,7 @@ class TrainedModel(NamedTuple):
     step: int
 
 
-def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
+def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
     distributed.skip_tpu_search()  # commands call this earlier; other programs that load a model do not
     folder = as_path("--workdir", folder)
@@ -71,7 +73,7 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
         require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    model = models.LanguageModel(workdir.read_config(folder).model)
+    model = models.LanguageModel(workdir.read_config(folder, trust_custom_code).model)
     step = workdir.find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     variables = models.abstract_variables(model)

@@ -122,10 +122,10 @@ class TextModel:
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: must be at least 0 and below 2^32")
         context = self.model.config.context_length
-        ids = [[self.tokenizer.end_of_text, *self.encode(prompt)] for prompt in prompts]
+        ids = [[self.tokenizer.begin_of_text, *self.encode(prompt)] for prompt in prompts]
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} tokens has "
-                            f"room for {context - 1:,} after the end-of-text token; shorten the prompt")
+                            f"room for {context - 1:,} after the begin-of-text token; shorten the prompt")
         return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
                                      end_of_text=self.tokenizer.end_of_text)
 
@@ -177,7 +177,7 @@ class Conversation:
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
-        is_empty = self._session.ids[0] == [self._model.tokenizer.end_of_text]
+        is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
         if len(ids) > half:

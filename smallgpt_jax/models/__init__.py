@@ -1,6 +1,13 @@
 """Model architectures, and the language model that wraps an architecture."""
 
-from smallgpt_jax.models.architectures import ARCHITECTURES, BUILT_IN, field_names, find_architecture, make_config
+from smallgpt_jax.models.architectures import (
+    ARCHITECTURES,
+    BUILT_IN,
+    field_names,
+    find_architecture,
+    make_config,
+    refuse_custom_code,
+)
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.language_model import (
     LanguageModel,
@@ -13,8 +20,8 @@ from smallgpt_jax.models.language_model import (
 )
 
 __all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "field_names", "find_architecture", "num_active_parameters",
-           "num_parameters", "require_factors"]
+           "abstract_variables", "build", "field_names", "find_architecture", "make_config",
+           "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
 
 def build(**fields) -> LanguageModel:
     """Returns the language model for the fields of a config's `model` group.

@@ -8,6 +8,8 @@ It has a field `config`, whose class is the class attribute `Config`: `ModelConf
 import dataclasses
 import difflib
 import importlib
+import sys
+from pathlib import Path
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import REMAT
@@ -31,7 +33,7 @@ def find_architecture(name: str):
     """
     where = f"config.model.architecture={name!r}"
     module, colon, class_name = str(name).partition(":")
-    if not colon:
+    if not module or not colon or module.startswith("."):
         if str(name) not in ARCHITECTURES:
             near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1)
             raise UserError(f"{where}: must be one of {', '.join(ARCHITECTURES)}, or package.module:Class"
@@ -49,6 +51,17 @@ def find_architecture(name: str):
         raise UserError(f"{where}: the class needs a class attribute Config; set it to smallgpt_jax.models.ModelConfig "
                         "or a subclass of it")
     return trunk
+
+
+def refuse_custom_code(architecture, where: Path, trust: bool) -> None:
+    """Raises UserError if finding the architecture that the file or folder `where` names would import a module.
+
+    With `trust`, and for modules that the program has imported already, nothing is refused.
+    """
+    module, colon, _ = str(architecture).partition(":")
+    if colon and not trust and module not in sys.modules:
+        raise UserError(f"{where}: config.model.architecture={architecture!r} is not built in, so loading the model "
+                        f"would run the code of {module}; add --trust_custom_code if you trust it")
 
 
 def field_names(architecture: str) -> tuple[str, ...]:

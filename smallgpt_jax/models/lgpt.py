@@ -43,7 +43,7 @@ class LGPTConfig(ModelConfig):
         self.validate_choice("stage_heads", ("fixed", "scaled"))
         halvings = self.num_compressions
         if self.d_model % 2**halvings:
-            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it; "
+            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings} must divide it; "
                         "change it or config.model.blocks_per_stage")
         smallest = 2 ** (self.num_stages - 1)
         for field in ("num_heads", "num_kv_heads"):

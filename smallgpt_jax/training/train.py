@@ -42,6 +42,7 @@ def train(config: ConfigDict, workdir: str) -> None:
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
     clock, folder = RunClock(), as_path("--workdir", workdir)
+    Config.of(config)  # imports a custom architecture before the saved config names it
     config = with_teacher_step(Config.of(config, run_folder.saved_config(folder)))
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))

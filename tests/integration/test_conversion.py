@@ -20,7 +20,8 @@ from conftest import build, call, forward, init, load_config, save_run
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
 from smallgpt_jax import inference, models, workdir
-from smallgpt_jax.conversion import gpt_variations, hugging_face, tokenizer_files
+from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
+from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.metrics import read_lines
@@ -65,7 +66,7 @@ def test_logits_of_single_paths(path, shared_data):
 
 # ---------------------------------------------------------------------- Hugging Face
 
-@pytest.mark.parametrize("fields", [{}, dict(n_inner=96, activation_function="gelu", tie_word_embeddings=False)])
+@pytest.mark.parametrize("fields", [{}, dict(n_inner=100, activation_function="gelu", tie_word_embeddings=False)])
 def test_imports_gpt2(tmp_path, fields):
     config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3, **fields)
     theirs = transformers.GPT2LMHeadModel(config).eval()
@@ -179,7 +180,6 @@ def test_refuses_bad_folders(damage, message, exported_gpt, tmp_path, monkeypatc
     (dict(activation_function="relu"), "activation_function='relu': not supported"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: not supported"),
     (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: not supported"),
-    (dict(n_inner=50), "n_inner=50: not supported; must be a multiple"),
     (dict(n_inner="x"), "n_inner='x': must be an integer"),
     (dict(n_inner=0), "n_inner=0: must be an integer, at least 1"),
     (dict(n_head=[12]), r"n_head=\[12\]: must be an integer"),
@@ -188,12 +188,21 @@ def test_refuses_bad_folders(damage, message, exported_gpt, tmp_path, monkeypatc
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes': must be true or false"),
     (dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5': not supported"),
 ])
-def test_refuses_a_gpt2_with_unsupported_fields(fields, message, tmp_path):
-    transformers.GPT2Config(
-        vocab_size=300, n_positions=64, n_embd=48, n_layer=1, n_head=3).save_pretrained(tmp_path)
-    set_config(tmp_path, **fields)
+def test_refuses_a_gpt2_with_unsupported_fields(fields, message):
+    described = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=1, n_head=3).to_dict()
     with pytest.raises(UserError, match=message):
-        hugging_face.read_folder(str(tmp_path))
+        gpt2.from_config(ConfigJson({**described, **fields}, Path("config.json")))
+
+
+def test_a_gpt2_with_a_fractional_mlp_ratio(tmp_path):
+    """The inner width, 42, is not a multiple of the width, 32."""
+    model = build("gpt", **GPT2, num_layers=1, d_model=32, mlp_ratio=1.3)
+    params = init(model)
+    folder = export(tmp_path / "out", model, params)
+    assert type(load_in_torch(folder)).__name__ == "GPT2LMHeadModel"
+    back = hugging_face.read_folder(str(folder))
+    assert back.model.config.mlp_width == model.config.mlp_width == 42
+    assert_bitwise_equal(back.params, jax.tree.map(np.asarray, params))
 
 
 # ---------------------------------------------------------------------- Tokenizers
@@ -215,12 +224,14 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
     model = build("gpt", vocab_size=max(512, tokenizer.vocab_size))
     folder = export(tmp_path / "out", model, init(model), tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    begin = [tokenizer.begin_of_text] if kind in ("unigram", "byte fallback") else []  # a piece of its own, <s>
     for text in english:
         ids = tokenizer.encode([text])[0].tolist()
-        assert theirs.encode(text) == ids, text[:50]
+        assert theirs.encode(text) == begin + ids, text[:50]
         if kind != "unigram":  # the unigram tokenizer's normalization removes extra spaces
             assert theirs.decode(ids) == tokenizer.decode(ids)
-    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.begin_of_text, tokenizer.end_of_text)
+    assert (theirs.bos_token_id == theirs.eos_token_id) == (not begin)
     back = hugging_face.read_folder(str(folder)).tokenizer
     assert tokenizers.fingerprint(back) == tokenizers.fingerprint(tokenizer)
     theirs.save_pretrained(tmp_path / "again")

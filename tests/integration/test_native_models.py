@@ -16,7 +16,8 @@ from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import gpt2, hugging_face, llama
 from smallgpt_jax.conversion.config_json import ConfigJson
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import prepare, tokenizers
+from smallgpt_jax.data.packing import PACKINGS
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
 
@@ -164,6 +165,84 @@ def test_imports_trains_and_exports(name, fields, text_file, tmp_path):
     assert again.eos_token_id == 1 and again.encode("the cat sat") == tokenizer.encode("the cat sat").ids
 
 
+@pytest.fixture(scope="module")
+def llama_with_begin(tmp_path_factory) -> Path:
+    """Returns the folder of a small Llama whose tokenizer puts <s> before each text. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("begin") / "llama"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, bos_token_id=256, eos_token_id=257))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
+    with torch.no_grad():
+        model.lm_head.weight[94:] *= 0.01  # the other ids are printable characters of ASCII
+    model.save_pretrained(folder)
+    vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {"<s>": 256, "</s>": 257}
+    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder)
+    return folder
+
+
+def test_texts_begin_as_in_transformers(llama_with_begin, tmp_path):
+    """generate, evaluate and the token store begin a text with <s>, and end a document with </s>."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(llama_with_begin, dtype=torch.float32).eval()
+    encode = transformers.AutoTokenizer.from_pretrained(llama_with_begin)
+    read = hugging_face.read_folder(str(llama_with_begin))
+    model = inference.build_text_model(read.model, read.params, read.tokenizer)
+    with torch.no_grad():
+        for prompt in ("the cat", ""):
+            ids = torch.tensor([encode(prompt).input_ids])
+            assert ids[0, 0] == 256
+            expected = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=257)[0, ids.shape[1]:]
+            expected = read.tokenizer.decode(expected.tolist())
+            assert model.generate(prompt, max_new_tokens=8, temperature=0.0) == expected
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(f'{{"text": "{i:03d}"}}\n' for i in range(40)))
+    store = prepare.prepare_store(
+        tmp_path / "store", source=str(source), tokenizer=str(llama_with_begin), validation_fraction=0.2,
+        text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    documents = store.train.stream.reshape(-1, 5)  # <s>, three bytes, </s>
+    assert (documents[:, [0, 4]] == [256, 257]).all() and store.train.starts.tolist() == [*range(0, documents.size, 5)]
+    rows = PACKINGS["concat"](store.train, 7, separate=True).read_rows(np.arange(1))
+    assert rows.segment_ids_BxT.tolist() == [[1, 1, 1, 1, 1, 2, 2]]
+    rows = PACKINGS["best_fit"](store.train, 10, separate=True).read_rows(np.arange(1))
+    assert rows.targets_BxT[0, [3, 4, 8, 9]].tolist() == [257, 256, 257, 256]
+
+
+def test_scores_begin_as_in_transformers(llama_with_begin):
+    api = pytest.importorskip("lm_eval.api.instance")
+    from smallgpt_jax.evaluation.harness import SmallGPT
+    from smallgpt_jax.evaluation.scoring import Scorer
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(llama_with_begin, dtype=torch.float32).eval()
+    encode = transformers.AutoTokenizer.from_pretrained(llama_with_begin)
+    read = hugging_face.read_folder(str(llama_with_begin))
+    harness = SmallGPT(Scorer(read.model, read.params), read.params, read.tokenizer, lambda *_: None)
+
+    def request(kind: str, *arguments):
+        return api.Instance(kind, {}, arguments, 0)
+
+    def log_likelihood(context: str, continuation: str) -> float:
+        ids = torch.tensor([encode(context + continuation).input_ids])
+        with torch.no_grad():
+            log_p = torch.log_softmax(theirs(ids).logits[0, :-1], -1)
+        first = len(encode(context).input_ids)
+        return sum(float(log_p[i - 1, ids[0, i]]) for i in range(first, ids.shape[1]))
+
+    cases = [("the cat", " sat"), ("", "sat")]
+    scores = harness.loglikelihood([request("loglikelihood", *case) for case in cases])
+    for case, (score, _) in zip(cases, scores):
+        assert score == pytest.approx(log_likelihood(*case), abs=1e-3)
+    rolling, = harness.loglikelihood_rolling([request("loglikelihood_rolling", "the cat sat")])
+    assert rolling == pytest.approx(log_likelihood("", "the cat sat"), abs=1e-3)
+
+
 # The config.json of two published models, in the form of transformers 4.
 SMOLLM2 = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
@@ -197,9 +276,19 @@ def test_published_configs(fields, parameters, rope_base, head_width):
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": rope_base}
 
 
+@pytest.mark.parametrize("fields, name", [(SMOLLM2, "Llama"), (QWEN3, "Qwen3")])
+@pytest.mark.parametrize("changes", [{}, dict(num_key_value_heads=None)])
+def test_missing_key_value_heads(fields, name, changes):
+    """A missing field has the default of transformers, which differs from that of null in Qwen3."""
+    fields = {**{k: v for k, v in fields.items() if k != "num_key_value_heads"}, "num_attention_heads": 64,
+              "hidden_size": 1024, **changes}
+    expected = getattr(transformers, f"{name}Config")(**fields).num_key_value_heads
+    assert read_config(fields).config.kv_heads == expected
+
+
 @pytest.mark.parametrize("fields, changes, message", [
-    (SMOLLM2, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling={'type': 'linear'"),
-    (SMOLLM2, dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_parameters={'rope_type': 'llama3'"),
+    (SMOLLM2, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling={'factor': 2.0, 'type': 'linear'}"),
+    (SMOLLM2, dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_parameters=.* 'llama3'}"),
     (SMOLLM2, dict(rope_parameters="default"), "rope_parameters='default': not supported"),
     (SMOLLM2, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5: not supported"),
     (SMOLLM2, dict(rope_parameters={"full_attention": {"rope_theta": 5.0}}), "must not depend on the type of a layer"),

@@ -26,7 +26,7 @@ def test_shellcheck_finds_nothing(script):
     beside_python = Path(sys.executable).parent / "shellcheck"
     shellcheck = str(beside_python) if beside_python.exists() else shutil.which("shellcheck")
     if not shellcheck:
-        pytest.skip("shellcheck is not installed: pip install -e '.[test]'")
+        pytest.skip("shellcheck is not installed: pip install -c constraints.txt -e '.[test]'")
     result = subprocess.run([shellcheck, "-x", LAUNCH / script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 

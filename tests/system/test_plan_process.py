@@ -40,7 +40,8 @@ def test_memory_matches_the_compiled_steps():
 
 
 needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install '.[plan]'")
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install -c constraints.txt -e '.[plan]'")
 
 
 @needs_tpu_compiler

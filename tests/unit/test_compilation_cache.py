@@ -75,6 +75,6 @@ def test_programs_that_compile_in_a_tenth_of_a_second_are_cached(monkeypatch):
 
 
 def test_installation_commands(monkeypatch, tmp_path):
-    assert errors.install_command("hf") == "pip install -e '.[hf]'"
+    assert errors.install_command("hf") == "pip install -c constraints.txt -e '.[hf]'"
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "smallgpt_jax" / "errors.py"))
     assert errors.install_command("hf") == "pip install 'smallgpt_jax[hf]'"

@@ -184,7 +184,7 @@ def test_names_missing_libraries(tmp_path, monkeypatch):
     for library in ("tensorflow_datasets", "datasets", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, library, None)
     for source in ("tfds:words", "hf:some/corpus", tmp_path / "a.parquet", tmp_path / "b.txt.zst"):
-        with pytest.raises(UserError, match=r"pip install -e '\.\[data\]'"):
+        with pytest.raises(UserError, match=r"pip install -c constraints.txt -e '\.\[data\]'"):
             read(source)
 
 

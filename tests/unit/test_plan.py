@@ -288,7 +288,7 @@ def assert_refused(result, substrings):
 
 def test_names_a_missing_compiler(monkeypatch):
     monkeypatch.setattr(chips, "importlib", fake_importlib(None))
-    with pytest.raises(UserError, match=r"pip install -e '\.\[plan\]'"):
+    with pytest.raises(UserError, match=r"pip install -c constraints.txt -e '\.\[plan\]'"):
         chips.tpu_devices("v5e:2x2")
 
 

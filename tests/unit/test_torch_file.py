@@ -1,12 +1,15 @@
 """Tests of the reader of `.pt` files. The files are written by PyTorch, damaged, or malicious."""
 
+import contextlib
 import pickle
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversion_helpers import write_released
 
 from smallgpt_jax.conversion import gpt_variations, torch_file
 from smallgpt_jax.errors import UserError
@@ -98,7 +101,7 @@ def write_false_size(path: Path) -> Path:
 @pytest.mark.parametrize("make, message", [
     (lambda p: write_shared_storage(p, numbers=2**24, compression=zipfile.ZIP_DEFLATED), "is compressed"),
     (lambda p: write_shared_storage(p, count=1000, numbers=2**14), "more than 8 times as large as the file"),
-    (lambda p: write_pickle(p, b"Nr\xff\xff\xff\x00."), "memo index 16,777,215 after 1 opcodes"),
+    (lambda p: write_pickle(p, b"Nr\xff\xff\xff\x00)0."), "opcode POP, which no checkpoint needs"),
     (lambda p: write_pickle(p, b"\x8e" + (2**28).to_bytes(8, "little") + b"."), "expected 268435456 bytes"),
     (lambda p: write_pickle(p, b"]" * 2**22 + b"."), "larger than 4,194,304 bytes"),
     (write_false_size, "data/0 is larger than the file"),
@@ -121,6 +124,42 @@ def write_pickle(path: Path, content: bytes) -> Path:
     return path
 
 
+# A tuple that contains another tuple twice, and so on, forty levels deep. Hashing it takes 2⁴⁰ steps.
+NESTED = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(40))
+PAIRS = b"](" + b"".join(b"(I%d\nNt" % i for i in range(1000)) + b"e"  # a list of a thousand pairs
+ENTRIES = b"}(" + b"".join(b"I%d\nN" % i for i in range(1000)) + b"u"
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"}" + NESTED + b"Ns.", "a key of a dictionary is not a name"),
+    (b"}(" + NESTED + b"Nu.", "a key of a dictionary is not a name"),
+    (b"ccollections\nOrderedDict\n](" + NESTED + b"N\x86e\x85R.", "unexpected arguments of collections.OrderedDict"),
+    (b"cmodels\nGPTConfig\n)\x81](" + NESTED + b"N\x86eb}N\x86.", None),
+    (b"\x8f(" + NESTED + b"\x90.", "opcode EMPTY_SET"),
+    (b"(" + NESTED + b"\x91.", "opcode FROZENSET"),
+    (PAIRS + b"q\x000" + b"ccollections\nOrderedDict\nh\x00\x85R0" * 5000 + b"N.", "opcode POP"),
+    (PAIRS + b"q\x00(" + b"ccollections\nOrderedDict\nh\x00\x85R" * 5000 + b"t.", "unexpected arguments"),
+    (ENTRIES + b"q\x00cmodels\nGPTConfig\n)\x81" + b"h\x00b" * 200_000 + b"\x86.", None),
+    (b"(" + b"NN" * 10_000 + b"tq\x00(" + b"ctorch._utils\n_rebuild_tensor_v2\nh\x00R" * 9000 + b"t.",
+     "invalid tensor arguments"),
+    (b"}\x8b" + (2**18).to_bytes(4, "little") + b"\x01" * 2**18 + b"Ns.", "does not fit into 64 bits"),
+    (b"}X" + (2**18).to_bytes(4, "little") + b"a" * 2**18 + b"Ns.", "a key of a dictionary is not a name"),
+    (b"]" * 2**21 + b".", "more than 524,288 opcodes"),
+    (b"t.", "IndexError"), (b"(N\x86.", "values that it has not made"), (b"N(N\x86.", "values that it has not made"),
+    (b"Ne.", "IndexError"), (b"h\x05.", "KeyError"), (b".", "IndexError"), (b"Na.", "IndexError"),
+    (b"NNs.", "IndexError"), (b"](NNe}b.", None), (b"N)R.", "calls what is not a function"),
+    (b"ccollections\nOrderedDict\n]R.", "calls what is not a function"), (b"NQ.", "TypeError"),
+    (b"cos\n" + b"x" * 10**6 + b"\n.", "refused: its pickle names os.x{97}, which no checkpoint needs"),
+])
+def test_work_is_bounded(content, message, tmp_path):
+    """With some of these pickles, Python's unpickler works for hours, and no signal interrupts it."""
+    path = write_pickle(tmp_path / "a.pt", content)
+    started = time.process_time()
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        torch_file.read_torch_file(path, records=("models.GPTConfig",))
+    assert time.process_time() - started < 10
+
+
 def write_tensor_beyond_its_storage(path: Path) -> Path:
     """Writes a file with a storage of four numbers. Its pickle claims that the storage contains a million numbers."""
     torch.save({"model": {"x": torch.arange(4.0)}}, path)
@@ -131,24 +170,6 @@ def write_tensor_beyond_its_storage(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    return path
-
-
-def write_without(path: Path, name: str) -> Path:
-    """Writes a checkpoint without the tensor `name`, in the format of the paper's code."""
-    model = torch.nn.Module()
-    tensors_ = {"transformer.wte.weight": torch.zeros(8, 4), "transformer.wpe.weight": torch.zeros(8, 4),
-                "transformer.ln_f.weight": torch.zeros(4), "lm_head.weight": torch.zeros(8, 4),
-                **{f"transformer.h.0.{part}.weight": torch.zeros(shape) for part, shape in {
-                    "ln_1": 4, "attn.c_attn": (12, 4), "attn.c_proj": (4, 4), "ln_2": 4, "mlp.c_fc": (16, 4),
-                    "mlp.c_proj": (4, 16)}.items()}}
-    del tensors_[name]
-    model.__class__ = type("GPTConfig", (), {"__module__": "models"})
-    config = model.__class__.__new__(model.__class__)
-    config.__dict__["n_head"] = 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "models", type("M", (), {"GPTConfig": config.__class__}))
-        torch.save({"model": tensors_, "config": config, "step": 1}, path)
     return path
 
 
@@ -164,9 +185,9 @@ def write_without(path: Path, name: str) -> Path:
     (lambda p, data: write_pickle(p, pickle.dumps({"model": {"x": 3}})), "dictionary of named tensors"),
     (lambda p, data: write_tensor_beyond_its_storage(p), "beyond its storage"),
     (lambda p, data: torch.save({"model": {"x": torch.zeros(3)}}, p) or p, "no n_head"),
-    (lambda p, data: write_without(p, "transformer.h.0.ln_2.weight"),
+    (lambda p, data: write_released(p, "transformer.h.0.ln_2.weight"),
      r"missing tensors: transformer\.h\.0\.ln_2\.weight$"),
-    (lambda p, data: write_without(p, "transformer.wte.weight"), r"no transformer\.wte, transformer\.wpe or MLP"),
+    (lambda p, data: write_released(p, "transformer.wte.weight"), r"no transformer\.wte, transformer\.wpe or MLP"),
 ])
 def test_refuses_bad_files(make, message, tmp_path, shared_data, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -108,7 +108,7 @@ def test_errors_do_not_end_the_run(tmp_path, rows, monkeypatch):
 def test_a_tracker_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     trackers.require_installed("")
-    with pytest.raises(UserError, match=r"config.train.tracker='trackio': .* pip install -e '.\[trackio\]'"):
+    with pytest.raises(UserError, match=r"config.train.tracker='trackio': .* -c constraints.txt -e '.\[trackio\]'"):
         trackers.require_installed("trackio")
 
 
@@ -144,7 +144,7 @@ writer.close()
 def test_the_real_package_has_the_values_of_metrics_jsonl(tmp_path, name):
     """The package runs offline. The first process is killed after step 6. The second one resumes after step 4."""
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install -e '.[{name}]'")
+        pytest.skip(f"{name} is not installed: pip install -c constraints.txt -e '.[{name}]'")
     folder = tmp_path / "my run"
     folder.mkdir()
     environment = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}

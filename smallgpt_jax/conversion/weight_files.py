@@ -1,0 +1,73 @@
+"""Reads the weight files of Hugging Face folders: one or several safetensors files, or a `pytorch_model.bin`."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from smallgpt_jax.conversion import torch_file
+from smallgpt_jax.conversion.config_json import read_json
+from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.formatting import short_reason
+
+SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+
+
+class WeightFiles(NamedTuple):
+    path: Path  # the file or the index, for error messages
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[], dict[str, np.ndarray]]
+
+
+def open_weights(folder: Path) -> WeightFiles:
+    """Returns the names and shapes of all tensors in a folder's weight files. `read` of the result reads the tensors.
+
+    Raises UserError, as `read` does, for missing and damaged files.
+    """
+    if (folder / INDEX).is_file():
+        return open_safetensors(folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)])
+    if (folder / SINGLE).is_file():
+        return open_safetensors(folder / SINGLE, [folder / SINGLE])
+    path = folder / PICKLED
+    if not path.is_file():
+        raise UserError(f"{folder}: no weights; expected {SINGLE} or {PICKLED}")
+    tensors = torch_file.require_tensors(torch_file.read_torch_file(path), path)
+    return WeightFiles(path, {name: x.shape for name, x in tensors.items()}, lambda: tensors)
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Returns the names of the files in an index. All are in the folder of the index."""
+    weight_map = read_json(index, "an index of weight files").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(
+            isinstance(name, str) and len(name) < 256 and name == Path(name).name and name.endswith(".safetensors")
+            for name in weight_map.values()):
+        raise UserError(f"{index}: damaged; expected a weight_map with the name of each tensor's safetensors file")
+    return sorted(set(weight_map.values()))
+
+
+def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
+    safe_open = import_library("safetensors").safe_open
+
+    def load(file: Path, read) -> dict:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                names = tensors.keys()
+                return {name: read(tensors, name) for name in names}
+        except Exception as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
+            raise UserError(f"{file}: damaged, or not in the safetensors format ({short_reason(error)})") from None
+
+    def load_all(read) -> dict:
+        return {name: x for file in files for name, x in load(file, read).items()}
+
+    return WeightFiles(path, load_all(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
+                       lambda: load_all(lambda tensors, name: tensors.get_tensor(name)))
+
+
+def import_library(name: str):
+    """Imports a library of the pip extra `hf`. If the library is missing, raises UserError with the pip command."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command('hf')}") from None

@@ -80,9 +80,13 @@ def paper() -> ConfigDict:
     data.source = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME |
     # path or glob of .txt, .jsonl or .parquet files. The files may be compressed (.gz, .bz2, .zst) or on gs://. Commas
     # separate several sources
+    data.text_endings = ".txt"  # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst.
+    # Files of JSON lines and Parquet files are always read; of a glob, all files are read
     data.text_field = "text"  # JSON field or Parquet column that contains the text
     data.invalid_utf8 = "refuse"  # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
-    data.invalid_items = "refuse"  # if lines or rows are invalid or lack text_field: "refuse" the source | "skip" them
+    data.invalid_items = "refuse"  # if lines or rows are invalid, too long or lack text_field, or if text files are not
+    # UTF-8: "refuse" the source | "skip" them
+    data.max_document_bytes = 100_000_000  # a longer JSON line or row is invalid
     data.tokenizer = "gpt2"  # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a
     # tokenizer.json of Hugging Face, or a folder
     data.validation_fraction = 0.01  # fraction of documents for validation, selected by a hash of their text

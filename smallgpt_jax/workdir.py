@@ -14,6 +14,7 @@ a `config.json` with only the group `model`. Training adds the rest.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -22,14 +23,28 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import distributed, models
+from smallgpt_jax import distributed, models, recipes
 from smallgpt_jax.checkpoint import Checkpoints, saved_steps
-from smallgpt_jax.data import Corpus, same_text, tokenizers
+from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import (
+    ARRAY,
+    BOOLEAN,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Each,
+    Kind,
+    Optional,
+    find_mismatch,
+    integer,
+    read_json,
+    read_json_lines,
+)
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket
 from smallgpt_jax.provenance import software
@@ -47,6 +62,7 @@ GROUPS = ("model", "data", "mesh", "optimizer", "train")
 # Fields that newer versions have added, by config group. With these values, a run gives the results of older versions.
 # `comparison.budget.config_digest` omits fields that have these values; only this function uses the model's fields.
 NEWER_FIELDS = {
+    "data": {"text_endings": ".txt", "max_document_bytes": 100_000_000},
     "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0,
               "teacher": "", "teacher_step": -1, "feature_weight": 0.1},
     "model": {field: models.default_fields()[field] for field in (
@@ -154,11 +170,7 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
     """
     now = corpus.description
     if (workdir / STORE_FILE).exists():
-        try:
-            before = json.loads((workdir / STORE_FILE).read_text())
-        except ValueError as error:
-            raise UserError(f"{workdir / STORE_FILE}: damaged ({error}); replace it by the metadata.json of the run's "
-                            "token store") from None
+        before = read_description(workdir)
         kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
         if not same_text(before, now) or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
@@ -169,6 +181,11 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
                             f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
+
+
+def read_description(workdir: Path) -> dict:
+    """Returns the `Corpus.description` of a run's training text. Raises UserError if it is missing or damaged."""
+    return read_json(workdir / STORE_FILE, DESCRIPTION, "replace it by the metadata.json of the run's token store")
 
 
 def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
@@ -263,20 +280,48 @@ def append_session(workdir: Path, facts: dict) -> None:
         file.write(text)
 
 
+# What the readers of sessions.jsonl rely on.
+SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
+           "versions": Each(TEXT), "padding": Optional(Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1))}
+
+
+def read_sessions(workdir: Path) -> list[dict]:
+    """Returns the lines of sessions.jsonl about a start or resumption, without those of older versions."""
+    return read_json_lines(workdir / SESSIONS_FILE, SESSION)
+
+
+def has_diverged(workdir: Path) -> bool:
+    """Whether the run's last session ended in divergence."""
+    sessions = read_json_lines(workdir / SESSIONS_FILE, {"time": TEXT})
+    return bool(sessions) and "diverged" in sessions[-1]
+
+
+@functools.cache
+def config_schema() -> dict:
+    """Returns the schema of a config.json: the groups and fields of all recipes. Models check their own fields."""
+    kinds = {bool: BOOLEAN, int: integer(), float: NUMBER, str: TEXT, tuple: ARRAY}
+    return {group: OBJECT if group == "model" else {field: kinds[type(value)] for field, value in fields.items()}
+            for group, fields in recipes.default_fields().items()}
+
+
 def read_config(workdir: Path) -> ConfigDict:
-    """Returns the resolved config of a run. Raises UserError if it is missing or damaged."""
-    path = workdir / CONFIG_FILE
+    """Returns the resolved config of a run. Raises UserError if it is missing or damaged.
+
+    The config of an imported model that has not been trained has only the group `model`.
+    """
+    path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
+    groups = read_json(path, {group: Optional(OBJECT) for group in GROUPS}, advice)
+    for group in NEWER_FIELDS.keys() & groups.keys() - {"model"}:
+        groups[group] = NEWER_FIELDS[group] | groups[group]
+    schema = config_schema()
+    if (workdir / ORIGIN_FILE).exists():
+        schema = {group: fields if group == "model" else Optional(fields) for group, fields in schema.items()}
+    if mismatch := find_mismatch(groups, schema):
+        raise UserError(f"{path}: {mismatch}; {advice}")
     try:
-        groups = json.loads(path.read_text())
-        required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
-        if not isinstance(groups, dict) or not all(
-                isinstance(groups.get(name, {}), dict) and (name in groups or name not in required) for name in GROUPS):
-            raise ValueError(f"expected the groups {', '.join(required)}")
-        if "train" in groups:
-            groups["train"] = NEWER_FIELDS["train"] | groups["train"]
         return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not the config of a run ({error})") from None
+    except ValueError as error:  # a field whose name contains a dot
+        raise UserError(f"{path}: {short_reason(error)}; {advice}") from None
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:

@@ -1,11 +1,11 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
-import json
 from pathlib import Path
 
 from smallgpt_jax import models, workdir
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import millions
+from smallgpt_jax.json_files import OBJECT, read_json
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 DESCRIPTIONS = {
@@ -59,7 +59,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     facts = []
     origin = folder / workdir.ORIGIN_FILE
     if origin.is_file():
-        facts += [(f"weights from: {key}", str(value)) for key, value in json.loads(origin.read_text()).items()]
+        facts += [(f"weights from: {key}", str(value)) for key, value in read_json(
+            origin, OBJECT, "replace it by {}").items()]
     try:
         config = workdir.read_config(folder)
         data, train, optimizer = config.data, config.train, config.optimizer
@@ -76,8 +77,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
         ("compute dtype", config.model.dtype), ("seed", str(train.seed))]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    evaluated = [line for line in read_lines(folder / METRICS_FILE)
-                 if line["split"] == "eval" and line["step"] == step and line["loss"] is not None]
+    evaluated = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"
+                 and line["step"] == step and None not in (line["loss"], line.get("bits_per_byte"))]
     if evaluated:
         facts.append(("validation loss", f"{evaluated[-1]['loss']:.4f} nats per token, "
                       f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte"))

@@ -22,6 +22,7 @@ from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path, write_atomically
+from smallgpt_jax.json_files import TEXT, read_json
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -207,10 +208,7 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    try:
-        kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
+    kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"] if KIND_FILE in files else None
     if kind == "bytes":
         return Bytes()
     if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:

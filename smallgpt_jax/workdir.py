@@ -300,8 +300,10 @@ def has_diverged(workdir: Path) -> bool:
 def config_schema() -> dict:
     """Returns the schema of a config.json: the groups and fields of all recipes. Models check their own fields."""
     kinds = {bool: BOOLEAN, int: integer(), float: NUMBER, str: TEXT, tuple: ARRAY}
-    return {group: OBJECT if group == "model" else {field: kinds[type(value)] for field, value in fields.items()}
-            for group, fields in recipes.default_fields().items()}
+    value = Kind("a value without fields", lambda x: not isinstance(x, dict))
+    groups = {group: {field: kinds[type(default)] for field, default in fields.items()}
+              for group, fields in recipes.default_fields().items()}
+    return groups | {"model": Each(value)}
 
 
 def read_config(workdir: Path) -> ConfigDict:

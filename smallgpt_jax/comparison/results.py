@@ -213,7 +213,8 @@ def is_limited(evaluation: dict, task: str) -> bool:
 def settings_suffix(evaluation: dict, task: str) -> str:
     """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not record."""
     shots, examples = evaluation.get("n-shot", {}).get(task), evaluation["results"][task].get("sample_len")
-    settings = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
+    settings = [f"{shots}-shot"] if shots is not None else []
+    settings += [f"{examples:,} examples"] if examples is not None else []
     return f" ({', '.join(settings)})" if settings else ""
 
 

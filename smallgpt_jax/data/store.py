@@ -34,6 +34,7 @@ METADATA = {
     "dtype": one_of("uint16", "uint32"), "skipped": Each(integer(1)),
     "splits": {name: {"tokens": integer(1), "documents": integer(1), "text_bytes": integer(1)} for name in SPLITS},
     "fingerprints": {name: TEXT for name in SPLITS}}
+SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
 # The files and folders of a store.
 STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin")))
@@ -67,9 +68,9 @@ class Split:
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
     def check_files(self, shown: Path) -> None:
-        """Raises UserError if a file is missing, has the wrong size, or has documents that do not follow one another.
+        """Raises UserError if a file is missing or has the wrong size, or if its documents or ids are invalid.
 
-        `shown` is the folder in the message.
+        Reads only a sample of the ids. `shown` is the folder in the message.
         """
         for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
                              (documents_file(self.folder, self.name), self.documents * 8)):
@@ -81,9 +82,11 @@ class Split:
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
             raise UserError(f"{shown / path.name}: damaged, the documents are not in order; {FIX}")
+        for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
+            self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
 
     def check_ids(self, ids: np.ndarray) -> None:
-        """Raises UserError if an int32 id is not in the vocabulary: its loss would not be finite."""
+        """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be finite."""
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
             raise UserError(f"{tokens_file(self.folder, self.name)}: damaged, has the id {largest}, but its vocabulary "

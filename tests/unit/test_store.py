@@ -123,10 +123,10 @@ def test_refuses_ids_that_are_not_in_the_vocabulary(stores, tmp_path, packing, d
     for split in store.SPLITS:
         np.fromfile(folder / f"{split}.bin", np.uint16).astype(dtype).tofile(folder / f"{split}.bin")
     set_field(folder, "dtype", dtype)
-    ids = np.memmap(folder / "train.bin", dtype, "r+")
-    ids[len(ids) // 2] = foreign
-    ids.flush()
     corpus = data.Corpus((store.open_store(folder),), (1.0,))
+    ids = np.memmap(folder / "train.bin", dtype, "r+")
+    ids[len(ids) // 2] = foreign  # after opening, which reads only a sample of the ids, but all of this small store
+    ids.flush()
     rows = batches.Mixture(corpus.pack("train", packing, False, 32), (1.0,))
     readable = 0
     with pytest.raises(UserError, match=rf"train.bin: damaged, has the id {foreign}, but its vocabulary has only 257"):
@@ -137,6 +137,8 @@ def test_refuses_ids_that_are_not_in_the_vocabulary(stores, tmp_path, packing, d
     with pytest.raises(UserError, match=r"train\.bin: damaged, has the id"):
         for _, _ in zip(range(rows.num_rows), batches.read_ahead(batches.train_batches(rows, 4, 0), 0, workers=2)):
             pass
+    with pytest.raises(UserError, match=r"train\.bin: damaged, has the id"):
+        store.open_store(folder)
 
 
 def test_refuses_a_mixture_that_trains_on_validation_documents(tmp_path):

@@ -225,8 +225,8 @@ CASES = {
     "Mixture that trains on validation documents": (
         lambda f: (good_store(f, "one"), prepare_store(f / "two", f / "good.jsonl", validation_fraction=0.5)),
         dict(data__mixture="HERE/one=1,HERE/two=1"),
-        "config.data.mixture='HERE/one=1,HERE/two=1': 769 of the NUMBER training documents of 'HERE/one' are validation "
-        "documents of 'HERE/two'; prepare all stores with the same config.data.validation_fraction"),
+        "config.data.mixture='HERE/one=1,HERE/two=1': 769 of the NUMBER training documents of 'HERE/one' are "
+        "validation documents of 'HERE/two'; prepare all stores with the same config.data.validation_fraction"),
     "Workdir with other files": (
         lambda f: (good_store(f), (f / "run").mkdir(), (f / "run" / "thesis.tex").write_text("mine")), GOOD,
         "--workdir=HERE/run: folder is not empty and not a run (no config.json); choose another"),

@@ -302,8 +302,8 @@ def config_schema() -> dict:
     kinds = {bool: BOOLEAN, int: integer(), float: NUMBER, str: TEXT, tuple: ARRAY}
     value = Kind("a value without fields", lambda x: not isinstance(x, dict))
     groups = {group: {field: kinds[type(default)] for field, default in fields.items()}
-              for group, fields in recipes.default_fields().items()}
-    return groups | {"model": Each(value)}
+              for group, fields in recipes.default_fields().items() if group != "model"}
+    return {"model": Each(value), **groups}
 
 
 def read_config(workdir: Path) -> ConfigDict:

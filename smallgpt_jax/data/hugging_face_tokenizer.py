@@ -9,6 +9,7 @@ import numpy as np
 
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import OBJECT, parse_json
 
 TOKENIZER_JSON = "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # name the special tokens; both may be missing
@@ -31,6 +32,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
         # Ids may have gaps, so the vocabulary may have fewer tokens than this.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
+            raise ValueError(f"the id {self.vocab_size - 1} is too large")
         self.unknown = self._find_unknown()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
@@ -54,7 +57,8 @@ class HuggingFaceTokenizer:
 
     def _find_end_of_text(self) -> str:
         """Returns the token that ends a text: the eos_token of the settings files, else one of END_OF_TEXT_NAMES."""
-        named = [json.loads(self._files[name]).get("eos_token") for name in SETTINGS_FILES if name in self._files]
+        named = [parse_json(self._files[name], OBJECT).get("eos_token")
+                 for name in SETTINGS_FILES if name in self._files]
         named = [token["content"] if isinstance(token, dict) else token for token in named if token]
         known = [token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None]
         if not named and not known:

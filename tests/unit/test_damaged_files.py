@@ -107,11 +107,35 @@ def folder(tmp_path_factory):
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     checkpoints.save(7, TrainState(jnp.int32(7), {"a": jnp.ones(2)}, {"count": jnp.int32(7)}), [1.0, 2.0])
     checkpoints.close()
+    write_tokenizers(folder)
     identity = {"format": 3, "made_from": {"source": "a"}, "texts": "0", "tokenizer": "1"}
     counts = {"train": {"tokens": 7, "documents": 2, "text_bytes": 5}}
     progress = journal.Progress(journal.Place(1, 2), "digest", 0.5, {"empty": 1}, counts)
     journal.Journal(identity, None, progress, progress).write(folder)
     return folder
+
+
+def write_tokenizers(folder):
+    """Writes a SentencePiece model, a vocabulary in GPT-2's format and a tokenizer.json, each into its own folder."""
+    tokenizers.save(tokenizers.from_spec("sentencepiece:400", ["some words to learn from " * 9]), folder / "pieces")
+    for name in ("gpt2", "hf"):
+        (folder / name).mkdir()
+    letters = sorted(tokenizers.gpt2_bytes(), key=tokenizers.gpt2_bytes().get)
+    vocabulary = [*letters, "th", "the", "<|endoftext|>"]
+    (folder / "gpt2" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (folder / "gpt2" / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    (folder / "gpt2" / "tokenizer_kind.json").write_text('{"kind": "gpt2"}')
+    (folder / "hf" / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [{
+            "id": 258, "content": "<|endoftext|>", "special": True, "normalized": False, "single_word": False,
+            "lstrip": False, "rstrip": False}],
+        "normalizer": None, "pre_tokenizer": {
+            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "post_processor": None, "decoder": {
+            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "unk_token": None, "merges": [["t", "h"], ["th", "e"]],
+                  "vocab": {token: i for i, token in enumerate(vocabulary[:-1])}}}))
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
 
 
 def use_config(folder):
@@ -165,6 +189,15 @@ def use_checkpoint(folder):
     assert params["a"].tolist() == [1, 1] and all(isinstance(loss, int | float) for loss in losses)
 
 
+def tokenizer_reader(name):
+    def use(folder):
+        tokenizer = tokenizers.load(folder / name)
+        for ids in (*tokenizer.encode(["the text", "ü"]), tokenizer.encode_continuation("the text")):
+            assert isinstance(tokenizer.decode(ids), str)
+        assert 0 <= tokenizer.end_of_text < tokenizer.vocab_size
+    return use
+
+
 READERS = {
     "run/config.json": use_config, "run/store.json": use_description, "run/metrics.jsonl": use_metrics,
     "run/sessions.jsonl": use_run, "run/evaluations/texts.json": use_run, "run/evaluations/decoding.json": use_run,
@@ -174,6 +207,9 @@ READERS = {
     "run/speeds.json": lambda folder: budget.measure_speeds({}, folder / "run"),
     "run/tokenizer/tokenizer_kind.json": lambda folder: tokenizers.load(folder / "run" / "tokenizer"),
     "store/metadata.json": use_store, "store/train.bin": use_store, "store/train.documents.bin": use_store,
+    **{f"{name}/{file}": tokenizer_reader(name) for name, file in (
+        ("pieces", "tokenizer.model"), ("gpt2", "vocab.json"), ("gpt2", "merges.txt"), ("hf", "tokenizer.json"),
+        ("hf", "tokenizer_config.json"))},
     "journal.json": use_journal, "checkpoints/7/check/metadata": use_checkpoint,
 }
 

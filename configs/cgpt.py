@@ -16,9 +16,6 @@ from configs import lgpt
 
 
 def get_config(size: str = "paper"):
-    config = lgpt.get_config(size)
-    config.model.architecture = "cgpt"
-    # Number of taps of each convolution. The paper uses 1. With 1, ConvGPT equals LinearGPT, because a convolution with
-    # one tap is a dense layer.
-    config.model.conv_kernel = 1 if size == "paper" else 3
+    config = lgpt.get_config(size, "cgpt")
+    config.model.conv_kernel = 1 if size == "paper" else 3  # with the paper's 1, ConvGPT is LinearGPT
     return config

@@ -15,12 +15,8 @@ The quickstart size takes minutes on two CPU cores and downloads nothing:
 from configs import base
 
 
-def get_config(size: str = "paper"):
-    config = base.get_config(size)
-    config.model.architecture = "lgpt"
-    config.model.blocks_per_stage = 2  # number of blocks in each stage; must divide num_layers
-    config.model.compress_last_stage = True  # halve the width after the last stage, too
-    config.model.stage_heads = "fixed"  # number of heads: "fixed" (constant) | "scaled" (halved with the width)
+def get_config(size: str = "paper", architecture: str = "lgpt"):
+    config = base.get_config(size, architecture)
     if size == "quickstart":
         # With d_model = 192, the last stage's output has width 48. With the usual 128 of the quickstart, it would have
         # width 32, and the model would learn little more than bigrams.

@@ -16,8 +16,7 @@ from configs import base
 
 
 def get_config(size: str = "paper"):
-    config = base.get_config(size)
-    config.model.architecture = "gpt"
+    config = base.get_config(size, "gpt")
     config.model.position = "rope"
     config.model.norm = "rms"
     config.model.mlp = "gated"

@@ -17,12 +17,8 @@ from configs import base
 
 
 def get_config(size: str = "paper"):
-    config = base.get_config(size)
-    config.model.architecture = "gpt"
+    config = base.get_config(size, "gpt")
     config.model.mlp = "moe"
     config.model.mlp_ratio = 1.0
-    config.model.num_experts = 16
-    config.model.experts_per_token = 3
-    config.model.num_shared_experts = 1
     config.model.expert_scale = 2.5
     return config

@@ -16,8 +16,4 @@ from configs import base
 
 
 def get_config(size: str = "paper"):
-    config = base.get_config(size)
-    config.model.architecture = "pgpt"
-    config.model.num_paths = 2  # number of parallel paths; must divide num_layers
-    config.model.path_weights = "learned"  # weights of the paths: "learned" | "equal"
-    return config
+    return base.get_config(size, "pgpt")

@@ -20,12 +20,12 @@ from smallgpt_jax.files import as_path
 
 
 def get_config(folder: str):
-    config = base.get_config("paper")
     path = as_path("--config=configs/run.py", folder)
-    saved = workdir.read_config(path)
+    saved = workdir.read_groups(path)
+    config = base.get_config("paper", saved["model"]["architecture"])
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(path / workdir.TOKENIZER_FOLDER), ""
-        config.optimizer.update(learning_rate=3e-5, final_learning_rate=3e-6, warmup_steps=20, decay_steps=300)
+        config.optimizer.update(learning_rate=3e-5, **base.FOLLOW_STEPS)
         config.train.update(steps=300, batch_size=8, microbatches=1, eval_every=100, checkpoint_every=100)
     for group, fields in saved.items():
         config[group].update(fields)

@@ -27,6 +27,7 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.files import as_path, file_lock, local_path, resolve
 from smallgpt_jax.object_storage import is_remote, match
 from smallgpt_jax.output import best_effort
+from smallgpt_jax.run.config import Config
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
@@ -105,12 +106,12 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
     Returns (name, folder) for each run that has started, and {name: learning-rate grid}. For a model with a grid, only
     the runs at the best learning rate are measured and returned.
     """
-    configs, compare = budget.resolve_runs(_CONFIG.value), _CONFIG.value.compare
+    configs, compare = [*map(Config.of, budget.resolve_runs(_CONFIG.value).values())], _CONFIG.value.compare
     print_ignored_overrides()
     texts = measure.parse_texts(compare.texts)
-    corpora = measure.open_texts(next(iter(configs.values())), texts)  # raises UserError before training starts
+    corpora = measure.open_texts(configs[0], texts)  # raises UserError before training starts
     for name, corpus in corpora.items():
-        for config in configs.values():
+        for config in configs:
             measure.TextSample(corpus, config, compare.contexts, name)
     plan = budget.plan(_CONFIG.value, output)
     for run in plan.runs({}):

@@ -1,6 +1,5 @@
-"""The optimizer and its learning-rate schedule."""
+"""The optimizer."""
 
-import difflib
 import math
 from typing import Any, NamedTuple
 
@@ -10,55 +9,24 @@ import optax
 import optax.contrib
 from flax import linen as nn
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.training.learning_rate import learning_rate_schedule
 
 STACKED = ("layers", "path", "expert")  # logical axes along which the weights of layers, paths and experts are stacked
 
 
-def learning_rate_schedule(
-    *, learning_rate: float, warmup_steps: int, decay_steps: int, final_learning_rate: float,
-) -> optax.Schedule:
-    """Returns a schedule of linear warmup from 0 over `warmup_steps` and cosine decay until step `decay_steps`.
-
-    After `decay_steps`, the learning rate stays at `final_learning_rate`. Raises UserError for invalid values.
-    """
-    for name, value in (("learning_rate", learning_rate), ("final_learning_rate", final_learning_rate),
-                        ("warmup_steps", warmup_steps)):
-        if not 0 <= value < math.inf:
-            raise UserError(f"config.optimizer.{name}={value}: must be a finite number, at least 0")
-    if decay_steps <= warmup_steps:
-        raise UserError(f"config.optimizer.decay_steps={decay_steps}: must be more than "
-                        f"config.optimizer.warmup_steps={warmup_steps}")
-    return optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, warmup_steps, decay_steps, final_learning_rate)
-
-
-def make_optimizer(
-    boxed_params, *, name: str, weight_decay: float, beta1: float, beta2: float, clip_norm: float,
-    **schedule,
-) -> optax.GradientTransformation:
-    """Returns the optax transformation for the fields of the config's `optimizer` group.
+def make_optimizer(boxed_params, config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the optax transformation of the config.
 
     `boxed_params` are the parameters, or their shapes, with axis names. Weight decay applies only to the parameters
-    that `is_matrix` selects.
-    Raises UserError for invalid values.
+    that `is_matrix` selects. Raises UserError for invalid values.
     """
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-        raise UserError(f"config.optimizer.name={name!r}: must be one of {', '.join(OPTIMIZERS)}"
-                        + (f"; did you mean {near[0]!r}?" if near else ""))
-    for field, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= value < 1:
-            raise UserError(f"config.optimizer.{field}={value}: must be at least 0 and below 1")
-    for field, value in (("weight_decay", weight_decay), ("clip_norm", clip_norm)):
-        if not 0 <= value < math.inf:
-            raise UserError(f"config.optimizer.{field}={value}: must be a finite number, at least 0")
+    config.validate_choice("name", OPTIMIZERS)
     decayed = map_names(is_matrix, boxed_params)
     return optax.chain(
-        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
-        # This chain has the same state as optax.adamw and optax.lion, which older versions used.
-        optax.chain(OPTIMIZERS[name](boxed_params, beta1, beta2), optax.add_decayed_weights(weight_decay, decayed),
-                    optax.scale_by_learning_rate(learning_rate_schedule(**schedule))))
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        OPTIMIZERS[config.name](boxed_params, config), optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(learning_rate_schedule(config)))
 
 
 def map_names(function, boxed_params):
@@ -83,12 +51,13 @@ MUON_BETA = 0.95  # decay rate of the momentum, as in github.com/KellerJordan/Mu
 ADAMW_RMS = 0.2  # usual RMS of AdamW's updates before the learning rate (Liu et al., arXiv 2502.16982, section 2.2)
 
 
-def muon(boxed_params, beta1: float, beta2: float) -> optax.GradientTransformation:
+def muon(boxed_params, config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns Muon for the parameters that `uses_muon` selects, and Adam for the others."""
     names = {path: box.names for path, box in jax.tree_util.tree_leaves_with_path(
         boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))}
     labels = map_names(lambda path, names: "muon" if uses_muon(path, names) else "adam", boxed_params)
-    return optax.partition({"muon": scale_by_muon(names), "adam": optax.scale_by_adam(beta1, beta2)}, labels)
+    return optax.partition(
+        {"muon": scale_by_muon(names), "adam": optax.scale_by_adam(config.beta1, config.beta2)}, labels)
 
 
 def uses_muon(path: tuple, names: tuple[str | None, ...]) -> bool:
@@ -166,9 +135,9 @@ def split_qkv(x, names: tuple[str, ...]):
     return QKV(*jnp.split(x, (x.shape[axis] - 2, x.shape[axis] - 1), axis))
 
 
-# {name: function (parameters with axis names, beta1, beta2) → transformation of gradients into updates}
+# {name: function (parameters with axis names, config) → transformation of gradients into updates}
 OPTIMIZERS = {
-    "adamw": lambda _, beta1, beta2: optax.scale_by_adam(beta1, beta2),
-    "lion": lambda _, beta1, beta2: optax.scale_by_lion(beta1, beta2),
+    "adamw": lambda _, config: optax.scale_by_adam(config.beta1, config.beta2),
+    "lion": lambda _, config: optax.scale_by_lion(config.beta1, config.beta2),
     "muon": muon,
 }

@@ -20,6 +20,7 @@ from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.program import Program, build_program
+from smallgpt_jax.run.config import Config
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
@@ -31,15 +32,16 @@ flags.mark_flags_as_required(["config", "topology"])
 
 
 def main() -> None:
-    config, devices = _CONFIG.value, chips.topology_devices(_TOPOLOGY.value)
+    config, devices = Config.of(_CONFIG.value), chips.topology_devices(_TOPOLOGY.value)
     log = functools.partial(print, file=sys.stderr, flush=True)
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
                             "choose a TPU topology")
-        config.train.batch_size = largest_batch(
+        batch_size = largest_batch(
             functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm, log)
+        config = config.replace(train={"batch_size": batch_size})
     program = build_program(config, devices)
     log(f"compiling for {_TOPOLOGY.value}; large models take minutes")
     result = estimate(program)
@@ -53,13 +55,11 @@ def main() -> None:
 
 def batch_divisor(config, devices) -> int:
     """Returns the number that must divide the batch size: the number of data-parallel devices × microbatches."""
-    return sharding.num_batch_shards(sharding.make_mesh(**config.mesh, devices=devices)) * config.train.microbatches
+    return sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices)) * config.train.microbatches
 
 
 def build_with_batch_size(config, devices, batch_size: int) -> Program:
-    config = config.copy_and_resolve_references()
-    config.train.batch_size = batch_size
-    return build_program(config, devices)
+    return build_program(config.replace(train={"batch_size": batch_size}), devices)
 
 
 def format_plan(program: Program, result: Estimate) -> str:

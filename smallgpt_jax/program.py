@@ -5,7 +5,6 @@ Training, planning and comparison use this module. No arrays are allocated befor
 
 import dataclasses
 import functools
-import math
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -19,19 +18,19 @@ from smallgpt_jax import models, sharding
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.optimizer import learning_rate_schedule, make_optimizer
+from smallgpt_jax.optimizer import make_optimizer
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
 from smallgpt_jax.teacher import Teacher, open_teacher
 from smallgpt_jax.trackers import TRACKERS
-
-SCHEDULE_FIELDS = ("learning_rate", "warmup_steps", "decay_steps", "final_learning_rate")
+from smallgpt_jax.training.learning_rate import learning_rate_schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The model, mesh, optimizer, state shardings and teacher of a config."""
 
-    config: ConfigDict
+    config: Config
     model: models.LanguageModel
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
@@ -100,7 +99,7 @@ class Program:
     def _lowered_train_step(self) -> jax.stages.Lowered:
         """The traced training step."""
         c, teacher = self.config, self.teacher
-        schedule = learning_rate_schedule(**{field: c.optimizer[field] for field in SCHEDULE_FIELDS})
+        schedule = learning_rate_schedule(c.optimizer)
         step = functools.partial(
             train_step, model=self.model, optimizer=self.optimizer, schedule=schedule, seed=c.train.seed,
             microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks, z_loss=c.train.z_loss,
@@ -164,15 +163,16 @@ class Program:
         return compiled
 
 
-def build_program(config: ConfigDict, devices=None) -> Program:
+def build_program(config: ConfigDict | Config, devices=None) -> Program:
     """Returns the program of `config` for `devices` (default: all devices). Raises UserError for an invalid config."""
-    model = models.build(**config.model)
-    mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    validate_train(config.train, model.config, mesh)
+    config = Config.of(config)
+    model = models.LanguageModel(config.model)
+    mesh = sharding.make_mesh(config.mesh, devices)
+    validate(config, mesh)
     variables = models.abstract_variables(model)
     boxed_params = models.abstract_params(model, variables)
     models.require_factors(model, boxed_params)
-    optimizer = make_optimizer(boxed_params, **config.optimizer)
+    optimizer = make_optimizer(boxed_params, config.optimizer)
     params = sharding.param_shardings(mesh, boxed_params)
     opt_state = sharding.optimizer_shardings(mesh, optimizer, nn.unbox(boxed_params), params)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model, variables))
@@ -180,33 +180,16 @@ def build_program(config: ConfigDict, devices=None) -> Program:
     return Program(config, model, mesh, optimizer, shardings, boxed_params, open_teacher(config.train, model, mesh))
 
 
-def validate_train(train: ConfigDict, model: models.ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError if the config's `train` group is invalid for this model and mesh."""
-    for field in ("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
-                  "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps"):
-        if train[field] < 1:
-            raise UserError(f"config.train.{field}={train[field]}: must be at least 1")
-    for field in ("eval_steps", "profile_from"):
-        if train[field] < 0:
-            raise UserError(f"config.train.{field}={train[field]}: must not be negative")
-    for field in ("z_loss", "feature_weight", "stall_seconds"):
-        if not 0 <= train[field] < math.inf:
-            raise UserError(f"config.train.{field}={train[field]}: must be a finite number, at least 0")
-    if not 0 <= train.seed < 2**32:
-        raise UserError(f"config.train.seed={train.seed}: must be at least 0 and below 2^32")
-    if train.on_nonfinite not in ("stop", "skip"):
-        raise UserError(f"config.train.on_nonfinite={train.on_nonfinite!r}: must be 'stop' or 'skip'")
-    if train.tracker and train.tracker not in TRACKERS:
-        raise UserError(f"config.train.tracker={train.tracker!r}: must be '' or one of {', '.join(TRACKERS)}")
+def validate(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError for values of one group that do not fit another group or the mesh."""
+    train, model = config.train, config.model
+    train.validate_choice("tracker", ("", *TRACKERS))
     parts = sharding.num_batch_shards(mesh) * train.microbatches
     if train.batch_size % parts:
-        raise UserError(
-            f"config.train.batch_size={train.batch_size}: must be a multiple of {parts}, which is "
-            f"{sharding.num_batch_shards(mesh)} devices (config.mesh.data × fsdp) × "
-            f"{train.microbatches} microbatches")
+        train.refuse("batch_size", f"must be a multiple of {parts}, which is {sharding.num_batch_shards(mesh)} devices "
+                     f"(config.mesh.data × fsdp) × {train.microbatches} microbatches")
     if model.context_length % train.loss_chunks:
-        raise UserError(f"config.train.loss_chunks={train.loss_chunks}: must divide "
-                        f"config.model.context_length={model.context_length}")
+        train.refuse("loss_chunks", f"must divide config.model.context_length={model.context_length}")
     if (length := mesh.shape["path"]) != 1:
         paths = getattr(model, "num_paths", None)
         if paths is None:
@@ -224,7 +207,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
 
 
-def out_of_memory_message(config: ConfigDict, error: Exception) -> str:
+def out_of_memory_message(config: Config, error: Exception) -> str:
     """Returns the message for a run that does not fit into device memory."""
     return (f"config.train.batch_size={config.train.batch_size}: needs more memory than a device has, with "
             f"config.train.microbatches={config.train.microbatches} "

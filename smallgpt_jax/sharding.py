@@ -4,7 +4,9 @@ Modules give the axes of their weights and activations logical names. RULES maps
 """
 
 import contextlib
+import dataclasses
 import math
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from smallgpt_jax.config_group import ConfigGroup, free
 from smallgpt_jax.errors import UserError
 
 # Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not divide evenly, are
@@ -29,14 +32,29 @@ RULES = (
 RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
 
-def make_mesh(*, data: int, fsdp: int, tensor: int, path: int, devices=None) -> Mesh:
-    """Returns the mesh with the axis lengths of the config's `mesh` group; −1 means the remaining devices.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(ConfigGroup):
+    GROUP: ClassVar[str] = "mesh"
+
+    # data parallelism: number of replicas of the model; -1: number of devices / (fsdp · tensor · path)
+    data: int = free(-1)
+    # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full", no device holds
+    # the weights of all blocks at the same time
+    fsdp: int = free(1)
+    # tensor parallelism: number of shards of heads, MLP width and vocabulary
+    tensor: int = free(1)
+    # path parallelism: number of shards of pgpt's paths
+    path: int = free(1)
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+    """Returns the mesh of the config; −1 means the remaining devices.
 
     Raises UserError if the product of the lengths is not the number of devices, or if the lengths do not fit the shape
     of a slice of TPUs.
     """
     devices = jax.devices() if devices is None else devices
-    lengths = dict(data=data, fsdp=fsdp, tensor=tensor, path=path)
+    lengths = dataclasses.asdict(config)
     requested = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
     left_over = [axis for axis, length in lengths.items() if length == -1]
     if len(left_over) > 1 or any(length == 0 or length < -1 for length in lengths.values()):

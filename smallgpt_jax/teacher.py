@@ -11,21 +11,15 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from ml_collections import ConfigDict
 
 from smallgpt_jax import models, sharding, workdir
 from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path
+from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.step import FEATURES
-
-NEWEST = -1  # value of config.train.teacher_step that selects the newest checkpoint
-
-# Fields of the group `model` in which a teacher may differ from the model of the run. They change neither the shapes of
-# features nor their meaning.
-MAY_DIFFER = {"rank_ratio", "dropout", "dtype", "scan_layers", "remat", "attention", "grouped_matmul",
-              "expert_bias_rate", "balance_loss"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,44 +48,42 @@ class Teacher:
                             f"entries); set --config.data.tokenizer={self.folder / workdir.TOKENIZER_FOLDER}")
 
 
-def with_teacher_step(config: ConfigDict) -> ConfigDict:
-    """Returns the config with NEWEST in `train.teacher_step` replaced by the step of the teacher's newest checkpoint.
+def with_teacher_step(config: Config) -> Config:
+    """Returns the config with AT_START in `train.teacher_step` replaced by the teacher's newest step.
 
     Raises UserError if the teacher has no checkpoint of this step.
     """
     train = config.train
     if not train.teacher:
-        if train.teacher_step != NEWEST:
+        if train.teacher_step != AT_START:
             raise UserError(f"config.train.teacher_step={train.teacher_step}: needs config.train.teacher")
         return config
     try:
         step = workdir.find_checkpoint(local_path("config.train.teacher", train.teacher),
-                                       None if train.teacher_step == NEWEST else train.teacher_step)
+                                       None if train.teacher_step == AT_START else train.teacher_step)
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
-    config = config.copy_and_resolve_references()
-    config.train.teacher_step = step
-    return config
+    return config.replace(train={"teacher_step": step})
 
 
-def open_teacher(train: ConfigDict, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
+def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
     """Returns the teacher of a config's `train` group, or None if it has none. Reads only the teacher's config.
 
-    Raises UserError if the teacher's config cannot be read, if it differs from the student's in a model field outside
-    MAY_DIFFER, or if the
-    student's architecture does not provide features.
+    Raises UserError if the teacher's config cannot be read, if the teacher is another model, apart from its
+    `rank_ratio`, or if the student's architecture does not provide features.
     """
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        own = models.build(**workdir.read_config(folder).model).config
+        own = workdir.read_config(folder).model
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     fields, student_fields = dataclasses.asdict(own), dataclasses.asdict(student.config)
+    fixed = {*own.names(fixed_by="model"), *student.config.names(fixed_by="model")} - {"rank_ratio"}
     different = [f"config.model.{field} is {student_fields.get(field)!r} here, but {fields.get(field)!r} in the teacher"
                  for field in student_fields | fields
-                 if field not in MAY_DIFFER and fields.get(field) != student_fields.get(field)]
+                 if field in fixed and fields.get(field) != student_fields.get(field)]
     if different:
         raise UserError(f"config.train.teacher={train.teacher!r}: {'; '.join(different)}; the teacher must be the same "
                         "model, except for config.model.rank_ratio")

@@ -4,6 +4,7 @@ The loop itself keeps only the train state. `metrics.py`, `checkpoint.py` and `p
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from smallgpt_jax.metrics import METRICS_FILE, Logger, NonFiniteGuard, Progress
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.profiler import Profiler
 from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.schedule import Schedule
 from smallgpt_jax.spool import Spool, open_spool
@@ -43,9 +45,9 @@ def train(config: ConfigDict, workdir: str) -> None:
       DivergenceError: loss, gradient or weights are not finite.
       StoppedError: the run has ended on a stop request (see preemption.py).
     """
-    clock, config = RunClock(), with_teacher_step(config)
-    distributed.require_equal("config", config.to_json_best_effort(sort_keys=True))
-    folder = as_path("--workdir", workdir)
+    clock, folder = RunClock(), as_path("--workdir", workdir)
+    config = with_teacher_step(Config.of(config, run_folder.saved_config(folder)))
+    distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     distributed.run_on_primary(lambda: run_folder.check_workdir(folder, config))
     program = build_program(config)
     trackers.require_installed(config.train.tracker)

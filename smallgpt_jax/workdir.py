@@ -14,16 +14,14 @@ a `config.json` with only the group `model`. Training adds the rest.
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from ml_collections import ConfigDict
 
-from smallgpt_jax import distributed, models, recipes
+from smallgpt_jax import distributed, models
 from smallgpt_jax.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
@@ -32,15 +30,12 @@ from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.json_files import (
-    ARRAY,
-    BOOLEAN,
     NUMBER,
     OBJECT,
     TEXT,
     Each,
     Kind,
     Optional,
-    find_mismatch,
     integer,
     read_json,
     read_json_lines,
@@ -48,6 +43,7 @@ from smallgpt_jax.json_files import (
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket
 from smallgpt_jax.provenance import software
+from smallgpt_jax.run.config import GROUPS, Config
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # the source of an imported model
@@ -57,32 +53,10 @@ SESSIONS_FILE = "sessions.jsonl"  # one line per start, resumption or divergence
 TOKENIZER_FOLDER = "tokenizer"
 CHECKPOINT_FOLDER = "checkpoints"
 EVALUATION_FOLDER = "evaluations"
-GROUPS = ("model", "data", "mesh", "optimizer", "train")
-
-# Fields that newer versions have added, by config group. With these values, a run gives the results of older versions.
-# `comparison.budget.config_digest` omits fields that have these values; only this function uses the model's fields.
-NEWER_FIELDS = {
-    "data": {"text_endings": ".txt", "max_document_bytes": 100_000_000},
-    "train": {"z_loss": 0.0, "tracker": "", "profile_from": 0, "profile_steps": 5, "stall_seconds": 1800.0,
-              "teacher": "", "teacher_step": -1, "feature_weight": 0.1},
-    "model": {field: models.default_fields()[field] for field in (
-        "norm_position", "head_dim", "num_experts", "experts_per_token", "num_shared_experts", "expert_mlp",
-        "expert_scale", "expert_bias_rate", "balance_loss", "grouped_matmul", "rank_ratio")},
-}
-
-# Fields that may change on resumption. They affect the result of a step only through rounding. A change of
-# train.microbatches also changes the dropout masks.
-MAY_CHANGE = {
-    "train.steps", "train.log_every", "train.eval_every", "train.eval_steps",
-    "train.checkpoint_every", "train.keep_checkpoints", "train.microbatches", "train.loss_chunks",
-    "model.attention", "model.grouped_matmul", "model.scan_layers", "model.remat", "mesh.data", "mesh.fsdp",
-    "mesh.tensor", "mesh.path", "data.store", "data.mixture", "data.workers", "train.on_nonfinite",
-    "train.max_nonfinite", "train.tracker", "train.profile_from", "train.profile_steps",
-    "train.stall_seconds",
-}
+FORMAT = 1  # of config.json; a config without it was written before version 0.1.0
 
 
-def check_workdir(workdir: Path, config: ConfigDict) -> None:
+def check_workdir(workdir: Path, config: Config) -> None:
     """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
     if is_remote(workdir):
         require_bucket("--workdir", workdir)
@@ -95,27 +69,32 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
             raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "
                             "another")
         return
-    before, now = flatten(read_config(workdir)), flatten(config)
-    fields, may_change = before.keys() | now.keys(), MAY_CHANGE
-    if not (workdir / STORE_FILE).exists():  # an imported model, not yet trained: only the model group is fixed
-        fields = {field for field in fields if field.startswith("model.")}
-        may_change = MAY_CHANGE | {"model.dtype", "model.dropout"}
-        if before.get("model.position") != "learned":  # no parameter depends on the context length
-            may_change |= {"model.context_length"}
-    different = [field for field in sorted(fields)
-                 if field not in may_change and before.get(field) != now.get(field)]
+    different = changed_fields(workdir, config)
     if different:
-        listed = "; ".join(
-            f"{field} was {before.get(field)!r}, now {now.get(field)!r}" for field in different)
+        listed = "; ".join(f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items())
         longer = ("; to train its model at another context_length, import it into a new workdir with "
                   "smallgpt_jax.convert --from=run") if "model.context_length" in different and (
-                      before.get("model.position") != "learned") else ""
+                      config.model.position != "learned") else ""
         raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n"
                         f"Use the same settings to resume it, or another --workdir{longer}")
     reached = max(saved_steps(workdir / CHECKPOINT_FOLDER), default=0)
     if reached > config.train.steps:
         raise UserError(f"--workdir={workdir}: existing run of {reached:,} steps, more than "
                         f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir")
+
+
+def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
+    """Returns {"group.field": (saved value, value in `config`)} of the fields that may not change in this workdir.
+
+    The weights of an imported model that has not been trained fix only fields of the group `model`.
+    """
+    before, now, is_trained = read_config(workdir).flat(), config.flat(), (workdir / STORE_FILE).exists()
+    fixed = {f"{name}.{field}" for name in GROUPS for group in (getattr(config, name), GROUPS[name])
+             for by in (("model", "run") if is_trained else ("model",)) for field in group.names(fixed_by=by)}
+    if not is_trained and config.model.position != "learned":  # no parameter depends on the context length
+        fixed.remove("model.context_length")
+    return {field: (before.get(field), now.get(field)) for field in sorted(fixed)
+            if before.get(field) != now.get(field)}
 
 
 def require_writable(workdir: Path) -> None:
@@ -151,13 +130,13 @@ def lock(workdir: Path) -> Iterator[None]:
         yield
 
 
-def initialize(workdir: Path, config: ConfigDict, corpus: Corpus) -> None:
+def initialize(workdir: Path, config: Config, corpus: Corpus) -> None:
     """Writes the files of a new run, or updates the config of an existing run.
 
     Raises UserError if the existing run was trained on a text other than `corpus`; see `check_same_text`.
     """
     check_same_text(workdir, corpus)
-    write_atomically(workdir / CONFIG_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
+    write_atomically(workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **config.to_dict()}, indent=2) + "\n")
     if not (workdir / STORE_FILE).exists():  # store.json is written last: if it exists, the other files exist too
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
@@ -197,10 +176,10 @@ def write_imported(workdir: Path, model: models.LanguageModel, params, model_sta
     checkpoints.save_imported(params, model_state)
     checkpoints.close()
     write_atomically(workdir / CONFIG_FILE,
-                     json.dumps({"model": dataclasses.asdict(model.config)}, indent=2) + "\n")
+                     json.dumps({"format": FORMAT, "model": dataclasses.asdict(model.config)}, indent=2) + "\n")
 
 
-def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
+def is_finished(workdir: Path, config: Config, corpus: Corpus) -> bool:
     """Returns whether the run in `workdir` has saved and evaluated the last step of `config`.
 
     Evaluations on other validation rows do not count; see `evaluated_steps`.
@@ -210,11 +189,10 @@ def is_finished(workdir: Path, config: ConfigDict, corpus: Corpus) -> bool:
             and steps in evaluated_steps(workdir, config, corpus))
 
 
-def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[int]:
+def evaluated_steps(workdir: Path, config: Config, corpus: Corpus) -> set[int]:
     """Returns the steps whose last evaluation used the validation rows that `config` selects.
 
-    The number of targets identifies the rows. Older versions did not log this number. Their evaluations count if
-    `train.eval_steps` is the same in `config` and in the workdir's config.
+    The number of targets identifies the rows.
     """
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
     if not lines:
@@ -222,8 +200,7 @@ def evaluated_steps(workdir: Path, config: ConfigDict, corpus: Corpus) -> set[in
     targets = num_validation_targets(
         corpus, config.data, context_length=config.model.context_length, batch_size=config.train.batch_size,
         eval_steps=config.train.eval_steps)
-    unrecorded = targets if read_config(workdir).train.eval_steps == config.train.eval_steps else None
-    return {step for step, line in lines.items() if line.get("targets", unrecorded) == targets}
+    return {step for step, line in lines.items() if line.get("targets") == targets}
 
 
 def describe_changes(before: dict, now: dict) -> str:
@@ -296,34 +273,34 @@ def has_diverged(workdir: Path) -> bool:
     return bool(sessions) and "diverged" in sessions[-1]
 
 
-@functools.cache
-def config_schema() -> dict:
-    """Returns the schema of a config.json: the groups and fields of all recipes. Models check their own fields."""
-    kinds = {bool: BOOLEAN, int: integer(), float: NUMBER, str: TEXT, tuple: ARRAY}
-    value = Kind("a value without fields", lambda x: not isinstance(x, dict))
-    groups = {group: {field: kinds[type(default)] for field, default in fields.items()}
-              for group, fields in recipes.default_fields().items() if group != "model"}
-    return {"model": Each(value), **groups}
+def read_config(workdir: Path) -> Config:
+    """Returns the config of a run. In the config of an imported model, all groups but `model` have their defaults.
+
+    Raises UserError if it is missing or damaged.
+    """
+    try:
+        return Config.of(read_groups(workdir))
+    except UserError as error:
+        raise UserError(f"{workdir / CONFIG_FILE}: {error}") from None
 
 
-def read_config(workdir: Path) -> ConfigDict:
-    """Returns the resolved config of a run. Raises UserError if it is missing or damaged.
+def saved_config(workdir: Path) -> Config | None:
+    """Returns the config of the run in `workdir`, or None if no run has started there."""
+    is_run = (workdir / CONFIG_FILE).exists() and (workdir / STORE_FILE).exists()
+    return read_config(workdir) if is_run else None
 
-    The config of an imported model that has not been trained has only the group `model`.
+
+def read_groups(workdir: Path) -> dict[str, dict]:
+    """Returns the groups of config.json: all groups for a run, only `model` for an imported model.
+
+    Raises UserError if the file is missing or damaged.
     """
     path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
-    groups = read_json(path, {group: Optional(OBJECT) for group in GROUPS}, advice)
-    for group in NEWER_FIELDS.keys() & groups.keys() - {"model"}:
-        groups[group] = NEWER_FIELDS[group] | groups[group]
-    schema = config_schema()
-    if (workdir / ORIGIN_FILE).exists():
-        schema = {group: fields if group == "model" else Optional(fields) for group, fields in schema.items()}
-    if mismatch := find_mismatch(groups, schema):
-        raise UserError(f"{path}: {mismatch}; {advice}")
-    try:
-        return ConfigDict({**groups, "model": models.upgrade_fields(groups["model"])})
-    except ValueError as error:  # a field whose name contains a dot
-        raise UserError(f"{path}: {short_reason(error)}; {advice}") from None
+    required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
+    groups = read_json(path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice)
+    if groups.pop("format", None) != FORMAT:
+        raise UserError(f"{path}: was written by another version of this project; use that version, or another workdir")
+    return groups
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
@@ -343,9 +320,3 @@ def find_checkpoint(workdir: Path, step: int | None = None) -> int:
     if step not in (None, *steps):
         raise UserError(f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
-
-
-def flatten(config: ConfigDict) -> dict:
-    """Returns a config as a flat dict, {"group.field": value}."""
-    return {f"{group}.{field}": value
-            for group, fields in config.to_dict().items() for field, value in fields.items()}

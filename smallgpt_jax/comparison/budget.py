@@ -1,6 +1,7 @@
 """Resolves the runs of a comparison, so that all have the same number of tokens, FLOPs, parameters or seconds."""
 
 import copy
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -17,12 +18,15 @@ from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.planning import Plan, run_folder
+from smallgpt_jax.config_group import AT_START
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.program import build_program
+from smallgpt_jax.run.config import GROUPS, Config
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
@@ -47,7 +51,8 @@ def plan(config: ConfigDict, output: Path) -> Plan:
         target = cost_per_step(reference, compare.budget) * reference.train.steps
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
-    return Plan(output, runs, range(config.train.seed, config.train.seed + compare.seeds), compare.learning_rates,
+    models = {name: Config.of(run) for name, run in runs.items()}
+    return Plan(output, models, range(config.train.seed, config.train.seed + compare.seeds), compare.learning_rates,
                 compare.max_added_learning_rates)
 
 
@@ -104,14 +109,14 @@ def run_names(config: ConfigDict) -> list[str]:
 
 def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     """Returns a run's config before the budget is applied: the common fields, overridden by the run's own fields."""
-    run = ConfigDict({group: copy.deepcopy(config[group]) for group in workdir.GROUPS})
+    run = ConfigDict({group: copy.deepcopy(config[group]) for group in GROUPS})
     architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
     own_fields = models.field_names(architecture)
     if architecture != run.model.architecture:  # drop the fields that the run's architecture does not have
         run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
     for group, fields in config.runs[name].items():
         if group not in run or not isinstance(fields, ConfigDict):
-            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(workdir.GROUPS)} and "
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(GROUPS)} and "
                             "contain the fields that the run overrides")
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
@@ -132,12 +137,12 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     if run.train.teacher:
         raise UserError(f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not support a "
                         "teacher, because they would not count its cost; set it to ''")
-    if (digest := config_digest(run)) not in _trainable:
-        try:
+    try:
+        if (digest := config_digest(run)) not in _trainable:
             build_program(run)
-        except UserError as error:
-            raise UserError(f"run {name!r}: {error}") from None
-        _trainable.add(digest)
+            _trainable.add(digest)
+    except UserError as error:
+        raise UserError(f"run {name!r}: {error}") from None
     return run
 
 
@@ -149,7 +154,7 @@ def require_same_text(runs: dict[str, ConfigDict]) -> None:
     """Raises UserError if two runs have different training texts."""
     first, *others = runs
     for other in others:
-        for field in (*data.STORE_FIELDS, "store", "mixture"):
+        for field in (*DataConfig.names(in_store=True), "store", "mixture"):
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "
@@ -175,7 +180,8 @@ def set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target:
             + ("increase config.compare.seconds" if budget == "seconds" else
                "increase config.train.steps or decrease config.train.batch_size"))
     for field in ("warmup_steps", "decay_steps"):
-        run.optimizer[field] = round(run.optimizer[field] * steps / before)
+        if run.optimizer[field] != AT_START:
+            run.optimizer[field] = round(run.optimizer[field] * steps / before)
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
@@ -186,7 +192,7 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         model = models.build(**config.model)
-        optimizer = make_optimizer(models.abstract_params(model), **config.optimizer)
+        optimizer = make_optimizer(models.abstract_params(model), Config.of(config).optimizer)
         return inputs * train_flops_per_token(model) + update_flops(model, optimizer)
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
@@ -214,16 +220,11 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
 
 
 def config_digest(run: ConfigDict) -> str:
-    """Returns a hash of all config fields.
-
-    Fields that older versions did not have are left out if they change nothing (`workdir.NEWER_FIELDS`). The digest is
-    then the same as in older versions.
-    """
-    groups = json.loads(run.to_json_best_effort())
-    for group, neutral in workdir.NEWER_FIELDS.items():
-        groups[group] = {field: value for field, value in groups[group].items()
-                         if field not in neutral or value != neutral[field]}
-    return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:16]
+    """Returns a hash of the config fields that differ from their defaults, so that new fields do not change it."""
+    config = Config.of(run)
+    changed = {f"{name}.{field.name}": value for name in GROUPS for field in dataclasses.fields(getattr(config, name))
+               if (value := getattr(getattr(config, name), field.name)) != field.default}
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def steps_per_second(config: ConfigDict) -> float:

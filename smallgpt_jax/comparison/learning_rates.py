@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from smallgpt_jax.errors import UserError
-
-SCALED_FIELDS = ("learning_rate", "final_learning_rate")  # of the group `optimizer`
+from smallgpt_jax.run.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +59,10 @@ def search(learning_rate: float, multiples: tuple[float, ...], max_added: int,
     return grid
 
 
-def scale(config: ConfigDict, multiple: float) -> None:
-    """Multiplies the learning rates of a run's config."""
-    for field in SCALED_FIELDS:
-        config.optimizer[field] *= multiple
+def scale(config: Config, multiple: float) -> Config:
+    """Returns the config with its learning rates multiplied."""
+    return config.replace(optimizer={
+        field: multiple * getattr(config.optimizer, field) for field in ("learning_rate", "final_learning_rate")})
 
 
 def format_multiple(multiple: float) -> str:

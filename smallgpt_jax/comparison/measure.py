@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from smallgpt_jax import data, inference, sharding, workdir
 from smallgpt_jax.comparison.results import DECODING, DECODING_FILE, OWN_TEXT, TEXTS, TEXTS_FILE
@@ -21,6 +20,7 @@ from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.json_files import read_json_or_none
 from smallgpt_jax.program import build_program
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.validation import mean_loss
 
 TIMED_TOKENS = 64
@@ -47,7 +47,7 @@ def parse_texts(texts: str) -> dict[str, str]:
     return found
 
 
-def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corpus]:
+def open_texts(config: Config, texts: dict[str, str]) -> dict[str, data.Corpus]:
     """Returns {name: corpus} for a run's training text and for `texts`, all tokenized with the run's tokenizer.
 
     `texts` maps names to sources. Prepares missing token stores. Raises UserError for sources that cannot be read.
@@ -63,9 +63,8 @@ def open_texts(config: ConfigDict, texts: dict[str, str]) -> dict[str, data.Corp
                     tokenizers.save(own.tokenizer, folder)
     found = {OWN_TEXT: own}
     for text, source in texts.items():
-        other_config = config.data.copy_and_resolve_references()
-        other_config.update(source=source, store="", mixture="", tokenizer=str(tokenizer))
-        found[text] = data.load_or_prepare(other_config)
+        found[text] = data.load_or_prepare(
+            config.data.replace(source=source, store="", mixture="", tokenizer=str(tokenizer)))
     return found
 
 
@@ -79,7 +78,7 @@ class TextSample:
     Raises UserError if a validation split is shorter than one window. The error message calls the text `name`.
     """
 
-    def __init__(self, corpus: data.Corpus, config: ConfigDict, contexts: Sequence[int], name: str):
+    def __init__(self, corpus: data.Corpus, config: Config, contexts: Sequence[int], name: str):
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.window_multiple = math.lcm(*contexts)
@@ -144,13 +143,13 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     token), "bits_per_byte" and "tokens" (the number of targets).
     """
     trained, config = inference.load_trained(folder), workdir.read_config(folder)
-    config.model.context_length *= multiple
-    config.data.packing = "concat"  # the packing that TextSample uses
+    config = config.replace(model={"context_length": multiple * config.model.context_length},
+                            data={"packing": "concat"})  # the packing that TextSample uses
     mesh = build_program(config).mesh
     shards = sharding.num_batch_shards(mesh)
     # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
-    config.train.batch_size, config.train.microbatches = max(1, rows_per_device) * shards, 1
+    config = config.replace(train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1})
     program = build_program(config)
     eval_step = program.runnable(program.compile_eval_step())
     params, model_state = (jax.device_put(*pair) for pair in (

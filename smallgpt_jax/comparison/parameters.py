@@ -9,15 +9,17 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
 
 PARAMETER_TOLERANCE = 0.02
 # All runs get about the same number of parameters as the reference run. This is the largest relative difference.
 MAX_PARAMETER_CHANGE = 0.1
 
 
-def num_parameters(config: ConfigDict) -> int:
+def num_parameters(config: ConfigDict | Config) -> int:
     """Returns the number of parameters of a config's model. Cached, because counting traces the model."""
-    return _num_parameters(models.build(**{**config.model, "scan_layers": True}))  # scanned layers trace faster
+    model = Config.of(config).model.replace(scan_layers=True)  # scanned layers trace faster
+    return _num_parameters(models.LanguageModel(model))
 
 
 _num_parameters = functools.cache(models.num_parameters)

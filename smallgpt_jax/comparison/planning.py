@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.files import safe_name
+from smallgpt_jax.run.config import Config
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
 
@@ -18,7 +17,7 @@ class PlannedRun(NamedTuple):
     """One run of a comparison; `config` is a complete training config."""
 
     name: str
-    config: ConfigDict
+    config: Config
     folder: Path
     multiple: float = 1.0  # of the model's own learning rate
     in_grid: bool = False  # True: the run only serves to choose the learning rate
@@ -29,7 +28,7 @@ class Plan:
     """The models of a comparison, and the seeds and learning rates to train them with."""
 
     output: Path
-    models: dict[str, ConfigDict]  # {name: config}, each with the number of steps that the budget allows
+    models: dict[str, Config]  # {name: config}, each with the number of steps that the budget allows
     seeds: range
     multiples: tuple[float, ...]  # of each model's own learning rate; empty: no grid
     max_added: int  # maximum number of learning rates that are added to a model's grid
@@ -69,10 +68,9 @@ class Plan:
         return sum(len(grid.losses) + further * (not grid.has_diverged) for grid in self.grids(losses).values())
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
-        config = self.models[name].copy_and_resolve_references()
-        config.train.seed = seed
+        config = self.models[name].replace(train={"seed": seed})
         if multiple != 1:
-            learning_rates.scale(config, multiple)
+            config = learning_rates.scale(config, multiple)
         return PlannedRun(name, config, run_folder(self.output, name, seed, multiple), multiple, in_grid)
 
 

@@ -19,6 +19,7 @@ from smallgpt_jax.json_files import LOSS, NULL, OBJECT, POSITIVE, TEXT, Each, Op
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.optimizer import OPTIMIZERS
+from smallgpt_jax.run.config import OptimizerConfig
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
@@ -85,12 +86,12 @@ def read_run(name: str, folder: Path) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = workdir.read_config(folder)
-    if "train" not in config:
+    if (folder / workdir.ORIGIN_FILE).exists() and not (folder / workdir.STORE_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     if config.train.teacher:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
-    model = models.build(**config.model)
+    model = models.LanguageModel(config.model)
     sessions = workdir.read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
     # Older versions counted padding as tokens and did not record the share of padding.
@@ -110,7 +111,7 @@ def read_run(name: str, folder: Path) -> Run:
     evaluations = folder / workdir.EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
     return Run(
-        name=name, workdir=str(folder), seed=config.train.seed, config=workdir.flatten(config),
+        name=name, workdir=str(folder), seed=config.train.seed, config=config.flat(),
         is_finished=config.train.steps in evaluated,
         diverged=workdir.has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
@@ -141,7 +142,7 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
 
     The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
     """
-    optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), beta1=0.9, beta2=0.95)
+    optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), OptimizerConfig(name=optimizer_name))
     return Counts(memory.components(model), models.num_active_parameters(model), train_flops_per_token(model),
                   update_flops(model, optimizer))
 
@@ -228,7 +229,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
-        config = workdir.flatten(workdir.read_config(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
+        config = workdir.read_config(folder).flat() if (folder / workdir.CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
         while names.setdefault(name, without_seed) != without_seed:

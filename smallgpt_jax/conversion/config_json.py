@@ -8,9 +8,6 @@ from typing import NamedTuple
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
-# Fields of our configs that do not change the function that a trained model computes.
-TRAINING_FIELDS = ("dropout", "dtype", "scan_layers", "attention", "remat", "grouped_matmul")
-
 
 class ConfigJson(NamedTuple):
     """The content of a config.json. The methods return values, and raise UserError for values that are not allowed.
@@ -51,6 +48,11 @@ class ConfigJson(NamedTuple):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")
 
 
+def training_fields() -> set[str]:
+    """Returns the fields of our configs that do not change the function that a trained model computes."""
+    return {*ModelConfig.names(fixed_by="run"), *ModelConfig.names(fixed_by=None)}
+
+
 def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
     """Whether a model config can be expressed in a format.
 
@@ -58,7 +60,7 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
     remaining fields must have their default or a value with the same effect. A new field is therefore unsupported until
     it is added to the format.
     """
-    config, free = with_defaults(config), {*free, *TRAINING_FIELDS}
+    config, free = with_defaults(config), {*free, *training_fields()}
     return all(getattr(config, field.name) == fixed.get(field.name, field.default)
                for field in dataclasses.fields(config) if field.name not in free)
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from smallgpt_jax import models, workdir
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import millions
 from smallgpt_jax.json_files import OBJECT, read_json
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
@@ -61,11 +60,9 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     if origin.is_file():
         facts += [(f"weights from: {key}", str(value)) for key, value in read_json(
             origin, OBJECT, "replace it by {}").items()]
-    try:
-        config = workdir.read_config(folder)
-        data, train, optimizer = config.data, config.train, config.optimizer
-    except (UserError, AttributeError):  # an imported model that has not been trained
+    if not (config := workdir.saved_config(folder)):  # an imported model that has not been trained
         return facts
+    data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length
     facts += [
         ("text", data.mixture or data.source), ("tokenizer", data.tokenizer),

@@ -3,13 +3,14 @@
 Its tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
 """
 
+import ast
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax import models
-from smallgpt_jax.conversion.config_json import TRAINING_FIELDS, ConfigJson
+from smallgpt_jax.conversion.config_json import ConfigJson, training_fields
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -19,15 +20,15 @@ ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyT
 # Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
 SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
                     "activation": ("gelu", "gelu_tanh", "silu", "relu2")}
-SAME_FIELDS = (
-    "architecture", "vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_model",
-    "mlp", "mlp_ratio", "activation", "norm", "norm_position", "norm_epsilon", "qk_norm", "attention_windows",
-    "position", "rope_base", "use_bias", "num_experts", "experts_per_token", "num_shared_experts", "expert_mlp",
-    "expert_scale", "expert_bias_rate", "balance_loss")
-ARCHITECTURE_FIELDS = (  # fields that only some architectures have; null in config.json for the others
-    "num_paths", "path_weights", "blocks_per_stage", "compress_last_stage", "stage_heads", "conv_kernel")
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
+
+
+def known_fields() -> set[str]:
+    """Returns the fields that the exported PyTorch code reads: the parameters of its config's constructor."""
+    tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text())
+    constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
+    return {argument.arg for argument in constructor.args.args} - {"self", "use_cache", *RENAMED_FIELDS.values()}
 
 
 def class_name(config: ModelConfig) -> str:
@@ -55,7 +56,7 @@ def to_config(config: ModelConfig) -> dict:
     for field, values in SUPPORTED_VALUES.items():
         if getattr(config, field) not in values:
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
-    known = {*SAME_FIELDS, *ARCHITECTURE_FIELDS, *RENAMED_FIELDS, *TRAINING_FIELDS}
+    known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):
         if field.name not in known and getattr(config, field.name) != field.default:
             config.refuse(field.name, f"no PyTorch code for the export; it supports only {field.default!r}")
@@ -64,14 +65,13 @@ def to_config(config: ModelConfig) -> dict:
         "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
                      "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
-        **{name: fields.get(name) for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS)},
+        **{name: fields.get(name) for name in sorted(known_fields())},  # null: not a field of the architecture
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    """Returns the fields of our `model` config group, given config.json. Raises UserError if fields are missing."""
-    described = models.upgrade_fields(theirs.fields)
-    if missing := [name for name in (*SAME_FIELDS, *RENAMED_FIELDS.values()) if name not in described]:
-        raise UserError(f"{theirs.path}: damaged, or not written by this project (missing: {', '.join(missing)})")
-    return {name: described[name] for name in (*SAME_FIELDS, *ARCHITECTURE_FIELDS) if name in described} | {
-        ours: described[theirs] for ours, theirs in RENAMED_FIELDS.items()}
+    """Returns the fields of our `model` config group, given config.json."""
+    names = {name: name for name in sorted(known_fields())} | RENAMED_FIELDS
+    shared = ModelConfig.names()
+    return {ours: theirs.fields[name] for ours, name in names.items()
+            if name in theirs.fields and (theirs.fields[name] is not None or ours in shared)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax.data import sources, tokenizers
-from smallgpt_jax.data.journal import RELAXABLE_FIELDS
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
@@ -20,10 +20,6 @@ from smallgpt_jax.json_files import POSITIVE
 from smallgpt_jax.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
-# The fields of the `data` group that determine the content of a store.
-STORE_FIELDS = ("source", "tokenizer", "validation_fraction", "text_field", "text_endings", *RELAXABLE_FIELDS)
-
-
 # The schema of `Corpus.description`.
 DESCRIPTION = ({"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
@@ -83,7 +79,7 @@ def open_existing(data) -> Corpus | None:
     folder = store_folder(data)
     if not (folder / METADATA_FILE).is_file():
         return None
-    return Corpus((open_matching_store(folder, {field: data[field] for field in STORE_FIELDS}),), (1.0,))
+    return Corpus((open_matching_store(folder, store_fields(data)),), (1.0,))
 
 
 def open_mixture(text: str) -> Corpus:
@@ -118,7 +114,7 @@ def prepare_corpus(data, workers: int | None = None, log=print) -> Corpus:
 
     A store in object storage is prepared in the cache folder and then uploaded.
     """
-    fields, folder = {field: data[field] for field in STORE_FIELDS}, store_folder(data)
+    fields, folder = store_fields(data), store_folder(data)
     if is_remote(folder):
         return Corpus((prepare_remote_store(folder, data, fields, workers, log),), (1.0,))
     unfinished = "" if data.store else partial_name(data)
@@ -159,6 +155,11 @@ def load_or_prepare(data) -> Corpus:
     return prepare_corpus(data)
 
 
+def store_fields(data, **marks) -> dict:
+    """Returns the fields of a config's `data` group that determine the content of a token store."""
+    return {name: getattr(data, name) for name in DataConfig.names(in_store=True, **marks)}
+
+
 def store_folder(data) -> Path:
     """Returns the folder of a config's token store: `data.store`, or else a folder in the cache."""
     return as_path("config.data.store", data.store) if data.store else cached_store_folder(data)
@@ -170,7 +171,7 @@ def cached_store_folder(data) -> Path:
     The name of the folder depends on the source and on all settings of the store.
     """
     identity = [sources.fingerprint(data.source, data.text_endings), tokenizers.spec_fingerprint(data.tokenizer),
-                *(data[field] for field in STORE_FIELDS)]
+                *store_fields(data).values()]
     return cache_folder() / "stores" / cached_name(data, *identity)
 
 
@@ -182,7 +183,7 @@ def partial_name(data) -> str:
     """
     names = [str(Path(name).expanduser().absolute()) if sources.is_local(name) else name
              for name in sources.split_names(data.source)]
-    return cached_name(data, names, *(data[field] for field in STORE_FIELDS if field not in RELAXABLE_FIELDS))
+    return cached_name(data, names, *store_fields(data, relaxable=False).values())
 
 
 def cached_name(data, *identity) -> str:

@@ -17,14 +17,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Part, Place, Rules, digest_before
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
 VERSION = 3
-# Settings that may change before the preparation resumes; see `can_resume`.
-RELAXABLE_FIELDS = ("invalid_utf8", "invalid_items", "max_document_bytes")
 
 
 class Progress(NamedTuple):
@@ -100,7 +99,7 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 def can_resume(journal: Journal, identity: dict) -> bool:
     """Returns whether the settings in `identity` and in the journal give the same store for the text read so far."""
     before, now = journal.identity["made_from"], identity["made_from"]
-    may_change = {field for field in RELAXABLE_FIELDS if before[field] == "refuse"}
+    may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
     if TOO_LONG not in journal.latest.skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
         may_change.add("max_document_bytes")
     return (

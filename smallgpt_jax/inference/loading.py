@@ -71,8 +71,7 @@ def load_trained(folder: str | Path, step: int | None = None) -> TrainedModel:
         require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    config = workdir.read_config(folder)
-    model = models.build(**config.model)
+    model = models.LanguageModel(workdir.read_config(folder).model)
     step = workdir.find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     variables = models.abstract_variables(model)

@@ -63,15 +63,10 @@ def make_config(**fields) -> ModelConfig:
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
-    known = {field.name: field for field in dataclasses.fields(config_class)}
-    if unknown := [name for name in fields if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        raise UserError(f"config.model.{unknown[0]}={fields[unknown[0]]!r}: {architecture} has no such field; "
-                        + (f"did you mean {near[0]!r}?" if near else "remove it"))
-    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    required = [field.name for field in dataclasses.fields(config_class) if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in fields]:
         raise UserError(f"config.model.{missing[0]}: {architecture} needs a value for this field; set it")
-    config = config_class(**fields)
+    config = config_class.from_fields(fields)
     config.validate()
     for field, table in CHOICES.items():
         config.validate_choice(field, table)

@@ -66,9 +66,9 @@ class CausalConv(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CGPTConfig(LGPTConfig):
-    """The config of ConvGPT; configs/cgpt.py documents the field that it adds."""
-
-    conv_kernel: int
+    # taps of each convolution. With 1, as in the paper, ConvGPT equals LinearGPT: a convolution with one tap is a dense
+    # layer
+    conv_kernel: int = 1
 
     def validate(self) -> None:
         super().validate()

@@ -1,66 +1,97 @@
-"""The model config that all architectures share."""
+"""The config group `model`, which all architectures share."""
 
 import dataclasses
-import typing
-from collections.abc import Iterable
+from typing import ClassVar
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.config_group import ConfigGroup, free, per_run
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
 NORM_POSITIONS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned", "rope", "alibi", "none")
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
-              tuple: "integers, separated by commas"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The `model` group of a config; configs/base.py documents each field.
+class ModelConfig(ConfigGroup):
+    """The config group `model`. Architectures subclass it to add fields."""
 
-    Architectures subclass it to add fields. Fields with a default were added after the first release. Configs of older
-    runs lack these fields and get the defaults.
-    """
+    GROUP: ClassVar[str] = "model"
 
+    # gpt | pgpt | lgpt | cgpt | package.module:Class
     architecture: str
-    vocab_size: int
-    context_length: int
-    num_layers: int
-    num_heads: int
-    d_model: int
-    mlp_ratio: float
-    dropout: float
-    use_bias: bool
-    tie_embeddings: bool
-    dtype: str
-    scan_layers: bool
-    activation: str = "gelu"
-    position: str = "learned"
-    attention: str = "auto"
-    remat: str = "none"
-    norm: str = "layer"
-    norm_position: str = "pre"
-    norm_epsilon: float = 1e-5
-    mlp: str = "dense"
+    # rows of the token embedding; at least the tokenizer's vocabulary size
+    vocab_size: int = 50_304
+    # positions per sequence
+    context_length: int = 1024
+    # blocks in all paths and stages together
+    num_layers: int = 12
+    # attention heads per block; must divide d_model, unless head_dim is set
+    num_heads: int = 12
+    # width of the residual stream; in lgpt and cgpt, of the first stage
+    d_model: int = 768
+    # key–value heads per block (grouped-query attention); 0: as many as num_heads
     num_kv_heads: int = 0
-    qk_norm: bool = False
-    attention_windows: tuple[int, ...] = ()
-    rope_base: float = 10_000.0
+    # width of each head; 0: d_model / num_heads. If set, all stages of lgpt and cgpt use it
     head_dim: int = 0
-    rank_ratio: float = 0.0
+    # apply RMSNorm to each head's queries and keys
+    qk_norm: bool = False
+    # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
+    # repeated: (256, 0) means 256, 0, 256, 0, …
+    attention_windows: tuple[int, ...] = ()
+    # norm in blocks and before the head: "layer" | "rms"
+    norm: str = "layer"
+    # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
+    norm_position: str = "pre"
+    # ε of all norms, which is added to the variance
+    norm_epsilon: float = 1e-5
+    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of experts, which are
+    # dense or gated MLPs
+    mlp: str = "dense"
+    # (width of the MLP's inner layer) / d_model. With "moe": (width of one expert) / d_model
+    mlp_ratio: float = 4.0
+    # "moe": routed experts per block
     num_experts: int = 16
+    # "moe": routed experts that each token uses
     experts_per_token: int = 3
+    # "moe": experts that every token uses
     num_shared_experts: int = 1
+    # "moe": kind of MLP of each expert, "dense" | "gated"
     expert_mlp: str = "dense"
+    # "moe": factor on the output of the routed experts; DeepSeek-V3 uses 2.5
     expert_scale: float = 1.0
+    # "moe": change per step of the biases that balance the routed experts; 0: no biases
     expert_bias_rate: float = 0.001
+    # "moe": weight of the sequence-wise balance loss; DeepSeek-V3 uses 1e-4; 0: none
     balance_loss: float = 0.0
-    grouped_matmul: str = "auto"
-
-    def __post_init__(self):
-        if isinstance(self.attention_windows, list):  # from JSON
-            object.__setattr__(self, "attention_windows", tuple(self.attention_windows))
+    # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
+    grouped_matmul: str = free("auto")
+    # 0: full matrices. Between 0 and 1: each (m, n) matrix of attention and MLP is the product of two factors, (m, r)
+    # and (r, n), with the rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. The factors then have at most rank_ratio·m·n
+    # parameters together. Routed experts have full matrices
+    rank_ratio: float = 0.0
+    # dropout rate on the embeddings and on the outputs of attention and MLP
+    dropout: float = per_run(0.0)
+    # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
+    activation: str = "gelu"
+    # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none". With "learned", no sequence
+    # can be longer than context_length, and a trained model keeps its context_length (docs/conversion.md)
+    position: str = "learned"
+    # base of RoPE's frequencies, base^(−2i/head width)
+    rope_base: float = 10_000.0
+    # use biases in blocks, including LayerNorms
+    use_bias: bool = False
+    # share one matrix between token embedding and head
+    tie_embeddings: bool = False
+    # dtype of matrix products and activations: float32 | bfloat16; weights are float32
+    dtype: str = per_run("bfloat16")
+    # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
+    attention: str = free("auto")
+    # scan over the blocks: compiles faster, but steps are slower and need more memory
+    scan_layers: bool = free(False)
+    # rematerialization: the backward pass recomputes nothing ("none") | everything ("full") | everything except
+    # products with weights ("dots")
+    remat: str = free("none")
 
     @property
     def head_width(self) -> int:
@@ -100,16 +131,10 @@ class ModelConfig:
         """The width of the trunk's output."""
         return self.d_model
 
-    def refuse(self, field: str, rule: str):
-        """Raises UserError with the name and value of `field`, and the `rule` that the value breaks."""
-        raise UserError(f"config.model.{field}={getattr(self, field)!r}: {rule}")
-
     def validate(self) -> None:
         """Raises UserError for invalid values. Subclasses that override this method call `super().validate()` first."""
         self.validate_types()
-        for field in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model"):
-            if not getattr(self, field) >= 1:
-                self.refuse(field, "must be at least 1")
+        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", least=1)
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (
@@ -117,9 +142,7 @@ class ModelConfig:
                 ("norm_position", NORM_POSITIONS),
                 ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
-        for field in ("norm_epsilon", "rope_base", "mlp_ratio"):
-            if not 0 < getattr(self, field) < float("inf"):
-                self.refuse(field, "must be above 0")
+        self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
         if not 0 <= self.rank_ratio < 1:
@@ -134,35 +157,16 @@ class ModelConfig:
 
     def validate_experts(self) -> None:
         """Raises UserError if a field of the mixture of experts is invalid."""
-        if self.num_experts < 1:
-            self.refuse("num_experts", "must be at least 1")
+        self.validate_range("num_experts", least=1)
         if not 1 <= self.experts_per_token <= self.num_experts:
             self.refuse("experts_per_token",
                         f"must be at least 1 and at most config.model.num_experts={self.num_experts}")
-        if self.num_shared_experts < 0:
-            self.refuse("num_shared_experts", "must be at least 0")
+        self.validate_range("num_shared_experts", "expert_bias_rate", "balance_loss")
+        self.validate_range("expert_scale", above=True)
         if self.use_bias:
             self.refuse("use_bias", "must be False with config.model.mlp='moe', because experts have no biases")
         self.validate_choice("expert_mlp", ("dense", "gated"))
         self.validate_choice("grouped_matmul", grouped_matmul.BACKENDS)
-        for field in ("expert_bias_rate", "balance_loss"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                self.refuse(field, "must be a finite number, at least 0")
-        if not 0 < self.expert_scale < float("inf"):
-            self.refuse("expert_scale", "must be a finite number above 0")
-
-    def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
-        """Raises UserError unless the value of `field` is in `allowed`."""
-        if getattr(self, field) not in allowed:
-            self.refuse(field, f"must be one of {', '.join(allowed)}")
-
-    def validate_types(self) -> None:
-        """Raises UserError for values of the wrong type, because a config.json can contain values of any type."""
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
-            if not isinstance(value, (float, int) if kind is float else kind) or (
-                    isinstance(value, bool) and kind is not bool):
-                self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_block(self) -> None:
         """Raises UserError for fields that are invalid for blocks of width d_model."""

@@ -12,11 +12,12 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LGPTConfig(ModelConfig):
-    """The config of LinearGPT; configs/lgpt.py documents the fields that it adds."""
-
-    blocks_per_stage: int
-    compress_last_stage: bool
-    stage_heads: str
+    # blocks in each stage; must divide num_layers
+    blocks_per_stage: int = 2
+    # halve the width after the last stage, too
+    compress_last_stage: bool = True
+    # number of heads: "fixed" (constant) | "scaled" (halved with the width)
+    stage_heads: str = "fixed"
 
     @property
     def num_stages(self) -> int:
@@ -36,12 +37,10 @@ class LGPTConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.blocks_per_stage < 1:
-            self.refuse("blocks_per_stage", "must be at least 1")
+        self.validate_range("blocks_per_stage", least=1)
         if self.num_layers % self.blocks_per_stage:
             self.refuse("blocks_per_stage", f"must divide config.model.num_layers={self.num_layers}")
-        if self.stage_heads not in ("fixed", "scaled"):
-            self.refuse("stage_heads", "must be 'fixed' or 'scaled'")
+        self.validate_choice("stage_heads", ("fixed", "scaled"))
         halvings = self.num_compressions
         if self.d_model % 2**halvings:
             self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings}={2**halvings} must divide it; "

@@ -16,9 +16,9 @@ from smallgpt_jax.models.layers import Dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PGPTConfig(ModelConfig):
-    """The config of ParallelGPT; configs/pgpt.py documents the fields that it adds."""
-
-    num_paths: int
+    # parallel paths; must divide num_layers
+    num_paths: int = 2
+    # weights of the paths: "learned" | "equal"
     path_weights: str = "learned"
 
     @property
@@ -27,12 +27,10 @@ class PGPTConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.num_paths < 1:
-            self.refuse("num_paths", "must be at least 1")
+        self.validate_range("num_paths", least=1)
         if self.num_layers % self.num_paths:
             self.refuse("num_paths", f"must divide config.model.num_layers={self.num_layers}")
-        if self.path_weights not in ("learned", "equal"):
-            self.refuse("path_weights", "must be 'learned' or 'equal'")
+        self.validate_choice("path_weights", ("learned", "equal"))
 
 
 class Path(nn.Module):

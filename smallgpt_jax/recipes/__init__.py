@@ -4,9 +4,7 @@ In a clone, the recipes are in the folder configs/. A wheel contains a copy of t
 """
 
 import difflib
-import functools
 import importlib
-import runpy
 import sys
 from pathlib import Path
 
@@ -43,12 +41,6 @@ def recipes_in(folder: Path) -> dict[str, Path]:
     """Returns the recipes in a folder and its subfolders by name: {"gpt": …, "compare/paper": …}."""
     return {path.relative_to(folder).with_suffix("").as_posix(): path
             for path in sorted(folder.rglob("*.py")) if path.stem not in ("base", "__init__")}
-
-
-@functools.cache
-def default_fields() -> dict[str, dict]:
-    """Returns the fields of all recipes, {group: {field: value}}, with the values of the paper."""
-    return runpy.run_path(str(FOLDER / "base.py"))["get_config"]("paper").to_dict()
 
 
 def make_importable() -> None:

@@ -85,7 +85,7 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             ours, = (run for run in reported if (run["name"], run["seed"]) == (name, seed))
             assert [point["loss"] for point in ours["curve"]] == [line["loss"] for line in evals]
             assert [point["tokens"] for point in ours["curve"]] == [4 * 8 * TIME, 8 * 8 * TIME]
-            model = models.build(**workdir.read_config(folder).model)
+            model = models.LanguageModel(workdir.read_config(folder).model)
             flops = train_flops_per_token(model)
             assert [point["flops"] for point in ours["curve"]] == [4 * 8 * TIME * flops, 8 * 8 * TIME * flops]
             seconds = [2 * 8 * TIME / line["tokens_per_second"] for line in lines if line["split"] == "train"]
@@ -252,7 +252,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
                            model__num_layers=1, model__d_model=16, data__packing="best_fit")
     config, other = workdir.read_config(folder), tmp_path / "other.txt"
     other.write_text("\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(900)))
-    model = models.build(**config.model)
+    model = models.LanguageModel(config.model)
     trained = SimpleNamespace(model=model, params=init(model), model_state={})
     monkeypatch.setattr(inference, "load_trained", lambda folder: trained)
     monkeypatch.setattr(measure, "build_program", lambda config: build_program(config, jax.devices()[:1]))
@@ -302,7 +302,7 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
         return 1.0, 1
 
     def program(config):
-        mesh = sharding.make_mesh(**config.mesh)
+        mesh = sharding.make_mesh(config.mesh)
         return SimpleNamespace(
             mesh=mesh, runnable=lambda step: step,
             shardings=SimpleNamespace(params=sharding.replicated(mesh), model_state=sharding.replicated(mesh)),

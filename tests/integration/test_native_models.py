@@ -266,7 +266,7 @@ def test_tensors_of_other_forms(small_llama, tmp_path):
 
 def test_wide_heads_in_memory_and_flops():
     """The width of the attention, heads · head_dim, differs from d_model."""
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, path=1, devices=jax.devices()[:1])
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=1, tensor=1, path=1), jax.devices()[:1])
     state = SimpleNamespace(params={}, opt_state={})
     activations, flops = [], []
     for head_dim in (16, 32):

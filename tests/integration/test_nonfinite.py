@@ -12,6 +12,7 @@ from conftest import build, init
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.optimizer import make_optimizer
+from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.step import TrainState, train_step
 
 BROKEN = 63  # the token whose embedding the tests overwrite
@@ -45,8 +46,8 @@ def test_a_nonfinite_update_is_skipped(name):
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
     optimizer = make_optimizer(
-        models.abstract_params(build_tiny()), name=name, learning_rate=0.01, warmup_steps=0, decay_steps=9,
-        final_learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+        models.abstract_params(build_tiny()), OptimizerConfig(
+            name=name, learning_rate=0.01, warmup_steps=0, decay_steps=9, final_learning_rate=0.01))
     state, step = make_step(optimizer, schedule=lambda count: 10.0 * count)
     first, metrics = step(with_broken_embedding(state, np.nan), good)
     assert metrics["skipped"] == 0

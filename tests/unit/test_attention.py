@@ -175,7 +175,7 @@ def test_kernel_on_a_mesh(backend, groups):
     Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`. Covers a single key
     head, which cannot be sharded over the two devices of `tensor`.
     """
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2, path=1)
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tensor=2, path=1))
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
     mask = AttentionMask(segment_ids_BxT=documents(4)) if backend == "splash" else AttentionMask()
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")

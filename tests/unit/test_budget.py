@@ -13,11 +13,12 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_path
 
 from configs.compare import base
-from smallgpt_jax import cli, models, sharding
+from smallgpt_jax import cli, models, program, sharding
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, measure, parameters, planning
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.program import Program, validate_train
+from smallgpt_jax.program import Program
+from smallgpt_jax.run.config import Config
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
 
@@ -59,7 +60,7 @@ def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
 
 def flops(config) -> float:
     """Returns the FLOPs of a run, as `plan` counts them."""
-    model = models.build(**config.model)
+    model = models.LanguageModel(Config.of(config).model)
     return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
 
 
@@ -94,7 +95,7 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
         assert abs(parameters.num_parameters(run.config) / target - 1) < 0.02, run.name
         recipe = load_config(run.name, size)
         recipe.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
-        ours = {**run.config.model, "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
+        ours = {**run.config.to_dict()["model"], "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
         assert ours == recipe.model.to_dict()  # only the width differs
 
 
@@ -253,7 +254,8 @@ def test_refuses_misspelt_comparison_fields():
 
 def validate(config: ConfigDict) -> None:
     """Validates a config without tracing the model. Used in place of `build_program`, which takes seconds."""
-    validate_train(config.train, models.build(**config.model).config, sharding.make_mesh(**config.mesh))
+    config = Config.of(config)
+    program.validate(config, sharding.make_mesh(config.mesh))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -265,5 +267,5 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
     if name == "stages":  # the first run has the model of lgpt's recipe
-        assert planned[0].config.model.to_dict() == load_config("lgpt", size).model.to_dict()
+        assert planned[0].config.to_dict()["model"] == load_config("lgpt", size).model.to_dict()
     measure.parse_texts(config.compare.texts)

@@ -11,7 +11,8 @@ from configs import base
 from smallgpt_jax import __main__ as package
 from smallgpt_jax import cli, models, sharding
 from smallgpt_jax.optimizer import make_optimizer
-from smallgpt_jax.program import validate_train
+from smallgpt_jax.program import validate
+from smallgpt_jax.run.config import Config
 
 RECIPES = [path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "run")]
 
@@ -29,7 +30,7 @@ def test_every_recipe_builds(recipe, size):
     tokens = jax.ShapeDtypeStruct((2, config.model.context_length), "int32")
     logits, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (2, config.model.context_length, config.model.vocab_size)
-    optimizer = make_optimizer(variables["params"], **config.optimizer)
+    optimizer = make_optimizer(variables["params"], Config.of(config).optimizer)
     params = nn.unbox(variables["params"])
     state = jax.eval_shape(optimizer.init, params)
     assert 2 * sum(x.size for x in jax.tree.leaves(params)) == sum(x.size for x in jax.tree.leaves(state) if x.ndim)
@@ -40,8 +41,8 @@ def test_every_recipe_builds(recipe, size):
 def test_every_recipe_is_a_valid_config(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
     assert config.is_locked
-    model = models.build(**config.model)  # validates the fields
-    validate_train(config.train, model.config, sharding.make_mesh(**config.mesh))
+    config = Config.of(config)
+    validate(config, sharding.make_mesh(config.mesh))
 
 
 def test_cgpt_kernel():

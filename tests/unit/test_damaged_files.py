@@ -140,8 +140,8 @@ def write_tokenizers(folder):
 
 def use_config(folder):
     config = workdir.read_config(folder / "run")
-    models.build(**config.model)
-    workdir.flatten(config)
+    models.LanguageModel(config.model)
+    config.flat()
     workdir.check_workdir(folder / "run", workdir.read_config(folder / "expected"))
     model_card.training_facts(folder / "run", 40)
 

@@ -9,6 +9,7 @@ from conftest import load_config
 from smallgpt_jax.comparison import figures, learning_rates, report
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.planning import Plan, run_folder
+from smallgpt_jax.run.config import Config
 
 INF = math.inf
 
@@ -47,9 +48,8 @@ def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, ed
 
 
 def plan(folder: Path, *, seeds: int = 2, multiples=(0.5, 1, 2), max_added: int = 4) -> Plan:
-    config = load_config("gpt", optimizer__learning_rate=0.01, optimizer__final_learning_rate=0.001)
-    return Plan(folder, {"a": config, "b": config.copy_and_resolve_references()}, range(7, 7 + seeds), multiples,
-                max_added)
+    config = Config.of(load_config("gpt", optimizer__learning_rate=0.01, optimizer__final_learning_rate=0.001))
+    return Plan(folder, {"a": config, "b": config}, range(7, 7 + seeds), multiples, max_added)
 
 
 def run_plan(plan: Plan, losses: dict[str, dict]) -> list[str]:

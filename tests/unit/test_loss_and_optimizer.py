@@ -17,8 +17,11 @@ from flax import linen as nn
 from smallgpt_jax import models, sharding
 from smallgpt_jax.analysis.flops import matmul_flops, train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.optimizer import is_matrix, learning_rate_schedule, make_optimizer
+from smallgpt_jax.optimizer import is_matrix, make_optimizer
+from smallgpt_jax.program import build_program
+from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.step import cross_entropy
+from smallgpt_jax.training.learning_rate import learning_rate_schedule
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -90,8 +93,8 @@ def test_logits_are_never_materialized():
 
 
 def test_learning_rate():
-    rate = learning_rate_schedule(
-        learning_rate=6e-4, warmup_steps=715, decay_steps=19_073, final_learning_rate=6e-5)
+    rate = learning_rate_schedule(OptimizerConfig(
+        learning_rate=6e-4, warmup_steps=715, decay_steps=19_073, final_learning_rate=6e-5))
     for step, expected in ((0, 0.0), (143, 6e-4 / 5), (715, 6e-4), (19_073, 6e-5), (30_000, 6e-5)):
         assert float(rate(step)) == pytest.approx(expected, rel=1e-4)
     middle = 6e-5 + (6e-4 - 6e-5) * (1 + math.cos(math.pi * 0.25)) / 2
@@ -109,7 +112,7 @@ def updates_of(model, params, gradients, **fields):
     """Returns the first update of an optimizer with learning rate 0.01 and weight decay 0.1."""
     settings = dict(name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10, final_learning_rate=0.01,
                     weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
-    optimizer = make_optimizer(models.abstract_params(model), **{**settings, **fields})
+    optimizer = make_optimizer(models.abstract_params(model), OptimizerConfig(**{**settings, **fields}))
     return jax.jit(lambda gradients, params: optimizer.update(gradients, optimizer.init(params), params)[0])(
         gradients, params)
 
@@ -143,17 +146,16 @@ def test_update_matches_the_paper(name):
     ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),
     *(({field: value}, [f"config.optimizer.{field}={value}", "must be"]) for value in (math.nan, math.inf)
       for field in ("learning_rate", "final_learning_rate", "weight_decay", "clip_norm", "beta1", "beta2")),
-    ({"decay_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
+    ({"decay_steps": 5, "warmup_steps": 5}, ["decay_steps=5", "warmup_steps=5"]),
 ])
 def test_refuses_impossible_optimizers(change, substrings):
-    settings = {**load_config("gpt").optimizer, **change}
     with pytest.raises(UserError) as error:
-        make_optimizer(models.abstract_params(build("gpt")), **settings)
+        build_program(load_config("gpt", **{f"optimizer__{field}": value for field, value in change.items()}))
     assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
 def test_axis_rules_place_weights():
-    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2, path=2)
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=2, tensor=2, path=2))
     params = nn.unbox(sharding.param_shardings(mesh, models.abstract_params(build("pgpt"))))
     P = jax.sharding.PartitionSpec
     blocks = params["trunk"]["paths"]["blocks"]
@@ -167,7 +169,7 @@ def test_axis_rules_place_weights():
 
 
 def test_reports_undivided_dimensions_once():
-    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4, path=1)
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=1, tensor=4, path=1))
     lines = sharding.replicated_dimensions(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert lines == ["heads = 3 is replicated: config.mesh.tensor=4 does not divide it"]
 
@@ -180,7 +182,7 @@ def test_reports_undivided_dimensions_once():
 ])
 def test_refuses_impossible_meshes(lengths, substrings):
     with pytest.raises(UserError) as error:
-        sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
+        sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}))
     assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
@@ -190,7 +192,7 @@ def test_refuses_meshes_that_do_not_fit_a_slice_of_tpus():
                                      process_index=0, slice_index=0)
                for i, coords in enumerate(itertools.product(range(4), range(8), range(8)))]
     with pytest.raises(UserError, match=r"data=16, fsdp=16.*4×8×8.*1 or a product of sides"):
-        sharding.make_mesh(data=16, fsdp=16, tensor=1, path=1, devices=devices)
+        sharding.make_mesh(sharding.MeshConfig(data=16, fsdp=16, tensor=1, path=1), devices)
 
 
 def test_flops_of_a_matrix_product():

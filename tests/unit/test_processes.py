@@ -54,7 +54,7 @@ def test_all_processes_raise_if_the_primary_one_fails(monkeypatch):
 
 @pytest.mark.parametrize("lengths", [dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(tensor=8)])
 def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
-    mesh = sharding.make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, "path": 1, **lengths})
+    mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}))
     batch = np.random.default_rng(0).integers(0, 100, (16, 5))
     rows = sharding.local_rows(mesh, 16)
     np.testing.assert_array_equal(rows, np.arange(16))
@@ -65,7 +65,7 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
     """The devices of a process can be scattered over the mesh, as on TPU slices. Here, they are devices 0, 3 and 6."""
-    mesh = sharding.make_mesh(data=4, fsdp=1, tensor=2, path=1)
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=4, fsdp=1, tensor=2, path=1))
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     local = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}
 

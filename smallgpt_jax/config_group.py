@@ -1,0 +1,134 @@
+"""Config groups: frozen dataclasses that declare each config field once.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class TrainConfig(ConfigGroup):
+        GROUP = "train"
+
+        # number of training steps
+        steps: int = free(19_073)
+
+A field has a type, a comment, and its value in the recipe `paper`. The rest derives from these lines: the ConfigDict of
+recipes and flags, messages for wrong fields, and what may change when a run is resumed.
+
+A config.json without a field was written before the field existed. The field then has its default, so the default of a
+new field must not change what older runs compute.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+from ml_collections import ConfigDict, config_dict
+
+from smallgpt_jax.errors import UserError
+
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
+              tuple: "integers, separated by commas"}
+AT_START = -1  # value of fields that the start of a run determines
+
+
+def per_run(default) -> Any:
+    """Returns a field of `model` that is fixed by a run, but not by the weights of a trained model."""
+    return dataclasses.field(default=default, metadata={"fixed_by": "run"})
+
+
+def free(default) -> Any:
+    """Returns a field that may change when a run is resumed. It affects results through rounding, or not at all."""
+    return dataclasses.field(default=default, metadata={"fixed_by": None})
+
+
+def at_start(default) -> Any:
+    """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the value."""
+    return dataclasses.field(default=default, metadata={"at_start": True})
+
+
+def in_store(default, relaxable: bool = False) -> Any:
+    """Returns a field of `data` that determines the content of a token store.
+
+    If it is `relaxable`, a preparation that was interrupted may go on after a change from "refuse" to another value.
+    """
+    return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigGroup:
+    """The fields of one group of a config. See the module's docstring."""
+
+    GROUP: ClassVar[str]
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), _kind(field)
+            if kind is tuple and isinstance(value, list):  # from JSON
+                object.__setattr__(self, field.name, tuple(value))
+            if kind is float and type(value) is int and abs(value) < 2**53:
+                object.__setattr__(self, field.name, float(value))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping) -> Self:
+        """Returns the group with these fields; missing ones have their defaults. Raises UserError for unknown ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in fields.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: no such field; "
+                                + (f"did you mean {near[0]!r}?" if near else "remove it"))
+        group = cls(**fields)
+        group.validate_types()
+        return group
+
+    @classmethod
+    def config_dict(cls) -> ConfigDict:
+        """Returns the defaults as a ConfigDict. Fields without a default are placeholders."""
+        return ConfigDict({
+            field.name: config_dict.placeholder(field.type) if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(cls)})
+
+    @classmethod
+    def names(cls, **metadata) -> tuple[str, ...]:
+        """Returns the names of the fields with this metadata. `fixed_by` is the group `model` or "run" by default."""
+        def matches(field: dataclasses.Field) -> bool:
+            marks = {"fixed_by": "model" if cls.GROUP == "model" else "run", **field.metadata}
+            return all(marks.get(name) == value for name, value in metadata.items())
+
+        return tuple(field.name for field in dataclasses.fields(cls) if matches(field))
+
+    def replace(self, **fields) -> Self:
+        return dataclasses.replace(self, **fields)
+
+    def validate(self) -> None:
+        """Raises UserError for invalid values."""
+
+    def refuse(self, field: str, rule: str):
+        """Raises UserError with the name and value of `field`, and the `rule` that the value breaks."""
+        raise UserError(f"config.{self.GROUP}.{field}={getattr(self, field)!r}: {rule}")
+
+    def validate_types(self) -> None:
+        """Raises UserError for values of the wrong type, because a config.json can contain values of any type."""
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), _kind(field)
+            if not isinstance(value, (float, int) if kind is float else kind) or (
+                    isinstance(value, bool) and kind is not bool):
+                self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
+
+    def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
+        """Raises UserError unless the value of `field` is in `allowed`."""
+        if (value := getattr(self, field)) not in allowed:
+            near = difflib.get_close_matches(str(value), [name for name in allowed if name], n=1)
+            self.refuse(field, f"must be one of {', '.join(name or repr('') for name in allowed)}"
+                        + (f"; did you mean {near[0]!r}?" if near else ""))
+
+    def validate_range(self, *fields: str, least: float = 0, above: bool = False) -> None:
+        """Raises UserError unless the values of `fields` are finite and at least (or `above`) `least`."""
+        for field in fields:
+            value = getattr(self, field)
+            if not (least < value if above else least <= value) or not value < math.inf:
+                finite = ("a finite number" + " " * above + ", " * (not above)) if isinstance(value, float) else ""
+                self.refuse(field, f"must be {finite}{'above' if above else 'at least'} {least:g}")
+
+
+def _kind(field: dataclasses.Field) -> type:
+    return typing.get_origin(field.type) or field.type

@@ -1,0 +1,48 @@
+"""The config group `data`."""
+
+import dataclasses
+from typing import ClassVar
+
+from smallgpt_jax.config_group import ConfigGroup, free, in_store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(ConfigGroup):
+    GROUP: ClassVar[str] = "data"
+
+    # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files, which may be
+    # compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources
+    source: str = in_store("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
+    # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of JSON lines and
+    # Parquet files are always read; of a glob, all files are read
+    text_endings: str = in_store(".txt")
+    # JSON field or Parquet column that contains the text
+    text_field: str = in_store("text")
+    # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
+    invalid_utf8: str = in_store("refuse", relaxable=True)
+    # if lines or rows are invalid, too long or lack text_field, or if text files are not UTF-8: "refuse" the source |
+    # "skip" them
+    invalid_items: str = in_store("refuse", relaxable=True)
+    # a longer JSON line or row is invalid
+    max_document_bytes: int = in_store(100_000_000, relaxable=True)
+    # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a tokenizer.json of Hugging Face,
+    # or a folder
+    tokenizer: str = in_store("gpt2")
+    # fraction of documents for validation, selected by a hash of their text
+    validation_fraction: float = in_store(0.01)
+    # folder of the token store, local or gs://; an existing store is used unchanged. "": a store in the cache folder,
+    # rebuilt when the source changes
+    store: str = free("data/fineweb-edu")
+    # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, it replaces the fields source,
+    # tokenizer and store
+    mixture: str = free("")
+    # "concat": join all documents and cut the result into rows | "best_fit": put whole documents into rows where they
+    # fit; cuts fewer documents, but needs some padding
+    packing: str = "concat"
+    # True: a token attends only to its own document, not to others in the row
+    separate_documents: bool = False
+    # threads that prefetch batches; 0: none
+    workers: int = free(2)
+
+    def validate(self) -> None:
+        self.validate_range("workers")

@@ -1,0 +1,179 @@
+"""The config of a run, and its groups `optimizer` and `train`. The other groups are beside their components."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from smallgpt_jax import models
+from smallgpt_jax.config_group import AT_START, ConfigGroup, at_start, free
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import ModelConfig
+from smallgpt_jax.sharding import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(ConfigGroup):
+    GROUP: ClassVar[str] = "optimizer"
+
+    # adamw | lion | muon. With muon, embeddings, head and vectors are still updated by AdamW. Learning rates and weight
+    # decay that suit adamw also suit muon (docs/optimizers.md)
+    name: str = "adamw"
+    # learning rate after the warmup: "cosine" | "linear": decay to final_learning_rate | "wsd": constant, then a decay
+    # by 1 − √x over the last decay_fraction of the steps | "wsd_linear": the same with a linear decay | "constant"
+    schedule: str = "cosine"
+    # peak learning rate, at the end of the warmup
+    learning_rate: float = 6e-4
+    # steps of linear warmup from 0; -1: warmup_fraction of the decay_steps
+    warmup_steps: int = at_start(715)
+    # with warmup_steps=-1: length of the warmup, as a fraction of decay_steps
+    warmup_fraction: float = 0.025
+    # step at which the decay ends; -1: train.steps when the run starts
+    decay_steps: int = at_start(19_073)
+    # with "wsd" and "wsd_linear": length of the decay, as a fraction of decay_steps
+    decay_fraction: float = 0.1
+    # learning rate from decay_steps on; -1: final_fraction of the learning_rate
+    final_learning_rate: float = at_start(6e-5)
+    # with final_learning_rate=-1: the final learning rate, as a fraction of the peak
+    final_fraction: float = 0.1
+    # applies to matrices, but not to biases, norms or path weights
+    weight_decay: float = 0.1
+    # AdamW: decay rate of the first moment. Lion: weight of the momentum in the update
+    beta1: float = 0.9
+    # AdamW: decay rate of the second moment. Lion: decay rate of the momentum
+    beta2: float = 0.95
+    # maximum norm of the gradient; 0: no clipping
+    clip_norm: float = 1.0
+
+    def validate(self) -> None:
+        self.validate_range("learning_rate", "weight_decay", "clip_norm")
+        for field in ("beta1", "beta2", "warmup_fraction", "final_fraction"):
+            if not 0 <= getattr(self, field) < 1:
+                self.refuse(field, "must be at least 0 and below 1")
+        if not 0 < self.decay_fraction <= 1:
+            self.refuse("decay_fraction", "must be above 0 and at most 1")
+
+    def started(self, steps: int) -> Self:
+        """Returns the group with each AT_START replaced. Raises UserError for an invalid schedule."""
+        end = steps if self.decay_steps == AT_START else self.decay_steps
+        warmup = math.floor(self.warmup_fraction * end) if self.warmup_steps == AT_START else self.warmup_steps
+        final = (self.final_fraction * self.learning_rate if self.final_learning_rate == AT_START
+                 else self.final_learning_rate)
+        group = self.replace(warmup_steps=warmup, decay_steps=end, final_learning_rate=final)
+        group.validate_range("warmup_steps", "final_learning_rate")
+        if end <= warmup:
+            group.refuse("decay_steps", f"must be more than config.optimizer.warmup_steps={warmup}")
+        return group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(ConfigGroup):
+    GROUP: ClassVar[str] = "train"
+
+    # number of training steps
+    steps: int = free(19_073)
+    # sequences per step, over all devices
+    batch_size: int = 512
+    # each batch is split into this many parts, computed one after another, also in evaluation
+    microbatches: int = free(8)  # a change also changes the dropout masks
+    # each sequence is split into this many parts; their logits are computed one after another. Must divide
+    # context_length
+    loss_chunks: int = free(4)
+    # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common weight is 1e-4. The z-loss
+    # is added in training, but not in evaluation
+    z_loss: float = 0.0
+    # workdir of a trained model of the same architecture and sizes; "": none. With a teacher, the distance between the
+    # outputs of both models' blocks is added to the training loss (docs/conversion.md)
+    teacher: str = ""
+    # step of the teacher's checkpoint; -1: the newest one when the run starts
+    teacher_step: int = at_start(AT_START)
+    # weight of the distance to the teacher's features
+    feature_weight: float = 0.1
+    # seed of weights, data order and dropout; 0 to 2^32 - 1
+    seed: int = 1337
+    # steps between log lines
+    log_every: int = free(10)
+    # steps between evaluations
+    eval_every: int = free(250)
+    # batches per evaluation; 0: the whole validation split
+    eval_steps: int = free(20)
+    # steps between checkpoints; the last step is always saved
+    checkpoint_every: int = free(1000)
+    # number of newest checkpoints to keep
+    keep_checkpoints: int = free(3)
+    # if the loss or the gradient is not finite: "stop" the run | "skip" the update. Non-finite weights always stop the
+    # run
+    on_nonfinite: str = free("stop")
+    # with "skip": the run stops after this number of consecutive non-finite updates
+    max_nonfinite: int = free(10)
+    # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
+    tracker: str = free("")
+    # first step of a trace for xprof; 0: no trace. The first steps after a start or resumption are not typical
+    profile_from: int = free(0)
+    # number of steps in the trace
+    profile_steps: int = free(5)
+    # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of compiling, saving and
+    # evaluating does not count
+    stall_seconds: float = free(1800.0)
+
+    def validate(self) -> None:
+        self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
+                            "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", least=1)
+        self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds")
+        if not 0 <= self.seed < 2**32:
+            self.refuse("seed", "must be at least 0 and below 2^32")
+        self.validate_choice("on_nonfinite", ("stop", "skip"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The config of a run: its groups, with all values determined except `train.teacher_step`."""
+
+    model: ModelConfig
+    data: DataConfig
+    mesh: MeshConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+
+    @classmethod
+    def of(cls, config: Mapping | Self, saved: Self | None = None) -> Self:
+        """Returns the config of a recipe. `saved` is the config of the run that it resumes.
+
+        Raises UserError for missing groups, for fields that do not exist, and for invalid values.
+        """
+        if isinstance(config, cls):
+            return config
+        if unknown := [name for name in config if name not in GROUPS]:
+            raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
+        groups = {name: dict(config.get(name, {})) for name in GROUPS}
+        for name, group in GROUPS.items():
+            for field in group.names(at_start=True) if saved else ():
+                if groups[name].get(field, AT_START) == AT_START:
+                    groups[name][field] = getattr(getattr(saved, name), field)
+        typed = {name: group.from_fields(groups[name]) for name, group in GROUPS.items() if name != "model"}
+        for group in typed.values():
+            group.validate()
+        typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)
+        return cls(model=models.make_config(**groups["model"]), **typed)
+
+    def replace(self, **groups: Mapping) -> Self:
+        """Returns a copy with other values: config.replace(train={"steps": 5})."""
+        return dataclasses.replace(
+            self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()})
+
+    def to_dict(self) -> dict[str, dict]:
+        return dataclasses.asdict(self)
+
+    def flat(self) -> dict:
+        """Returns {"group.field": value}."""
+        return flatten(self.to_dict())
+
+
+GROUPS: dict[str, type[ConfigGroup]] = {
+    "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
+
+
+def flatten(groups: Mapping[str, Mapping]) -> dict:
+    """Returns {"group.field": value}."""
+    return {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}

@@ -1,0 +1,1 @@
+"""Training: optimizer, learning rate, train step, loop."""

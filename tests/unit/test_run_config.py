@@ -1,0 +1,136 @@
+"""Tests of the typed config of a run: defaults, schedules that follow train.steps, and what a resumed run keeps."""
+
+import dataclasses
+import json
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import load_config
+
+from configs import run as run_recipe
+from smallgpt_jax import workdir
+from smallgpt_jax.config_group import ConfigGroup
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
+from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
+
+
+def test_every_field_of_the_paper_recipe_has_its_default():
+    groups = Config.of(load_config("pgpt", "paper")).to_dict()
+    for name, group in GROUPS.items():
+        for field in dataclasses.fields(group):
+            assert groups[name][field.name] == (
+                "pgpt" if field.name == "architecture" else field.default), field.name
+
+
+def test_every_field_is_documented():
+    """The comment above a field is its documentation."""
+    for group in GROUPS.values():
+        path = __import__(group.__module__, fromlist=[""]).__file__
+        lines = open(path).read().splitlines()
+        for field in dataclasses.fields(group):
+            at, = (i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
+            assert lines[at - 1].startswith("    # "), (group, field.name)
+
+
+def test_the_schedule_of_small_recipes_follows_the_steps():
+    """With one flag, a shorter run still decays to its last step. The paper's recipe keeps its own steps."""
+    short = Config.of(load_config("gpt", "quickstart", train__steps=60)).optimizer
+    assert (short.warmup_steps, short.decay_steps, short.final_learning_rate) == (1, 60, pytest.approx(3e-4))
+    whole = Config.of(load_config("gpt", "quickstart")).optimizer
+    assert (whole.warmup_steps, whole.decay_steps, whole.final_learning_rate) == (50, 2000, pytest.approx(3e-4))
+    paper = Config.of(load_config("gpt", "paper", train__steps=60)).optimizer
+    assert (paper.warmup_steps, paper.decay_steps, paper.final_learning_rate) == (715, 19_073, 6e-5)
+
+
+def test_a_resumed_run_keeps_its_schedule():
+    saved = Config.of(load_config("gpt", "quickstart", train__steps=60))
+    longer = load_config("gpt", "quickstart", train__steps=90)
+    assert Config.of(longer, saved).optimizer == saved.optimizer
+    assert Config.of(longer).optimizer.decay_steps == 90
+    longer.optimizer.decay_steps = 80  # given explicitly
+    assert Config.of(longer, saved).optimizer.decay_steps == 80
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("cosine", lambda x: 0.1 + 0.9 * (1 + np.cos(np.pi * x)) / 2),
+    ("linear", lambda x: 1 - 0.9 * x),
+    ("wsd", lambda x: np.where(x < 0.75, 1.0, 0.1 + 0.9 * (1 - np.sqrt(np.maximum(x - 0.75, 0) / 0.25)))),
+    ("wsd_linear", lambda x: np.where(x < 0.75, 1.0, 0.1 + 0.9 * (1 - np.maximum(x - 0.75, 0) / 0.25))),
+    ("constant", np.ones_like)])
+def test_schedules(name, expected):
+    """Each schedule equals its formula, after a linear warmup; x runs from 0 to 1 between warmup and decay_steps."""
+    config = OptimizerConfig(schedule=name, learning_rate=2.0, warmup_steps=20, decay_steps=100, decay_fraction=0.2,
+                             final_learning_rate=0.2)
+    rates = jax.vmap(learning_rate_schedule(config))(jnp.arange(131.0))
+    np.testing.assert_allclose(rates[:20], 2.0 * np.arange(20) / 20, rtol=1e-6)
+    np.testing.assert_allclose(rates[20:101], 2.0 * expected(np.arange(81) / 80), rtol=1e-5)
+    np.testing.assert_array_equal(rates[101:], rates[100])
+
+
+def test_unknown_schedules_are_refused():
+    with pytest.raises(UserError, match=r"config.optimizer.schedule='cosin': must be one of .*; did you mean 'cosine'"):
+        learning_rate_schedule(OptimizerConfig(schedule="cosin"))
+    assert set(SCHEDULES) == {"cosine", "linear", "wsd", "wsd_linear", "constant"}
+
+
+def test_a_new_field_does_not_stop_an_old_run(tmp_path, monkeypatch):
+    """A config.json without a field is read with the field's default, and may be resumed with this default."""
+    config = Config.of(load_config("gpt"))
+    groups = config.to_dict()
+    del groups["optimizer"]["clip_norm"], groups["model"]["norm"], groups["train"]["stall_seconds"]
+    (tmp_path / "config.json").write_text(json.dumps({"format": workdir.FORMAT, **groups}))
+    (tmp_path / "store.json").write_text("{}")
+    assert workdir.read_config(tmp_path) == config
+    workdir.check_workdir(tmp_path, config)
+    with pytest.raises(UserError, match=r"optimizer\.clip_norm was 1\.0, now 0\.5"):
+        workdir.check_workdir(tmp_path, config.replace(optimizer={"clip_norm": 0.5}))
+
+
+def test_configs_of_unreleased_versions_are_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(Config.of(load_config("gpt")).to_dict()))
+    with pytest.raises(UserError, match=r"config.json: was written by another version") as error:
+        workdir.read_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_recipe_of_a_run_is_its_config(tmp_path):
+    config = Config.of(load_config("pgpt", model__num_paths=4, model__num_layers=4))
+    (tmp_path / "config.json").write_text(json.dumps({"format": workdir.FORMAT, **config.to_dict()}))
+    assert Config.of(run_recipe.get_config(str(tmp_path))) == config
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(train__stepz=3), r"config.train.stepz=3: no such field; did you mean 'steps'"),
+    (dict(train__eval_every=0), r"config.train.eval_every=0: must be at least 1"),
+    (dict(optimizer__decay_fraction=0.0), r"config.optimizer.decay_fraction=0.0: must be above 0"),
+    (dict(optimizer__warmup_steps=-2), r"config.optimizer.warmup_steps=-2: must be at least 0"),
+    (dict(data__workers=-1), r"config.data.workers=-1: must be at least 0")])
+def test_wrong_fields(change, message):
+    groups = load_config("gpt").to_dict()
+    for name, value in change.items():
+        group, field = name.split("__")
+        groups[group][field] = value
+    with pytest.raises(UserError, match=message):
+        Config.of(groups)
+
+
+def test_one_line_declares_a_field():
+    """The recipe's ConfigDict, messages and the rule of resumption follow from the dataclass."""
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Group(ConfigGroup):
+        GROUP: ClassVar[str] = "group"
+
+        width: int = 3
+        rates: tuple[float, ...] = (0.5,)
+
+    assert Group.config_dict().to_dict() == {"width": 3, "rates": (0.5,)}
+    assert Group.names(fixed_by="run") == ("width", "rates")
+    assert Group.from_fields({"rates": [1.0]}).rates == (1.0,)
+    with pytest.raises(UserError, match=r"config.group.widht=3: no such field; did you mean 'width'"):
+        Group.from_fields({"widht": 3})
+    with pytest.raises(UserError, match=r"config.group.width='3': must be an integer"):
+        Group.from_fields({"width": "3"})

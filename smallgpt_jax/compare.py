@@ -7,7 +7,7 @@ The first form trains the runs of a comparison one after another, each in its ow
 command to resume. Several processes with the same command divide the runs among themselves. The second form reports on
 one or more existing runs. Both write report.html, report.md and results.json.
 
-configs/compare/base.py documents the config of a comparison: its runs, its budget, its seeds and its measurements.
+smallgpt_jax/comparison/config.py documents the fields of a comparison: its budget, seeds and measurements.
 """
 
 import glob

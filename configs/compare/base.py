@@ -3,7 +3,7 @@
 A comparison is a config that its runs share, with two additional groups:
 
 - `runs`: {name of a run: the fields that this run overrides}
-- `compare`: the budget, the seeds and the measurements to take
+- `compare`: the budget, the seeds and the measurements to take (smallgpt_jax/comparison/config.py)
 
 This example compares three widths:
 
@@ -23,6 +23,8 @@ import importlib
 
 from ml_collections import ConfigDict
 
+from smallgpt_jax.comparison.config import CompareConfig
+
 
 def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDict:
     """Returns the config of a comparison.
@@ -33,24 +35,8 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
       **compare: fields of the group `compare`.
     """
     config = common.unlock()
-    config.compare = group = ConfigDict()
-    # The quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
-    # With "parameters", the models get widths at which their numbers of parameters are equal within 2%. All runs are
-    # then trained on the same number of tokens.
-    group.budget = "tokens"
-    group.names = ",".join(runs)  # names of the runs to train, in this order
-    group.reference = next(iter(runs), "")  # the run whose train.steps and number of parameters set the budget
-    group.seconds = 0.0  # seconds of training per run, for budget "seconds"
-    group.seeds = 2  # number of seeds that each run is trained with: train.seed, train.seed + 1, …
-    group.learning_rates = ()  # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2).
-    # The first seed is trained at all multiples. The other seeds are trained only at the best one, which has the lowest
-    # validation loss after the last step. (): only the runs' own rates
-    group.max_added_learning_rates = 4  # maximum number of multiples that are added per run. As long as the best
-    # multiple is the lowest or the highest, the next one beyond it is added
-    group.contexts = (1,)  # finished runs are also evaluated at these multiples of their context length
-    group.texts = ""  # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
-    group.decoding = True  # measure the decoding speed of finished runs
-    group.lock().update(compare)
+    config.compare = CompareConfig.config_dict().lock()
+    config.compare.update({"names": ",".join(runs), "reference": next(iter(runs), ""), **compare})
     config.runs = ConfigDict(runs, allow_dotted_keys=True)
     return config.lock()
 

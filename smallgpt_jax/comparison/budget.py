@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import data, models, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token, update_flops
-from smallgpt_jax.comparison import learning_rates
+from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.planning import Plan, run_folder
 from smallgpt_jax.config_group import AT_START
@@ -28,7 +27,6 @@ from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.program import build_program
 from smallgpt_jax.run.config import GROUPS, Config
 
-BUDGETS = ("tokens", "flops", "parameters", "seconds")
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 SPEEDS_FILE = "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
@@ -72,26 +70,16 @@ def validate_comparison(config: ConfigDict) -> None:
     if "compare" not in config or "runs" not in config:
         raise UserError("--config: this is the recipe of one run, not a comparison; use a config in configs/compare/, "
                         "or list existing runs in --workdirs")
-    compare = config.compare
+    compare = CompareConfig.from_fields(config.compare)
+    compare.validate()
     if invalid := [name for name in config.runs if "," in name or name != name.strip()]:
         raise UserError(f"config.runs: {invalid[0]!r}: names cannot contain commas or start or end with spaces")
     if not run_names(config):
         raise UserError("config.compare.names: the comparison has no runs; name at least one")
     if unknown := [name for name in run_names(config) if name not in config.runs]:
         raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
-    if compare.budget not in BUDGETS:
-        raise UserError(f"config.compare.budget={compare.budget!r}: must be one of {', '.join(BUDGETS)}")
     if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
-    if compare.seeds < 1:
-        raise UserError(f"config.compare.seeds={compare.seeds}: must be at least 1")
-    if compare.budget == "seconds" and not 0 < compare.seconds < math.inf:
-        raise UserError(f"config.compare.seconds={compare.seconds:g}: must be above 0 with budget 'seconds'")
-    if compare.budget != "seconds" and compare.seconds:
-        raise UserError(f"config.compare.seconds={compare.seconds:g}: needs config.compare.budget='seconds'")
-    if not compare.contexts or not all(isinstance(times, int) and times >= 1 for times in compare.contexts):
-        raise UserError(f"config.compare.contexts={compare.contexts}: must be integers, at least 1")
-    learning_rates.validate(compare)
     folders: dict[Path, str] = {}
     for name in config.runs:
         if "steps" in config.runs[name].get("train", {}):

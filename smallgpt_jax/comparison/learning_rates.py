@@ -4,9 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from ml_collections import ConfigDict
-
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 
 
@@ -68,20 +65,3 @@ def scale(config: Config, multiple: float) -> Config:
 def format_multiple(multiple: float) -> str:
     """Returns a multiple as text, such as "2" or "0.25". Different multiples give different texts."""
     return str(multiple).removesuffix(".0")
-
-
-def validate(compare: ConfigDict) -> None:
-    """Raises UserError for invalid values of config.compare.learning_rates and max_added_learning_rates."""
-    rates, field = compare.learning_rates, f"config.compare.learning_rates={compare.learning_rates}"
-    for rate in rates:
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
-            raise UserError(f"{field}: {rate!r} is not a positive, finite number; give multiples of the runs' own "
-                            "learning rates, for example 0.5,1,2")
-    if duplicates := [rate for number, rate in enumerate(rates) if rate in rates[:number]]:
-        raise UserError(f"{field}: {duplicates[0]!r} is listed twice; list each multiple once")
-    if len(rates) == 1:
-        raise UserError(f"{field}: a grid has at least two multiples; to train at a single learning rate, set "
-                        "config.optimizer.learning_rate")
-    if compare.max_added_learning_rates < 0:
-        raise UserError(f"config.compare.max_added_learning_rates={compare.max_added_learning_rates}: must be at least "
-                        "0")

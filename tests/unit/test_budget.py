@@ -195,7 +195,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
 @pytest.mark.parametrize("fields, message", [
     (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
     (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, misses .*% \(limit: 1%\)"),
-    (dict(compare__budget="seconds"), "config.compare.seconds=0: must be above 0"),
+    (dict(compare__budget="seconds"), "config.compare.seconds=0.0: must be above 0"),
     (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
     (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
     (dict(compare__names=""), "the comparison has no runs"),

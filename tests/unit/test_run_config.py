@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -12,6 +14,7 @@ from conftest import load_config
 
 from configs import run as run_recipe
 from smallgpt_jax import workdir
+from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config_group import ConfigGroup
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
@@ -28,9 +31,8 @@ def test_every_field_of_the_paper_recipe_has_its_default():
 
 def test_every_field_is_documented():
     """The comment above a field is its documentation."""
-    for group in GROUPS.values():
-        path = __import__(group.__module__, fromlist=[""]).__file__
-        lines = open(path).read().splitlines()
+    for group in (*GROUPS.values(), CompareConfig):
+        lines = Path(sys.modules[group.__module__].__file__).read_text().splitlines()
         for field in dataclasses.fields(group):
             at, = (i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
             assert lines[at - 1].startswith("    # "), (group, field.name)

@@ -1,0 +1,64 @@
+"""The config group `compare`."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from smallgpt_jax.config_group import ConfigGroup
+
+BUDGETS = ("tokens", "flops", "parameters", "seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareConfig(ConfigGroup):
+    GROUP: ClassVar[str] = "compare"
+
+    # the quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
+    # With "parameters", the models get widths at which their numbers of parameters are equal within 2%. All runs are
+    # then trained on the same number of tokens
+    budget: str = "tokens"
+    # names of the runs to train, in this order, separated by commas
+    names: str = ""
+    # the run whose train.steps and number of parameters set the budget
+    reference: str = ""
+    # seconds of training per run, for budget "seconds"
+    seconds: float = 0.0
+    # number of seeds that each run is trained with: train.seed, train.seed + 1, …
+    seeds: int = 2
+    # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). The first seed is trained
+    # at all multiples. The other seeds are trained only at the best one, which has the lowest validation loss after the
+    # last step. (): only the runs' own rates
+    learning_rates: tuple[float, ...] = ()
+    # maximum number of multiples that are added per run. As long as the best multiple is the lowest or the highest, the
+    # next one beyond it is added
+    max_added_learning_rates: int = 4
+    # finished runs are also evaluated at these multiples of their context length
+    contexts: tuple[int, ...] = (1,)
+    # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
+    texts: str = ""
+    # measure the decoding speed of finished runs
+    decoding: bool = True
+
+    def validate(self) -> None:
+        self.validate_choice("budget", BUDGETS)
+        self.validate_range("seeds", least=1)
+        if self.budget == "seconds" and not 0 < self.seconds < math.inf:
+            self.refuse("seconds", "must be above 0 with budget 'seconds'")
+        if self.budget != "seconds" and self.seconds:
+            self.refuse("seconds", "needs config.compare.budget='seconds'")
+        if not self.contexts or not all(type(times) is int and times >= 1 for times in self.contexts):
+            self.refuse("contexts", "must be integers, at least 1")
+        self.validate_learning_rates()
+
+    def validate_learning_rates(self) -> None:
+        rates = self.learning_rates
+        for rate in rates:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+                self.refuse("learning_rates", f"{rate!r} is not a positive, finite number; give multiples of the runs' "
+                            "own learning rates, for example 0.5,1,2")
+        if duplicates := [rate for number, rate in enumerate(rates) if rate in rates[:number]]:
+            self.refuse("learning_rates", f"{duplicates[0]!r} is listed twice; list each multiple once")
+        if len(rates) == 1:
+            self.refuse("learning_rates", "a grid has at least two multiples; to train at a single learning rate, set "
+                        "config.optimizer.learning_rate")
+        self.validate_range("max_added_learning_rates")

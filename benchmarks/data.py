@@ -26,6 +26,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.data import batches, packing, prepare, sources, store, tokenizers
+from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.errors import UserError
 
 _SOURCE = flags.DEFINE_string("source", "python_stdlib", "Source of the text, in the format of config.data.source.")
@@ -33,7 +34,8 @@ _GPT2 = flags.DEFINE_string("gpt2", "gpt2", "GPT-2's tokenizer, in the format of
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds per measurement; the median is reported.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of a loader measurement.", lower_bound=0.1)
 
-RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip")
+RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip", max_document_bytes=10**8)
+ENDINGS = ".txt"
 SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row): quickstart, a size in between, paper
 
 
@@ -45,7 +47,7 @@ def median_rate(measure) -> tuple[float, list[float]]:
 
 def prepare_source(folder: Path, tokenizer: str) -> store.TokenStore:
     return prepare.prepare_store(folder, source=_SOURCE.value, tokenizer=tokenizer, validation_fraction=0.05, **RULES,
-                                 log=lambda _: None)
+                                 text_endings=ENDINGS, log=lambda _: None)
 
 
 def prepare_rate(tokenizer: str, folder: Path) -> float:
@@ -56,7 +58,7 @@ def prepare_rate(tokenizer: str, folder: Path) -> float:
 
 def tiktoken_rate(tokenizer: tokenizers.GPT2) -> float:
     """Returns the tokens per second of tiktoken's `encode_ordinary_batch`. The documents are in memory."""
-    texts = list(sources.documents(_SOURCE.value, **RULES))
+    texts = list(sources.documents(_SOURCE.value, ENDINGS, Rules(**RULES)))
     started = time.perf_counter()
     encoded = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
     return sum(map(len, encoded)) / (time.perf_counter() - started)
@@ -90,11 +92,11 @@ def main() -> None:
     results = {"machine": platform.machine(), "cpus": os.cpu_count(), "source": _SOURCE.value}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        print(f"prepare: {sources.num_bytes(_SOURCE.value) / 1e6:.0f} MB of text on {os.cpu_count()} cores, in "
-              "M tokens/s")
+        megabytes = sources.num_bytes(_SOURCE.value, ENDINGS) / 1e6
+        print(f"prepare: {megabytes:.0f} MB of text on {os.cpu_count()} cores, in M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
             if spec == "trained":  # training the tokenizer is not measured
-                tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, **RULES))
+                tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, ENDINGS, Rules(**RULES)))
                 tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:

@@ -31,6 +31,7 @@ from smallgpt_jax import distributed, object_storage
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import remove_folder
 from smallgpt_jax.formatting import find_errno, short_reason
+from smallgpt_jax.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.step import TrainState
 
@@ -196,8 +197,12 @@ class Checkpoints:
 
     def _read(self, step: int, abstract: dict) -> dict:
         args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-        return {item: saved for item, saved in self._manager.restore(
-            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items()}
+        saved = dict(self._manager.restore(
+            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items())
+        schema = {"unlogged_losses": Optional([LOSS]), **{name: Each(integer(0, 2**32 - 1)) for name in abstract}}
+        if mismatch := find_mismatch(saved["check"], schema, "check"):
+            raise ValueError(mismatch)
+        return saved
 
     def _quarantine(self, damaged: dict[str, str]) -> None:
         for name, reason in damaged.items():

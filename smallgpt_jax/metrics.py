@@ -19,11 +19,31 @@ from smallgpt_jax import distributed
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import duration
+from smallgpt_jax.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 from smallgpt_jax.run_clock import RunClock
 from smallgpt_jax.tensorboard import EventFile
 from smallgpt_jax.trackers import Tracker
 
 METRICS_FILE = "metrics.jsonl"
+LOGGED = (NULL, NUMBER)  # null: not finite
+SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
+
+
+def is_table(value) -> bool:
+    """Whether `value` is an array of numbers, or arrays of equally many numbers. Null counts as NaN."""
+    try:
+        return np.size(np.asarray(value, float)) > 0 < np.ndim(value)
+    except (ValueError, TypeError, OverflowError):
+        return False
+
+
+# What the readers of metrics.jsonl rely on.
+TRAIN_LINE = {
+    "step": integer(0), "split": one_of("train"), "loss": LOGGED, "loss_mean": Optional(LOGGED),
+    "tokens_per_second": Optional((NULL, SPEED)), "learning_rate": Optional(LOGGED),
+    "expert_load": Optional(Each(Kind("arrays of numbers", is_table)))}
+EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_per_byte": Optional(LOGGED),
+             "targets": Optional(integer(1))}
 
 
 class StepMetrics(NamedTuple):
@@ -163,7 +183,8 @@ class MetricsWriter:
         lines = read_lines(self._path)
         self._tracker = start_tracker and start_tracker(lines)
         kept = [line for line in lines if line["step"] <= first_step]
-        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        if not self._path.is_dir():  # a folder in its place is an error of writing like any other
+            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = None
         with self._stop_events_on_error():
             self._events = EventFile(workdir, first_step)
@@ -240,18 +261,9 @@ def to_json(value):
     return np.where(np.isfinite(rounded), rounded, None).tolist()
 
 
-def read_lines(path: Path, keys: set[str] = frozenset({"step", "split"})) -> list[dict]:
-    """Returns the objects of a JSON-lines file such as metrics.jsonl, or [] if the file does not exist.
-
-    Damaged lines and lines without all the `keys` are skipped.
-    """
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and keys <= line.keys():
-                lines.append(line)
-    return lines
+def read_lines(path: Path) -> list[dict]:
+    """Returns the lines of a metrics.jsonl, or [] if the file does not exist. Skips all other lines."""
+    return read_json_lines(path, (TRAIN_LINE, EVAL_LINE))
 
 
 class Progress:

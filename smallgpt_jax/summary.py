@@ -141,7 +141,7 @@ def last_evaluation_message(folder: Path) -> str:
     lines = logged_lines(folder, "eval")
     if not lines:
         return ""
-    loss, bits = (math.nan if lines[-1][name] is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
+    loss, bits = (math.nan if lines[-1].get(name) is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
     return f"Step {lines[-1]['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. "
 
 
@@ -149,5 +149,5 @@ def logged_lines(folder: Path, split: str) -> list[dict]:
     """Returns the lines of metrics.jsonl with this `split`, or [] if the file cannot be read."""
     try:
         return [line for line in read_lines(folder / METRICS_FILE) if line["split"] == split]
-    except OSError:
+    except UserError:
         return []

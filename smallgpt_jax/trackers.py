@@ -14,6 +14,7 @@ from pathlib import Path
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import TEXT, read_json
 
 TRACKERS = ("wandb", "trackio")
 TRACKER_FILE = "tracker.json"  # in the workdir: the id of the run
@@ -87,7 +88,7 @@ def run_id(workdir: Path) -> str:
     path = workdir / TRACKER_FILE
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:8]}) + "\n")
-    return json.loads(path.read_text())["id"]
+    return read_json(path, {"id": TEXT}, "remove it to start another run of the tracker")["id"]
 
 
 def project(tracker: str) -> str:

@@ -23,12 +23,23 @@ import jax
 
 from smallgpt_jax import distributed, models
 from smallgpt_jax.checkpoint import Checkpoints, saved_steps
-from smallgpt_jax.data import Corpus, same_text, tokenizers
+from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.files import file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import (
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Each,
+    Kind,
+    Optional,
+    integer,
+    read_json,
+    read_json_lines,
+)
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket
 from smallgpt_jax.provenance import software
@@ -138,11 +149,7 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
     """
     now = corpus.description
     if (workdir / STORE_FILE).exists():
-        try:
-            before = json.loads((workdir / STORE_FILE).read_text())
-        except ValueError as error:
-            raise UserError(f"{workdir / STORE_FILE}: damaged ({error}); replace it by the metadata.json of the run's "
-                            "token store") from None
+        before = read_description(workdir)
         kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
         if not same_text(before, now) or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
@@ -153,6 +160,11 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
                             f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
+
+
+def read_description(workdir: Path) -> dict:
+    """Returns the `Corpus.description` of a run's training text. Raises UserError if it is missing or damaged."""
+    return read_json(workdir / STORE_FILE, DESCRIPTION, "replace it by the metadata.json of the run's token store")
 
 
 def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
@@ -245,6 +257,22 @@ def append_session(workdir: Path, facts: dict) -> None:
         file.write(text)
 
 
+# What the readers of sessions.jsonl rely on.
+SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
+           "versions": Each(TEXT), "padding": Optional(Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1))}
+
+
+def read_sessions(workdir: Path) -> list[dict]:
+    """Returns the lines of sessions.jsonl about a start or resumption, without those of older versions."""
+    return read_json_lines(workdir / SESSIONS_FILE, SESSION)
+
+
+def has_diverged(workdir: Path) -> bool:
+    """Whether the run's last session ended in divergence."""
+    sessions = read_json_lines(workdir / SESSIONS_FILE, {"time": TEXT})
+    return bool(sessions) and "diverged" in sessions[-1]
+
+
 def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
     """Returns the config of a run. In the config of an imported model, all groups but `model` have their defaults.
 
@@ -270,15 +298,9 @@ def read_groups(workdir: Path) -> dict[str, dict]:
 
     Raises UserError if the file is missing or damaged.
     """
-    path = workdir / CONFIG_FILE
-    try:
-        groups = json.loads(path.read_text())
-        required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
-        if not isinstance(groups, dict) or not all(isinstance(groups.get(name, {}), dict) for name in GROUPS) or (
-                not groups.keys() >= set(required)):
-            raise ValueError(f"expected the groups {', '.join(required)}")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not the config of a run ({error})") from None
+    path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
+    required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
+    groups = read_json(path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice)
     if groups.pop("format", None) != FORMAT:
         raise UserError(f"{path}: was written by another version of this project; use that version, or another workdir")
     return groups

@@ -47,11 +47,12 @@ import jax
 import numpy as np
 import pytest
 from absl import app, flags
+from data_helpers import prepare_store
 from flax import linen as nn
 
 from smallgpt_jax import compilation_cache, data, models, object_storage, workdir
 from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.data import prepare, store
+from smallgpt_jax.data import store
 from smallgpt_jax.files import file_lock
 from smallgpt_jax.step import TrainState
 from smallgpt_jax.training import train
@@ -191,9 +192,7 @@ def text_file(shared_folder) -> Path:
 @pytest.fixture(scope="session")
 def token_store(text_file, tmp_path_factory) -> store.TokenStore:
     folder = tmp_path_factory.mktemp("store") / "words"
-    return prepare.prepare_store(
-        folder, source=str(text_file), tokenizer="bytes", validation_fraction=0.2,
-        text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    return prepare_store(folder, text_file)
 
 
 @pytest.fixture(scope="session")

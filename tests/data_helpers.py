@@ -12,7 +12,7 @@ from smallgpt_jax.data import prepare, sources
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.store import TokenStore
 
-RULES = Rules("text", "refuse", "refuse")
+RULES = Rules("text", "refuse", "refuse", 10**8)
 
 
 def zstd(content: bytes) -> bytes:
@@ -30,13 +30,15 @@ def write_jsonl(path: Path, texts) -> Path:
     return path
 
 
-def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse") -> list[str]:
-    return list(sources.documents(str(source), text_field, invalid_utf8, invalid_items))
+def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse", max_document_bytes=10**8,
+         text_endings=".txt") -> list[str]:
+    rules = Rules(text_field, invalid_utf8, invalid_items, max_document_bytes)
+    return list(sources.documents(str(source), text_endings, rules))
 
 
 def prepare_store(folder: Path, source, **changes) -> TokenStore:
-    settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text",
-                    invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text", text_endings=".txt",
+                    max_document_bytes=10**8, invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
     return prepare.prepare_store(folder, source=str(source), **{**settings, **changes})
 
 

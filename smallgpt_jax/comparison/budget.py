@@ -22,6 +22,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import file_lock, write_atomically
+from smallgpt_jax.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.program import build_program
 from smallgpt_jax.run.config import GROUPS, Config
@@ -199,7 +200,7 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / workdir.LOCK_FILE, wait=True):  # only one process measures at a time
-        speeds = json.loads(path.read_text()) if path.exists() else {}
+        speeds = read_json(path, Each(POSITIVE), "restore it, or use another --output") if path.exists() else {}
         for name, run in runs.items():
             if config_digest(run) not in speeds:
                 if run_folder(output, name, run.train.seed).exists():

@@ -112,7 +112,7 @@ def expert_load(run: Run) -> Figure:
     """Returns an image of the load of each expert, relative to the mean load, with one row per block."""
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.subplots()
-    stacks = [np.reshape(load, (-1, np.shape(load)[-1])) for load in run.expert_load.values()]
+    stacks = [np.reshape(np.array(load, float), (-1, np.shape(load)[-1])) for load in run.expert_load.values()]
     image = plot.imshow(np.concatenate(stacks), vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
     plot.set(xlabel="expert", ylabel="block")
     for axis in (plot.xaxis, plot.yaxis):

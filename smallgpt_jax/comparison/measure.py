@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from smallgpt_jax import data, inference, sharding, workdir
-from smallgpt_jax.comparison.results import DECODING_FILE, OWN_TEXT, TEXTS_FILE, read_json
+from smallgpt_jax.comparison.results import DECODING, DECODING_FILE, OWN_TEXT, TEXTS, TEXTS_FILE
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import atomic_folder, file_lock, refuse_url, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.json_files import read_json_or_none
 from smallgpt_jax.program import build_program
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.validation import mean_loss
@@ -116,10 +117,10 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
-    if not data.same_text(found[OWN_TEXT].description, read_json(folder / workdir.STORE_FILE) or {}):
+    if not data.same_text(found[OWN_TEXT].description, workdir.read_description(folder)):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
-    before, rows = read_json(path) or [], []
+    before, rows = read_json_or_none(path, TEXTS) or [], []
     for name, corpus in found.items():
         sample = TextSample(corpus, config, contexts, name)
         for multiple in (1,) if is_learned else contexts:
@@ -163,10 +164,10 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
 def measure_decoding(folder: Path, log=print) -> None:
     """Measures a run's decoding speed at batch size 1 and writes it to evaluations/decoding.json.
 
-    Does nothing if the file exists.
+    Does nothing if the file contains a speed.
     """
     path = folder / workdir.EVALUATION_FOLDER / DECODING_FILE
-    if path.exists():
+    if read_json_or_none(path, DECODING):
         return
     try:
         text_model = inference.load(folder)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import as_path, resolve
+from smallgpt_jax.json_files import LOSS, NULL, OBJECT, POSITIVE, TEXT, Each, Optional, integer, read_json_or_none
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.optimizer import OPTIMIZERS
@@ -24,6 +24,13 @@ from smallgpt_jax.run.config import OptimizerConfig, flatten
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
+TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
+          "fingerprint": Optional(TEXT)}]
+DECODING = {"tokens_per_second": POSITIVE}
+# The parts of lm-evaluation-harness's results that are read.
+EVALUATION = {
+    "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
+    "n-samples": Optional((NULL, Each({"effective": integer(0), "original": integer(0)}))), "config": Optional(OBJECT)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +97,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
     model = models.LanguageModel(config.model)
-    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"device"})
+    sessions = workdir.read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
     # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
@@ -105,14 +112,14 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line["bits_per_byte"], line.get("targets"))
+                     line.get("bits_per_byte"), line.get("targets"))
 
     evaluations = folder / workdir.EVALUATION_FOLDER
-    texts = read_json(evaluations / TEXTS_FILE) or ()
+    texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=config.flat(),
         is_finished=config.train.steps in evaluated,
-        diverged=has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
+        diverged=workdir.has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
         parameters=sum(counts.components.values()), active_parameters=counts.active_parameters,
         components=counts.components, flops_per_token=counts.cost.flops, tokens_per_step=tokens_per_step,
@@ -122,7 +129,8 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        decoding=read_json(evaluations / DECODING_FILE), benchmarks=benchmarks(evaluations, config.train.steps),
+        decoding=read_json_or_none(evaluations / DECODING_FILE, DECODING),
+        benchmarks=benchmarks(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem)
 
 
@@ -149,12 +157,6 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
 def steps_done(folder: Path) -> int:
     """Returns the last logged step."""
     return max((line["step"] for line in read_lines(folder / METRICS_FILE)), default=0)
-
-
-def has_diverged(folder: Path) -> bool:
-    """Whether the run's last session ended in divergence."""
-    sessions = read_lines(folder / workdir.SESSIONS_FILE, keys={"time"})
-    return bool(sessions) and "diverged" in sessions[-1]
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
@@ -195,7 +197,7 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     paths = [path for path in evaluations.glob(f"step{step}-*.json")
              if not re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name)]
     for path in sorted(paths, key=modified_at):
-        evaluation = read_json(path) or {}
+        evaluation = read_json_or_none(path, EVALUATION) or {}
         for task, values in evaluation.get("results", {}).items():
             metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
             metric = next((metric for metric in ("acc_norm", "acc") if metric in metrics), None)
@@ -219,16 +221,9 @@ def is_limited(evaluation: dict, task: str) -> bool:
 def settings_suffix(evaluation: dict, task: str) -> str:
     """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not record."""
     shots, examples = evaluation.get("n-shot", {}).get(task), evaluation["results"][task].get("sample_len")
-    settings = [f"{shots}-shot"] * (shots is not None) + [f"{examples:,} examples"] * (examples is not None)
+    settings = [f"{shots}-shot"] if shots is not None else []
+    settings += [f"{examples:,} examples"] if examples is not None else []
     return f" ({', '.join(settings)})" if settings else ""
-
-
-def read_json(path: Path):
-    """Returns the content of a JSON file, or None if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
@@ -287,10 +282,9 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 def text_identity(folder: Path) -> tuple[dict, str]:
     """Returns (description of the token store, fingerprint of the tokenizer). Together, they identify a run's text."""
-    store = read_json(folder / workdir.STORE_FILE)
-    if store is None:
+    if not (folder / workdir.STORE_FILE).exists():
         raise UserError(f"{folder}: the run has not started; train it first")
-    return store, tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
+    return workdir.read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

@@ -54,7 +54,7 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
     check_existing(run, plan.output, text)
-    if results.has_diverged(run.folder):
+    if workdir.has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)
         return math.inf

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from smallgpt_jax import models, workdir
-from smallgpt_jax.conversion.config_json import read_json
 from smallgpt_jax.formatting import millions
+from smallgpt_jax.json_files import OBJECT, read_json
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
 
 DESCRIPTIONS = {
@@ -61,8 +61,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     facts = []
     origin = folder / workdir.ORIGIN_FILE
     if origin.is_file():
-        origin_facts = read_json(origin, "the origin of an imported model")
-        facts += [(f"weights from: {key}", str(value)) for key, value in origin_facts.items()]
+        facts += [(f"weights from: {key}", str(value)) for key, value in read_json(
+            origin, OBJECT, "replace it by {}").items()]
     if not (config := workdir.saved_config(folder)):  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
@@ -77,8 +77,8 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
         ("compute dtype", config.model.dtype), ("seed", str(train.seed))]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    evaluated = [line for line in read_lines(folder / METRICS_FILE)
-                 if line["split"] == "eval" and line["step"] == step and line["loss"] is not None]
+    evaluated = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"
+                 and line["step"] == step and None not in (line["loss"], line.get("bits_per_byte"))]
     if evaluated:
         facts.append(("validation loss", f"{evaluated[-1]['loss']:.4f} nats per token, "
                       f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte"))

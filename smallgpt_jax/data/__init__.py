@@ -11,15 +11,19 @@ import numpy as np
 
 from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
-from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore, open_matching_store, open_store
+from smallgpt_jax.data.store import METADATA, METADATA_FILE, STORE_FILES, TokenStore, open_matching_store, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.files import as_path, cache_folder, file_lock
+from smallgpt_jax.json_files import POSITIVE
 from smallgpt_jax.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
+# The schema of `Corpus.description`.
+DESCRIPTION = ({"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +62,10 @@ class Corpus:
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ.
-
-    Compares the fingerprints of the stores. If a store has none, because an older version of this project prepared it,
-    compares all other metadata instead.
-    """
-    both = [description.get("mixture", [description]) for description in (one, other)]
-    if all("fingerprints" in store for stores in both for store in stores):
-        content, other_content = ([[store.get(field) for field in ("weight", "splits", "fingerprints")]
-                                   for store in stores] for stores in both)
-    else:
-        content, other_content = ([{field: value for field, value in store.items() if field != "fingerprints"}
-                                   for store in stores] for stores in both)
+    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ."""
+    content, other_content = (
+        [(store.get("weight"), store["splits"], store["fingerprints"])
+         for store in description.get("mixture", [description])] for description in (one, other))
     return content == other_content
 
 
@@ -91,7 +87,8 @@ def open_existing(data) -> Corpus | None:
 def open_mixture(text: str) -> Corpus:
     """Returns the corpus of the mixture `text`, in the format "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
 
-    Raises UserError if the format is wrong, if a store cannot be opened, or if the stores have different tokenizers.
+    Raises UserError if the format is wrong, if a store cannot be opened, if the stores have different tokenizers, or if
+    one trains on validation documents of another.
     """
     stores, weights = [], []
     for item in text.split(","):
@@ -110,6 +107,7 @@ def open_mixture(text: str) -> Corpus:
                 f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and {folder!r} have "
                 "different tokenizers; prepare both with the same one: --config.data.tokenizer="
                 f"{stores[0].folder / 'tokenizer'}")
+    refuse_leaks(f"config.data.mixture={text!r}", stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
 
 
@@ -152,7 +150,7 @@ def load_or_prepare(data) -> Corpus:
     """
     if corpus := open_existing(data):
         return corpus
-    if not sources.is_local(data.source) or sources.num_bytes(data.source) > PREPARE_LIMIT:
+    if not sources.is_local(data.source) or sources.num_bytes(data.source, data.text_endings) > PREPARE_LIMIT:
         raise UserError(
             f"config.data.store: no token store of {data.source!r} in {str(store_folder(data))!r}; prepare it first: "
             + command_line("prepare", *(config_arguments() or ["--config=…"])))
@@ -174,7 +172,7 @@ def cached_store_folder(data) -> Path:
 
     The name of the folder depends on the source and on all settings of the store.
     """
-    identity = [sources.fingerprint(data.source), tokenizers.spec_fingerprint(data.tokenizer),
+    identity = [sources.fingerprint(data.source, data.text_endings), tokenizers.spec_fingerprint(data.tokenizer),
                 *store_fields(data).values()]
     return cache_folder() / "stores" / cached_name(data, *identity)
 

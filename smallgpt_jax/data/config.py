@@ -13,12 +13,18 @@ class DataConfig(ConfigGroup):
     # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files, which may be
     # compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources
     source: str = in_store("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
+    # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of JSON lines and
+    # Parquet files are always read; of a glob, all files are read
+    text_endings: str = in_store(".txt")
     # JSON field or Parquet column that contains the text
     text_field: str = in_store("text")
     # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     invalid_utf8: str = in_store("refuse", relaxable=True)
-    # if lines or rows are invalid or lack text_field: "refuse" the source | "skip" them
+    # if lines or rows are invalid, too long or lack text_field, or if text files are not UTF-8: "refuse" the source |
+    # "skip" them
     invalid_items: str = in_store("refuse", relaxable=True)
+    # a longer JSON line or row is invalid
+    max_document_bytes: int = in_store(100_000_000, relaxable=True)
     # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a tokenizer.json of Hugging Face,
     # or a folder
     tokenizer: str = in_store("gpt2")

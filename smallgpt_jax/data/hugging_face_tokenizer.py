@@ -9,6 +9,7 @@ import numpy as np
 
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import OBJECT, parse_json
 
 TOKENIZER_JSON = "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # name the special tokens; both may be missing
@@ -31,6 +32,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
         # Ids may have gaps, so the vocabulary may have fewer tokens than this.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
+            raise ValueError(f"the id {self.vocab_size - 1} is too large")
         self.unknown = self._find_unknown()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
@@ -68,7 +71,7 @@ class HuggingFaceTokenizer:
 
     def _find_begin_of_text(self) -> int:
         """Returns the id that transformers puts before a text, or end_of_text if it puts none."""
-        settings = json.loads(self._files.get(SETTINGS_FILES[0], b"{}"))
+        settings = parse_json(self._files.get(SETTINGS_FILES[0], b"{}"), OBJECT)
         if settings.keys() & {"add_bos_token", "add_eos_token"}:  # then transformers ignores tokenizer.json's own rule
             named = self._named("bos_token") if settings.get("add_bos_token") else []
             added = [self._tokenizer.token_to_id(token) for token in named[:1]]
@@ -78,7 +81,7 @@ class HuggingFaceTokenizer:
 
     def _named(self, name: str) -> list[str]:
         """Returns the special token `name` of each of the SETTINGS_FILES that has it."""
-        found = [json.loads(self._files[file]).get(name) for file in SETTINGS_FILES if file in self._files]
+        found = [parse_json(self._files[file], OBJECT).get(name) for file in SETTINGS_FILES if file in self._files]
         return [token["content"] if isinstance(token, dict) else token for token in found if token]
 
     def _find_unknown(self) -> int | None:

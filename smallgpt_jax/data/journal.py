@@ -2,8 +2,9 @@
 
 An interruption must not change a single byte of the finished store. A preparation therefore resumes only if:
 
-- The settings are unchanged. One exception: if invalid items were refused before the interruption, they may now be
-  skipped or repaired. The text read so far contains none.
+- The settings are unchanged. Two exceptions: if invalid items were refused before the interruption, they may now be
+  skipped or repaired, since the text read so far contains none; and the limit of the documents' length may now be
+  higher, unless the text read so far contains documents that were too long.
 - The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
   modification time. A part that was read partially is compared by a digest of the items read. The rest of the source
   may change: for example, lines may be corrected or files added.
@@ -11,16 +12,18 @@ An interruption must not change a single byte of the finished store. A preparati
 """
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.data.config import DataConfig
-from smallgpt_jax.data.parts import NOT_UTF8, Part, Place, Rules, digest_before
+from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Part, Place, Rules, digest_before
 from smallgpt_jax.files import write_atomically
+from smallgpt_jax.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
-VERSION = 2
+VERSION = 3
 
 
 class Progress(NamedTuple):
@@ -48,25 +51,27 @@ class Journal:
         self.latest = progress
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / JOURNAL_FILE, json.dumps({
-            "version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end, **self.latest._asdict(),
-            "earlier": self.earlier and self.earlier._asdict()}))
+        entries = {"version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end,
+                   **self.latest._asdict(), "earlier": self.earlier and self.earlier._asdict()}
+        write_atomically(folder / JOURNAL_FILE, json.dumps({**entries, "checksum": checksum(entries)}))
+
+
+def checksum(entries: dict) -> str:
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """Returns the journal in a folder, or None if it is missing, unreadable or of another version."""
+    """Returns the journal in a folder, or None if it is missing, damaged or of another version."""
     def progress(entries: dict) -> Progress:
         fields = {field: entries[field] for field in Progress._fields}
         return Progress(**{**fields, "place": Place(*fields["place"])})
 
-    try:
-        entries = json.loads((folder / JOURNAL_FILE).read_text())
-        if entries["version"] != VERSION:
-            return None
-        return Journal(entries["identity"], entries["learned"] and Place(*entries["learned"]), progress(entries),
-                       entries["earlier"] and progress(entries["earlier"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    entries = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
+    # A changed place or count would make another store, so no part of a changed journal is used.
+    if entries is None or entries.pop("checksum") != checksum(entries) or entries.get("version") != VERSION:
         return None
+    return Journal(entries["identity"], entries["learned"] and Place(*entries["learned"]), progress(entries),
+                   entries["earlier"] and progress(entries["earlier"]))
 
 
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
@@ -78,8 +83,9 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
         return None
-    if journal.identity["texts"] != identity["texts"]:
-        log(f"{folder}: the source has changed; checking whether the text read so far is the same")
+    # A change of settings can matter, too: in a text file that is now skipped, passages may have been read.
+    if any(journal.identity[key] != identity[key] for key in ("texts", "made_from")):
+        log(f"{folder}: the source or a setting has changed; checking whether the text read so far is the same")
         same = next((progress for progress in (journal.latest, journal.earlier)
                      if progress and journal.tokenizer_text_end is not None
                      and journal.tokenizer_text_end <= progress.place
@@ -93,9 +99,11 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 def can_resume(journal: Journal, identity: dict) -> bool:
     """Returns whether the settings in `identity` and in the journal give the same store for the text read so far."""
     before, now = journal.identity["made_from"], identity["made_from"]
-    were_refused = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
+    may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
+    if TOO_LONG not in journal.latest.skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
+        may_change.add("max_document_bytes")
     return (
         all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
-        and all(before[field] == now[field] for field in now.keys() - were_refused)
+        and all(before[field] == now[field] for field in now.keys() - may_change)
         # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8 into documents.
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))

@@ -63,6 +63,7 @@ class Concat:
         tokens_BxT1 = np.empty((len(rows_B), length), np.int32)
         for row, start in zip(tokens_BxT1, rows_B.astype(np.int64) * self.context_length):
             row[:] = stream[start:start + length]
+        self.split.check_ids(tokens_BxT1)
         if not self.separate:
             return Batch(tokens_BxT1)
         begins_BxT = tokens_BxT1[:, :-1] == self.split.begin_of_text
@@ -118,6 +119,8 @@ class BestFit:
                 targets[offset:offset + len(text) - 1] = text[1:]
                 segments[offset:offset + length] = number
                 offset += length
+        self.split.check_ids(tokens_BxT1)
+        self.split.check_ids(targets_BxT)
         return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, segment_ids_BxT > 0, targets_BxT)
 
 

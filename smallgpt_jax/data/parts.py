@@ -15,7 +15,8 @@ from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
 # Reasons for skipping an item. If invalid_utf8 is "replace", such an item is repaired instead.
-NOT_UTF8 = {"not UTF-8", "half a surrogate pair"}
+NOT_UTF8 = {"not UTF-8", "half a surrogate pair", "not UTF-8 (whole file)"}
+TOO_LONG = "too long"
 
 
 class Skipped(NamedTuple):
@@ -35,13 +36,16 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Fields of the config's `data` group: the name of the items' text field, and what to do with invalid items."""
+    """Fields of the config's `data` group that say which text of an item is read, and what to do with invalid items."""
 
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
     invalid_items: str  # "refuse" | "skip"
+    max_document_bytes: int
 
     def __post_init__(self):
+        if self.max_document_bytes < 1:
+            raise UserError(f"config.data.max_document_bytes={self.max_document_bytes}: must be at least 1")
         for field, allowed in (("invalid_utf8", ("refuse", "replace")),
                                ("invalid_items", ("refuse", "skip"))):
             if getattr(self, field) not in allowed:
@@ -53,6 +57,10 @@ class Rules:
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
         raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
+
+    def refuse_or_skip_long(self, where: str) -> Skipped:
+        return self.refuse_or_skip(where, f"{TOO_LONG}: more than {self.max_document_bytes:,} bytes",
+                                   "increase config.data.max_document_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +94,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
             where, f"no string in the field {rules.text_field!r}: the item's fields are named {', '.join(fields)}",
             "set --config.data.text_field")
     try:
-        text.encode()
-        return text
+        return rules.refuse_or_skip_long(where) if len(text.encode()) > rules.max_document_bytes else text
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
         if rules.invalid_utf8 == "replace":
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

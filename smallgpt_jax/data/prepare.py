@@ -39,8 +39,9 @@ PROGRESS_SECONDS = 10  # minimum time between progress lines
 
 
 def prepare_store(
-    folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str,
-    invalid_utf8: str, invalid_items: str, workers: int | None = None, log=print, unfinished: str = "",
+    folder: Path, *, source: str, tokenizer: str, validation_fraction: float, text_field: str, text_endings: str,
+    max_document_bytes: int, invalid_utf8: str, invalid_items: str, workers: int | None = None, log=print,
+    unfinished: str = "",
 ) -> TokenStore:
     """Returns the token store at `folder`. If the store does not exist, prepares it first from `source`, atomically.
 
@@ -61,11 +62,12 @@ def prepare_store(
                         "below 1")
     if workers is not None and workers < 1:
         raise UserError(f"--workers={workers}: must be at least 1")
-    rules = Rules(text_field, invalid_utf8, invalid_items)
+    rules = Rules(text_field, invalid_utf8, invalid_items, max_document_bytes)
     made_from = {
-        "source": source, "tokenizer": tokenizer, "text_field": text_field, "invalid_utf8": invalid_utf8,
-        "invalid_items": invalid_items, "validation_fraction": validation_fraction}
-    parts = sources.open_source(source)
+        "source": source, "tokenizer": tokenizer, "text_field": text_field, "text_endings": text_endings,
+        "max_document_bytes": max_document_bytes, "invalid_utf8": invalid_utf8, "invalid_items": invalid_items,
+        "validation_fraction": validation_fraction}
+    parts = sources.open_source(source, text_endings)
     given_folder, folder = folder, Path(os.path.realpath(folder))
     require_free_path(folder)
     if enclosing := sources.find_enclosing_folder(source, folder):
@@ -76,6 +78,8 @@ def prepare_store(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(folder.with_name(f".{unfinished or folder.name}.lock"), wait=True):
             if not (folder / METADATA_FILE).is_file():  # another process may have finished the store meanwhile
+                for message in sources.folder_messages(source, text_endings):
+                    log(message)
                 write_store(partial, parts, rules, made_from, workers or os.cpu_count(), log)
                 require_free_path(folder)
                 rename(partial, folder)
@@ -130,9 +134,8 @@ def write_store(partial: Path, parts: list[Part], rules: Rules, made_from: dict,
         raise
     metadata = {
         "format": FORMAT, "made_from": made_from, "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text, "dtype": dtype.name, "skipped": dict(sorted(skipped.items())),
-        "splits": splits,
-        **({"begin_of_text": tokenizer.begin_of_text} if tokenizer.begin_of_text != tokenizer.end_of_text else {}),
+        "end_of_text": tokenizer.end_of_text, "begin_of_text": tokenizer.begin_of_text, "dtype": dtype.name,
+        "skipped": dict(sorted(skipped.items())), "splits": splits,
         "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(summary(made_from["source"], partial, metadata, progress.seconds()))
@@ -143,7 +146,8 @@ def resume_or_start(partial: Path, parts: list[Part], rules: Rules, made_from: d
 
     If there is no unfinished store, or if its preparation cannot be resumed, starts a new one.
     """
-    identity = {"format": FORMAT, "made_from": made_from, "texts": sources.fingerprint(made_from["source"]),
+    identity = {"format": FORMAT, "made_from": made_from,
+                "texts": sources.fingerprint(made_from["source"], made_from["text_endings"]),
                 "tokenizer": tokenizers.spec_fingerprint(made_from["tokenizer"])}
     if journal := resume_journal(partial, identity, parts, rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")

@@ -13,7 +13,6 @@ them needs no library. They can be truncated at any token, so that an interrupte
 
 import dataclasses
 import hashlib
-import json
 from functools import cached_property
 from pathlib import Path
 
@@ -23,10 +22,21 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_copy
+from smallgpt_jax.json_files import ANYTHING, NUMBER, TEXT, Each, find_mismatch, integer, one_of, read_json
 
-FORMAT = 2
+FORMAT = 3
 METADATA_FILE = "metadata.json"
 SPLITS = ("train", "validation")
+MADE_FROM = {
+    "source": TEXT, "tokenizer": TEXT, "text_field": TEXT, "text_endings": TEXT, "max_document_bytes": integer(1),
+    "invalid_utf8": TEXT, "invalid_items": TEXT, "validation_fraction": NUMBER}
+METADATA = {
+    "format": one_of(FORMAT), "made_from": MADE_FROM, "vocab_size": integer(1), "end_of_text": integer(0),
+    "begin_of_text": integer(0), "dtype": one_of("uint16", "uint32"), "skipped": Each(integer(1)),
+    "splits": {name: {"tokens": integer(1), "documents": integer(1), "text_bytes": integer(1)} for name in SPLITS},
+    "fingerprints": {name: TEXT for name in SPLITS}}
+SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
+FIX = "remove the folder and rerun smallgpt_jax.prepare"
 # The files and folders of a store.
 STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin")))
 
@@ -42,6 +52,7 @@ class Split:
     text_bytes: int
     dtype: str
     begin_of_text: int  # the first id of each document
+    vocab_size: int
 
     @property
     def bytes_per_token(self) -> float:
@@ -56,6 +67,31 @@ class Split:
     def starts(self) -> np.ndarray:
         """Returns the offset of each document in `stream` as a memory-mapped int64 array, (documents,)."""
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
+
+    def check_files(self, shown: Path) -> None:
+        """Raises UserError if a file is missing or has the wrong size, or if its documents or ids are invalid.
+
+        Reads only a sample of the ids. `shown` is the folder in the message.
+        """
+        for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
+                             (documents_file(self.folder, self.name), self.documents * 8)):
+            if not path.is_file():
+                raise UserError(f"{shown / path.name}: file of the token store is missing; {FIX}")
+            if path.stat().st_size != length:
+                raise UserError(f"{shown / path.name}: damaged, has {path.stat().st_size:,} bytes, expected "
+                                f"{length:,}; {FIX}")
+        starts = self.starts
+        if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
+            raise UserError(f"{shown / path.name}: damaged, the documents are not in order; {FIX}")
+        for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
+            self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
+
+    def check_ids(self, ids: np.ndarray) -> None:
+        """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be finite."""
+        largest = int(np.max(ids.view(np.uint32), initial=0))
+        if largest >= self.vocab_size:
+            raise UserError(f"{tokens_file(self.folder, self.name)}: damaged, has the id {largest}, but its vocabulary "
+                            f"has only {self.vocab_size}; {FIX}")
 
 
 def tokens_file(folder: Path, split: str) -> Path:
@@ -75,14 +111,17 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Returns the store's tokenizer. Raises UserError if it is missing or damaged."""
-        return tokenizers.load(self.train.folder / "tokenizer")
+        """Returns the store's tokenizer. Raises UserError if it is missing or damaged, or not the metadata's."""
+        found = tokenizers.load(self.train.folder / "tokenizer")
+        for field in ("vocab_size", "end_of_text", "begin_of_text"):
+            if getattr(found, field) != self.metadata[field]:
+                raise UserError(f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the store's "
+                                f"tokenizer has {getattr(found, field)}; {FIX}")
+        return found
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of a split. If the metadata does not contain the hash, computes it from the split's files."""
-        if known := self.metadata.get("fingerprints"):
-            return known[split]
-        return fingerprint(self.train.folder, split, getattr(self, split).text_bytes)
+        """Returns a hash of a split."""
+        return self.metadata["fingerprints"][split]
 
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
@@ -100,30 +139,21 @@ def open_store(folder: Path) -> TokenStore:
     Raises UserError if the folder is not a store, if the store's format is not FORMAT, or if a file is missing or has
     the wrong size.
     """
-    fix = "remove the folder and rerun smallgpt_jax.prepare"
-    try:
-        metadata = json.loads((folder / METADATA_FILE).read_text())
-        stored_format = metadata.get("format")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder / METADATA_FILE}: not the metadata of a token store ({error})") from None
-    if stored_format != FORMAT:
-        raise UserError(f"{folder}: token store of format {stored_format}, expected format {FORMAT}; {fix}")
-    splits, local = {}, local_copy(folder)
-    for name in SPLITS:
-        try:
-            split = Split(local, name, dtype=metadata["dtype"],
-                          begin_of_text=metadata.get("begin_of_text", metadata["end_of_text"]),
-                          **metadata["splits"][name])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{folder / METADATA_FILE}: damaged ({error}); {fix}") from None
-        for path, length in ((tokens_file(local, name), split.tokens * np.dtype(split.dtype).itemsize),
-                             (documents_file(local, name), split.documents * 8)):
-            shown = folder / path.name
-            if not path.is_file():
-                raise UserError(f"{shown}: file of the token store is missing; {fix}")
-            if path.stat().st_size != length:
-                raise UserError(f"{shown}: damaged, has {path.stat().st_size:,} bytes, expected {length:,}; {fix}")
-        splits[name] = split
+    path = folder / METADATA_FILE
+    if not path.exists():
+        raise UserError(f"{folder}: no token store (no {METADATA_FILE}); prepare it with smallgpt_jax.prepare")
+    metadata = read_json(path, {"format": ANYTHING}, FIX)
+    if metadata["format"] != FORMAT:
+        raise UserError(f"{folder}: token store of format {str(metadata['format'])[:40]}, expected format {FORMAT}; "
+                        f"{FIX}")
+    if mismatch := find_mismatch(metadata, METADATA):
+        raise UserError(f"{path}: {mismatch}; {FIX}")
+    local = local_copy(folder)
+    splits = {name: Split(local, name, **metadata["splits"][name], dtype=metadata["dtype"],
+                          begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"])
+              for name in SPLITS}
+    for split in splits.values():
+        split.check_files(folder)
     return TokenStore(folder, metadata, **splits)
 
 

@@ -11,6 +11,7 @@ from smallgpt_jax.data.encoding import EncodedBatch
 from smallgpt_jax.data.journal import Journal, Progress
 from smallgpt_jax.data.parts import DocumentBatch
 from smallgpt_jax.data.store import SPLITS, documents_file, tokens_file
+from smallgpt_jax.errors import UserError
 
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
@@ -80,7 +81,10 @@ class SplitWriter:
 
 
 def open_truncated(path: Path, length: int):
-    """Opens a file for appending, truncated to `length` bytes."""
+    """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is shorter."""
     file = path.open("ab")
+    if file.tell() < length:
+        raise UserError(f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records {length:,}; "
+                        f"remove {path.parent} and rerun smallgpt_jax.prepare")
     file.truncate(length)
     return file

@@ -19,8 +19,7 @@ from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.object_storage import Reader, is_remote
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-# If a source is a folder, only files with these suffixes are read. A compression suffix may follow.
-TEXT_SUFFIXES = (".txt", *JSON_SUFFIXES, ".parquet")
+ROW_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 BLOCK_BYTES = 1_000_000  # per read of a text file
@@ -54,9 +53,11 @@ def file_part(file: TextFile, source: str, passage: int) -> Part:
             return read_parquet(path, rules)
         raw = open_binary(path)
         if content_suffix(path) in JSON_SUFFIXES:
-            items = parse_json_lines(read_lines(path, raw), path, rules)
+            items = parse_json_lines(read_lines(path, raw, rules.max_document_bytes), path, rules)
         elif source == "python_stdlib":
             items = iter([raw.read().decode(errors="replace")])
+        elif rules.invalid_items == "skip" and rules.invalid_utf8 == "refuse" and not is_utf8(path):
+            items = iter([Skipped("not UTF-8 (whole file)")])
         else:
             items = split_passages(decode_utf8(read_blocks(path, raw), path, rules.invalid_utf8), passage)
         return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
@@ -105,9 +106,29 @@ def read_blocks(path: Path, raw) -> Iterator[bytes]:
             yield block
 
 
-def read_lines(path: Path, raw) -> Iterator[bytes]:
+def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
+    """Yields the lines of a file. Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
     with name_file_in_errors(path):
-        yield from decompress(path, raw)
+        file = decompress(path, raw)
+        if isinstance(file, io.RawIOBase):  # its readline would read single bytes
+            file = io.BufferedReader(file)
+        while line := file.readline(max_bytes + 1):
+            rest = line
+            while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
+                rest = file.readline(BLOCK_BYTES)
+            yield line
+
+
+def is_utf8(path: Path) -> bool:
+    """Returns whether the whole file is valid UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for block in read_blocks(path, open_binary(path)):
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+        return True
+    except UnicodeDecodeError:
+        return False
 
 
 def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
@@ -133,8 +154,8 @@ def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Itera
 
 
 def not_utf8(path: Path, byte: int, line: int) -> UserError:
-    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, or set "
-                     "--config.data.invalid_utf8=replace")
+    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, set "
+                     "--config.data.invalid_utf8=replace, or skip it with --config.data.invalid_items=skip")
 
 
 def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
@@ -171,6 +192,8 @@ def parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterat
 
 def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
     where = f"{path}, line {number}"
+    if len(line) > rules.max_document_bytes:
+        return rules.refuse_or_skip_long(where)
     if offset == 0:
         line = line.removeprefix(codecs.BOM_UTF8)
     try:

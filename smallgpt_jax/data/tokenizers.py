@@ -25,6 +25,7 @@ from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_J
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.files import local_path, write_atomically
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.json_files import TEXT, Each, integer, parse_json, read_json
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -90,6 +91,8 @@ class SentencePiece(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
+        if not model:  # the library would accept it, but not its use
+            raise ValueError("empty")
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
@@ -143,16 +146,14 @@ class GPT2(Tokenizer):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
-        ids = json.loads(vocab_json)
-        if not isinstance(ids, dict) or {type(i) for i in ids.values()} != {int} or (
-                sorted(ids.values()) != list(range(len(ids)))):
-            raise ValueError("expected the ids of all tokens, from 0")
+        ids, byte_of = parse_json(vocab_json, Each(integer(0))), gpt2_bytes()
+        if sorted(ids.values()) != list(range(len(ids))) or not byte_of.keys() <= ids.keys():
+            raise ValueError("the ids have gaps, or bytes without an id")
         self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
         merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
-        byte_of = gpt2_bytes()
         ranks = {bytes(byte_of[c] for c in token): i for token, i in ids.items()}
         self._encoding = tiktoken.Encoding(
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
@@ -216,10 +217,7 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    try:
-        kind = json.loads(files[KIND_FILE].read_text())["kind"] if KIND_FILE in files else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f'{files[KIND_FILE]}: damaged, expected {{"kind": …}}') from None
+    kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"] if KIND_FILE in files else None
     if kind == "bytes":
         return Bytes()
     if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:
@@ -276,7 +274,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def read_sentencepiece(path: Path) -> SentencePiece:
     try:
         return SentencePiece(path.read_bytes())
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, ValueError, IndexError):
         raise UserError(f"{path}: not a SentencePiece model") from None
 
 

@@ -26,6 +26,8 @@ from smallgpt_jax.training.train import train
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))
 SKIP = "or skip such items with --config.data.invalid_items=skip"
+NOT_UTF8 = ("convert the file, set --config.data.invalid_utf8=replace, or skip it with "
+            "--config.data.invalid_items=skip")
 DAMAGED = "damaged, or of another type than its suffix"
 AGAIN = "download it again, or remove it"
 RERUN = "remove the folder and rerun smallgpt_jax.prepare"
@@ -105,7 +107,7 @@ CASES = {
     "Folder of files with other suffixes": (
         files(notes__md=b"# notes", more__md=b"# more", photo__png=b"\x89PNG"), dict(data__source="HERE"),
         "config.data.source='HERE': folder contains no .txt, .jsonl, .ndjson, .json, .parquet file; to read its 2 "
-        ".md files as text, set --config.data.source='HERE/**/*.md'"),
+        ".md files as text, set --config.data.text_endings=.txt,.md"),
     "Store at a mount point": (
         files(good__jsonl=LINES), dict(data__source="HERE/good.jsonl", data__store="/proc"),
         "config.data.store='/proc': is a mount point, which a finished store cannot replace; choose a subfolder: "
@@ -115,12 +117,10 @@ CASES = {
         "config.data.source='HERE/a.jsonl': contains no text (skipped: 3 empty)"),
     "Image named .txt": (
         files(a__txt=b"\x89PNG\r\n\x1a\n"), dict(data__source="HERE/a.txt"),
-        "HERE/a.txt: not UTF-8 at byte 0 (line 1); convert the file, or set "
-        "--config.data.invalid_utf8=replace"),
+        f"HERE/a.txt: not UTF-8 at byte 0 (line 1); {NOT_UTF8}"),
     "Text in UTF-16": (
         files(a__txt="good\ntext".encode("utf-16-le")[1:] + b"\xff"), dict(data__source="HERE/a.txt"),
-        "HERE/a.txt: not UTF-8 at byte 17 (line 2); convert the file, or set "
-        "--config.data.invalid_utf8=replace"),
+        f"HERE/a.txt: not UTF-8 at byte 17 (line 2); {NOT_UTF8}"),
     "Truncated gzip file": (
         files(a__jsonl__gz=gzip.compress(LINES)[:-50]), dict(data__source="HERE/a.jsonl.gz"),
         f"HERE/a.jsonl.gz: {DAMAGED} (Compressed file ended before the "
@@ -159,6 +159,9 @@ CASES = {
     "JSON list instead of JSON lines": (
         files(a__json=b'[{"text": "words"}]'), dict(data__source="HERE/a.json"),
         f"HERE/a.json, line 1: not a JSON object: a list; fix the line, {SKIP}"),
+    "Document that is too long": (
+        files(a__jsonl=LINES), dict(data__source="HERE/a.jsonl", data__max_document_bytes=38),
+        "HERE/a.jsonl, line 11: too long: more than 38 bytes; increase config.data.max_document_bytes, " + SKIP),
     "Half a surrogate pair": (
         files(a__jsonl=b'{"text": "ab\\ud83d"}'), dict(data__source="HERE/a.jsonl"),
         "HERE/a.jsonl, line 1: half a surrogate pair: character 2; set --config.data.invalid_utf8=replace, "
@@ -184,8 +187,8 @@ CASES = {
         "pieces, at least 300 (256 of them are bytes)"),
     "Store of another format": (
         damaged_store(lambda f: rewrite(f / "metadata.json",
-                                          lambda b: b.replace(b'"format": 2', b'"format": 1'))), GOOD,
-        f"HERE/store: token store of format 1, expected format 2; {RERUN}"),
+                                          lambda b: b.replace(b'"format": 3', b'"format": 1'))), GOOD,
+        f"HERE/store: token store of format 1, expected format 3; {RERUN}"),
     "Truncated store": (
         damaged_store(lambda f: rewrite(f / "train.bin", lambda b: b[:-1000])), GOOD,
         f"HERE/store/train.bin: damaged, has NUMBER bytes, expected NUMBER; {RERUN}"),
@@ -194,8 +197,14 @@ CASES = {
         f"HERE/store/validation.documents.bin: file of the token store is missing; {RERUN}"),
     "Store with damaged metadata": (
         damaged_store(lambda f: rewrite(f / "metadata.json", lambda b: b[:20])), GOOD,
-        "HERE/store/metadata.json: not the metadata of a token store (Unterminated string starting at: "
-        "line 3 column 3 (char 19))"),
+        f"HERE/store/metadata.json: not JSON: Unterminated string starting at in line 3; {RERUN}"),
+    "Store with wrong metadata": (
+        damaged_store(lambda f: rewrite(f / "metadata.json",
+                                        lambda b: b.replace(b'"documents": ', b'"documents": -'))), GOOD,
+        "HERE/store/metadata.json: splits.train.documents: expected an integer of at least 1, found -1796; " + RERUN),
+    "Store with ids of another tokenizer": (
+        damaged_store(lambda f: rewrite(f / "train.bin", lambda b: b"\xff" * len(b))), GOOD,
+        f"HERE/store/train.bin: damaged, has the id 65535, but its vocabulary has only 257; {RERUN}"),
     "Store made with other settings": (
         damaged_store(lambda f: None), dict(GOOD, data__tokenizer="sentencepiece:300"),
         "config.data.store='HERE/store': was made with tokenizer='bytes', but this config has "
@@ -213,6 +222,11 @@ CASES = {
         dict(data__mixture="HERE/one=1,HERE/two=1"),
         "config.data.mixture='HERE/one=1,HERE/two=1': the stores 'HERE/one' and 'HERE/two' have different "
         "tokenizers; prepare both with the same one: --config.data.tokenizer=HERE/one/tokenizer"),
+    "Mixture that trains on validation documents": (
+        lambda f: (good_store(f, "one"), prepare_store(f / "two", f / "good.jsonl", validation_fraction=0.5)),
+        dict(data__mixture="HERE/one=1,HERE/two=1"),
+        "config.data.mixture='HERE/one=1,HERE/two=1': 769 of the NUMBER training documents of 'HERE/one' are "
+        "validation documents of 'HERE/two'; prepare all stores with the same config.data.validation_fraction"),
     "Workdir with other files": (
         lambda f: (good_store(f), (f / "run").mkdir(), (f / "run" / "thesis.tex").write_text("mine")), GOOD,
         "--workdir=HERE/run: folder is not empty and not a run (no config.json); choose another"),
@@ -231,8 +245,8 @@ CASES = {
         "and 3 more); restore the original text, or use another --workdir"),
     "Damaged config.json": (
         Run(lambda f: rewrite(f / "run" / "config.json", lambda b: b[:40])), GOOD,
-        "HERE/run/config.json: not the config of a run (Unterminated string starting at: line 3 column 22 "
-        "(char 35))"),
+        "HERE/run/config.json: not JSON: Unterminated string starting at in line 3; restore the file, or use another "
+        "run"),
     "No undamaged checkpoint": (
         Run(lambda f: shutil.rmtree(f / "run" / "checkpoints" / "2" / "check")),
         dict(GOOD, train__steps=2),

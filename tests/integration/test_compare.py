@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, call, forward, init, load_config
+from data_helpers import prepare_store
 
 from smallgpt_jax import data, inference, models, sharding, workdir
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import measure, report, results
-from smallgpt_jax.data import prepare
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import millions
 from smallgpt_jax.program import build_program
@@ -353,9 +353,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
 
 def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_store, tmp_path):
     (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
-    digits = prepare.prepare_store(
-        tmp_path / "numbers", source=str(tmp_path / "numbers.txt"), tokenizer="bytes", validation_fraction=0.2,
-        text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    digits = prepare_store(tmp_path / "numbers", tmp_path / "numbers.txt")
     corpus = data.Corpus([token_store, digits], [0.25, 0.75])
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")

@@ -43,7 +43,7 @@ class FakeTrain:
         with workdir.lock(folder):
             if workdir.is_finished(folder, config, corpus):
                 return
-            if results.has_diverged(folder):  # another process trained the run just now; a resumed run diverges again
+            if workdir.has_diverged(folder):  # another process trained the run just now; a resumed run diverges again
                 raise DivergenceError("training has diverged")
             self.trained.append(folder.name)
             workdir.initialize(folder, config, corpus)

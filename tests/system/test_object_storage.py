@@ -108,7 +108,7 @@ def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
         with pytest.raises(OSError, match="connection lost"):
             data.prepare_corpus(config, log=lambda _: None)
         assert (bucket / "store" / "train.bin").exists() and data.open_existing(config) is None
-        with pytest.raises(UserError, match=r"metadata.json: not the metadata of a token store"):
+        with pytest.raises(UserError, match=r"no token store \(no metadata\.json\); prepare it"):
             open_store(bucket / "store")
     monkeypatch.setattr(storage, "put_file", upload)
     data.prepare_corpus(config, log=lambda _: None)

@@ -42,7 +42,8 @@ def numbered(lengths):
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
-    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), begin_of_text=0)
+    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), begin_of_text=0,
+                           check_ids=lambda ids: None)
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -111,6 +111,24 @@ def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
 
 
+@pytest.mark.parametrize("check", [
+    {}, None, [], {"params": None, "opt_state": {}}, {"params": {"['a']": "1"}, "opt_state": {}},
+    {"unlogged_losses": 3}, {"unlogged_losses": ["low"]}])
+def test_checksums_of_another_shape_are_damage(saved, tmp_path, check):
+    """JSON without the expected keys and types counts as damage to the checkpoint, in training and in inference."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    path, = (tmp_path / "checkpoints" / "20" / "check").glob("metadata")
+    if isinstance(check, dict) and "unlogged_losses" in check:
+        check = json.loads(path.read_text()) | check
+    path.write_text(json.dumps(check))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    with pytest.raises(UserError, match=r"20: damaged checkpoint \(check"):
+        checkpoints.restore_model(20, ABSTRACT.params, {})
+    assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(10))
+    assert checkpoints.unlogged_losses(10) == []
+    checkpoints.close()
+
+
 def test_nothing_is_moved_if_all_checkpoints_are_damaged(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "checkpoints")
     for step in ("10", "20"):

@@ -91,7 +91,7 @@ def test_sparkline(values, bars):
 
 
 def test_the_final_message_shows_the_loss(workdir, monkeypatch):
-    lines = [{"step": i, "split": "train", "loss_mean": 8.0 - i} for i in range(8)]
+    lines = [{"step": i, "split": "train", "loss": 0.0, "loss_mean": 8.0 - i} for i in range(8)]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*LINES[2:3], *lines]))
     assert summary.loss_message(workdir) == "Training loss 8.00 █▇▆▅▄▃▂▁ 1.00\n"
     (workdir / "curves.png").touch()

@@ -136,6 +136,32 @@ def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
     assert [path.stat().st_size for path in event_files] == [1500]
 
 
+@pytest.mark.parametrize("line", [
+    {"step": "3"}, {"step": None}, {"step": 2.5}, {"step": -1}, {"step": True}, {"step": 10**30}, {"split": "test"},
+    {"split": []}, {"loss": "low"}, {"loss": [1]}, {"split": "eval", "loss": {}}, {"split": "eval", "targets": "8"},
+    {"split": "eval", "bits_per_byte": "1"}, {"tokens_per_second": 0}, {"expert_load": {"router": "even"}}])
+def test_a_run_resumes_from_foreign_lines(tmp_path, line):
+    """Lines that are not metrics of ours are skipped when the run resumes."""
+    good = {"step": 1, "split": "train", "loss": 1.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in (
+        good, good | {"step": 3} | line, {"step": 2, "split": "eval"}, good | {"step": 2})))
+    writer = MetricsWriter(tmp_path, 5)
+    writer.write(6, "train", {"loss": 0.5})
+    writer.close()
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 6]
+
+
+def test_a_run_starts_with_a_folder_in_place_of_its_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl" / "mine").mkdir(parents=True)
+    logged = []
+    writer = MetricsWriter(tmp_path, 0, log=logged.append)
+    writer.write(1, "train", {"loss": 1.0})
+    assert (tmp_path / "metrics.jsonl" / "mine").is_dir() and "metrics.jsonl: Is a directory" in logged[0]
+    shutil.rmtree(tmp_path / "metrics.jsonl")
+    writer.close()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_damaged_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "split": "train", "loss": 1.0}) for step in range(5)]

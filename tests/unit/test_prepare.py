@@ -183,6 +183,53 @@ def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, se
     assert made == files_of(prepare_store(tmp_path / "whole", shards, **settings).folder)
 
 
+@pytest.mark.parametrize("limits, max_tokenized", [((2000, 5000), 160), ((5000, 2000), 301)])
+def test_resumes_with_another_length_limit(shards, tmp_path, monkeypatch, limits, max_tokenized):
+    """With a higher limit, preparation resumes at the document that was too long. With a lower one, it starts over."""
+    edit(shards / "a.jsonl", lambda lines: [json.dumps({"text": "x" * 4000}) + "\n"] * (limits[0] > 4000) + lines)
+    edit(shards / "b.jsonl", lambda lines: [
+        *lines[:49], json.dumps({"text": "x" * 4500}) + "\n" if limits[0] < 4500 else "{invalid\n", *lines[50:]])
+    with pytest.raises(UserError, match=r"b\.jsonl, line 50"):
+        prepare_store(tmp_path / "store", shards, max_document_bytes=limits[0])
+    settings = dict(max_document_bytes=limits[1], invalid_items="skip")
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare_store(tmp_path / "store", shards, **settings).folder)
+    assert len(texts) <= max_tokenized and (len(texts) > 200) == (max_tokenized > 200)
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, **settings).folder)
+
+
+def test_starts_over_before_a_text_file_that_is_now_skipped(shards, tmp_path, monkeypatch):
+    """Passages that were read before the invalid byte are not kept if the file is then skipped."""
+    (shards / "b.jsonl").unlink()
+    (shards / "b.txt").write_bytes(b"a valid passage\n\n" * 200_000 + b"\xff")
+    with pytest.raises(UserError, match=r"b\.txt: not UTF-8"):
+        prepare_store(tmp_path / "store", shards)
+    assert max(path.stat().st_size for path in (tmp_path / "store.partial").glob("*.bin")) > 10**6
+    texts = tokenized(monkeypatch)
+    made = files_of(prepare_store(tmp_path / "store", shards, invalid_items="skip").folder)
+    assert len(texts) < 150  # resumes after a.jsonl
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, invalid_items="skip").folder)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda text: text.replace('"place": [', '"place": [1'), lambda text: text[:-9], lambda text: "null",
+    lambda text: text.replace('"documents": ', '"documents": 1'),
+], ids=["place", "truncated", "null", "counts"])
+def test_starts_over_after_damage_to_the_journal(shards, tmp_path, damage):
+    prepare_until_the_invalid_line(shards, tmp_path)
+    journal = tmp_path / "store.partial" / "journal.json"
+    journal.write_text(damage(journal.read_text()))
+    made = files_of(prepare_store(tmp_path / "store", shards, invalid_items="skip").folder)
+    assert made == files_of(prepare_store(tmp_path / "whole", shards, invalid_items="skip").folder)
+
+
+def test_names_a_truncated_file_of_an_unfinished_store(shards, tmp_path):
+    prepare_until_the_invalid_line(shards, tmp_path)
+    (tmp_path / "store.partial" / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.bin: damaged, has 0 bytes, .* remove .*store\.partial and rerun"):
+        prepare_store(tmp_path / "store", shards, invalid_items="skip")
+
+
 def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fields = dict(data__source=str(shards), data__tokenizer="bytes", data__store="")

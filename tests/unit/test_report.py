@@ -148,14 +148,14 @@ def test_report_of_a_single_run(tmp_path):
 
 def test_report_of_experts(tmp_path):
     """The report shows the active parameters, and an image of the load with one row per block."""
-    load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, 1.0]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}
+    load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, None]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}
     run = dataclasses.replace(make_run(0), parameters=1234, active_parameters=567, expert_load=load)
     about = {"title": "t", "budget": "", "command": ""}
     text = report.write_report(tmp_path, [run, make_run(0, name="b")], about, None)
     assert "1,234 (567 active)" in text and (tmp_path / "experts-a.png").exists()
     assert "Load of experts" in (tmp_path / "report.md").read_text()
     image, = figures.expert_load(run).axes[0].images
-    assert np.array_equal(image.get_array(), [[0.5, 1.5], [1.0, 1.0], [2.5, 0.0]])
+    assert np.array_equal(image.get_array().filled(9), [[0.5, 1.5], [1.0, 9], [2.5, 0.0]])  # 9: not finite, null
 
 
 def test_logged_curves(tmp_path):

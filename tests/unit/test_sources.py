@@ -4,7 +4,8 @@ import bz2
 import collections
 import gzip
 import json
-import shlex
+import shutil
+import tracemalloc
 
 import pyarrow
 import pytest
@@ -19,7 +20,7 @@ def test_python_stdlib():
     texts = read("python_stdlib")
     assert sum(map(len, texts)) > 5_000_000
     assert any("class JSONDecoder" in text for text in texts)
-    files = sources.find_files("python_stdlib")
+    files = sources.find_files("python_stdlib", ".txt")
     assert files == sorted(set(files))
 
 
@@ -66,14 +67,77 @@ def test_follows_each_linked_folder_once(tmp_path):
         prepare_store(elsewhere / "deep" / "store", source)
 
 
-def test_suggested_glob_works(tmp_path):
-    for name in ("a[1]/one.md", "a[1]/b/two.md", "a[1]/.git/three.md", "a[1]/four.zip", "a[1]/five.rst"):
+def test_files_read_by_ending(tmp_path):
+    """The messages list the files of a folder by ending. Other endings can be read as text, as the message suggests."""
+    for name in ("a/one.md", "a/b/two.MD.gz", "a/.git/three.md", "a/four.zip", "a/five.rst", "a/b/README", "six.txt",
+                 "a/seven.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name[-6:-3])
-    with pytest.raises(UserError, match=r"to read its 2 \.md files") as error:
-        read(tmp_path / "a[1]")
-    advised = shlex.split(str(error.value).split("--config.data.source=")[1])[0]
-    assert sorted(read(advised)) == ["one", "two"]
+        content = json.dumps({"text": name}) if name.endswith("jsonl") else name
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    assert read(tmp_path) == ["a/seven.jsonl", "six.txt"]
+    message, = sources.folder_messages(f"{tmp_path},{tmp_path}/six.txt,python_stdlib", ".txt")
+    assert message == (
+        f"{tmp_path}: files read: 1 .jsonl, 1 .txt; files not read: 2 .md, 1 without ending, 1 .rst, 1 .zip; to read "
+        "its 2 .md files as text, set --config.data.text_endings=.txt,.md")
+    shutil.rmtree(tmp_path / "a" / ".git")
+    (tmp_path / "a" / "four.zip").unlink()
+    assert set(read(tmp_path, text_endings=".txt, .MD")) == {"a/one.md", "a/b/two.MD.gz", "a/seven.jsonl", "six.txt"}
+    assert read(tmp_path, text_endings=".rst") == ["a/five.rst", "a/seven.jsonl"]
+    with pytest.raises(UserError, match=r"contains no \.txt.* to read its 2 \.md files .*text_endings=\.txt,\.md$"):
+        (tmp_path / "a" / "seven.jsonl").unlink()
+        read(tmp_path / "a")
+    logged = []
+    prepare_store(tmp_path / "../new", tmp_path, validation_fraction=0.5, text_endings=".txt,.md,.rst",
+                  log=logged.append)
+    assert logged[0] == f"{tmp_path}: files read: 2 .md, 1 .rst, 1 .txt; files not read: 1 without ending"
+
+
+def test_skips_text_files_that_are_not_utf8(tmp_path):
+    """A text file with an invalid byte is skipped as a whole, even if passages before this byte are valid."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_bytes(b"valid passages\n\n" * 200_000 + b"\xff")
+    (texts / "b.txt").write_bytes("gültig".encode())
+    (texts / "c.txt.gz").write_bytes(gzip.compress("ungültig".encode("latin-1")))
+    (texts / "d.txt").write_bytes(b"cut \xe2\x82")
+    logged = []
+    with pytest.raises(UserError, match=r"a\.txt: not UTF-8 at byte 3200000 .*skip it with"):
+        read(texts)
+    assert read(texts, invalid_items="skip") == ["gültig"]
+    assert len(read(texts, invalid_items="skip", invalid_utf8="replace")) > 3
+    (texts / "e.txt").write_text(" ".join(map(str, range(50_000))))
+    prepare_store(tmp_path / "store", texts, invalid_items="skip", log=logged.append)
+    assert logged[-1].endswith("skipped: 3 not UTF-8 (whole file)")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"])
+def test_refuses_or_skips_long_documents(tmp_path, name):
+    texts = ["short", "x" * 100_000, "also short"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstd, "parquet": lambda _: parquet({"text": texts})}
+    (tmp_path / name).write_bytes(compress.get(name.split(".")[-1], bytes)(lines))
+    assert read(tmp_path, max_document_bytes=100_020) == texts
+    assert read(tmp_path, max_document_bytes=99_999, invalid_items="skip") == [texts[0], texts[2]]
+    with pytest.raises(UserError, match=r" 2: too long: more than 99,999 bytes; increase config.data.max_docu"):
+        read(tmp_path, max_document_bytes=99_999)
+
+
+@pytest.mark.parametrize("invalid_items", ["refuse", "skip"])
+def test_a_hostile_line_takes_little_memory(tmp_path, invalid_items):
+    """A file of 300 kB that expands to a single line of 300 MB is refused or skipped within 30 MB."""
+    block = gzip.compress(b"x" * 10_000_000)
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "') + block * 30 + gzip.compress(b'"}\n{"text": "fine"}\n'))
+    tracemalloc.start()
+    try:
+        if invalid_items == "skip":
+            assert read(tmp_path, invalid_items="skip", max_document_bytes=1_000_000) == ["fine"]
+        else:
+            with pytest.raises(UserError, match="line 1: too long"):
+                read(tmp_path, max_document_bytes=1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_web_text(shared_data):
@@ -111,6 +175,9 @@ def test_web_text(shared_data):
     ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no string in the field"]),
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
     ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
+    ("a.txt", b"text", {"max_document_bytes": 0}, ["max_document_bytes=0"]),
+    ("a.txt", b"text", {"text_endings": "txt,md"}, ["text_endings='txt,md'", "'txt' is no ending"]),
+    ("a.txt", b"text", {"text_endings": ".txt,.parquet"}, [".parquet files are not plain text"]),
 ])
 def test_refuses_bad_sources(tmp_path, name, content, settings, substrings):
     path = tmp_path / name
@@ -139,7 +206,7 @@ def test_skips_invalid_items(tmp_path):
         b'{"text": "\xff"}\n{"text": "two"}\n')
     (tmp_path / "b.parquet").write_bytes(parquet({"text": ["three", None, "", "four"]}))
     *_, last = found = list(document_batches(
-        sources.open_source(str(tmp_path)), Rules("text", "refuse", "skip")))
+        sources.open_source(str(tmp_path), ".txt"), Rules("text", "refuse", "skip", 10**8)))
     assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
     skipped = sum((batch.skipped for batch in found), collections.Counter())
     assert skipped == {"empty": 2, "not JSON": 1, "no string in the field 'text'": 2, "not a JSON object": 1,
@@ -168,7 +235,7 @@ def test_resumes_at_any_place(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"word " * i}"}}\n' for i in range(200)))
     (tmp_path / "b.txt").write_text("paragraph\n\n" * 3000)
     (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
-    parts, rules = sources.open_source(str(tmp_path)), RULES
+    parts, rules = sources.open_source(str(tmp_path), ".txt"), RULES
     whole = list(document_batches(parts, rules, size=900))
     assert len(whole) > 50 and [batch.done for batch in whole] == sorted(batch.done for batch in whole)
     for number in range(0, len(whole), 7):
@@ -193,7 +260,7 @@ def test_batches_span_small_files(tmp_path):
     for i in range(50):
         (tmp_path / f"{i:02}.txt").write_text(f"text {i}")
     rules = RULES
-    parts = sources.open_source(str(tmp_path))
+    parts = sources.open_source(str(tmp_path), ".txt")
     found = list(document_batches(parts, rules, size=100))
     assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
         f"text {i}" for i in range(50)]

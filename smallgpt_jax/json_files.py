@@ -1,0 +1,173 @@
+"""JSON files that are read back: bounded in size and depth, and checked against a schema.
+
+A file may be damaged, edited by hand, or come from somebody else. A schema describes what its reader relies on. It is
+
+- a `Kind`, such as TEXT or integer(1): a value that is no container, or a container of any content
+- a dict: an object with these fields. A field whose schema is `Optional` may be missing; further fields are ignored
+- `Each`: an object whose fields all have the same schema
+- a list of one schema: an array whose items have this schema
+- a tuple of schemas: a value of any of them
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smallgpt_jax.errors import UserError
+
+MAX_BYTES = 20_000_000
+MAX_DEPTH = 50
+MAX_INTEGER = 2**53  # larger integers are not the same in all programs that read JSON
+
+
+class Kind(NamedTuple):
+    name: str  # for messages
+    accepts: Callable[[Any], bool]
+
+
+class Optional(NamedTuple):
+    schema: Any
+
+
+class Each(NamedTuple):
+    schema: Any
+
+
+def integer(minimum: int = -MAX_INTEGER, maximum: int = MAX_INTEGER) -> Kind:
+    return Kind("an integer" + (f" of at least {minimum}" if minimum > -MAX_INTEGER else ""),
+                lambda value: type(value) is int and minimum <= value <= maximum)
+
+
+def one_of(*values) -> Kind:
+    return Kind(" or ".join(map(json.dumps, values)),
+                lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values))
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
+# Differences and means of these numbers are finite.
+NUMBER = Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) < 1e300)
+POSITIVE = Kind("a number above 0", lambda value: NUMBER.accepts(value) and value > 0)
+LOSS = Kind("a number, NaN or Infinity", lambda value: type(value) is float or NUMBER.accepts(value))
+NULL = Kind("null", lambda value: value is None)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+ARRAY = Kind("an array", lambda value: isinstance(value, list))
+ANYTHING = Kind("any value", lambda value: True)
+
+
+def read_json(path: Path, schema, advice: str):
+    """Returns the content of a JSON file. Raises UserError if it cannot be read or does not match `schema`.
+
+    The message names the file and the field, and ends with `advice`, what the user can do.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        return parse_json(content, schema)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; {advice}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {advice}") from None
+
+
+def read_json_or_none(path: Path, schema):
+    """Returns the content of a JSON file, or None if it is missing, damaged or does not match `schema`.
+
+    For files whose content can be computed again.
+    """
+    try:
+        return read_json(path, schema, "")
+    except UserError:
+        return None
+
+
+def read_json_lines(path: Path, schema) -> list:
+    """Returns the lines of a JSON-lines file that match `schema`. Skips all other lines.
+
+    Returns [] if there is no file. Raises UserError if the file cannot be read.
+    """
+    if not path.is_file():
+        return []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    lines = []
+    for line in content.splitlines():
+        try:
+            lines.append(parse_json(line, schema))
+        except ValueError:
+            continue
+    return lines
+
+
+def parse_json(content: bytes, schema):
+    """Returns the value that `content` encodes. Raises ValueError if it is not JSON or does not match `schema`."""
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES // 10**6} MB")
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} in line {error.lineno}") from None
+    except ValueError:
+        raise ValueError("an integer has thousands of digits") from None
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if mismatch := find_mismatch(value, schema):
+        raise ValueError(mismatch)
+    return value
+
+
+def is_deeper(value, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [item for container in level if isinstance(container, dict | list)
+                 for item in (container.values() if isinstance(container, dict) else container)]
+        if not level:
+            return False
+    return True
+
+
+def find_mismatch(value, schema, field: str = "") -> str | None:
+    """Returns a message for the first part of `value` that does not match `schema`, or None.
+
+    `field` is the position of `value` in its file, such as "splits.train".
+    """
+    if isinstance(schema, Kind):
+        return None if schema.accepts(value) else mismatch(field, schema.name, value)
+    if isinstance(schema, tuple) and not isinstance(schema, Optional | Each):
+        found = [find_mismatch(value, choice, field) for choice in schema]
+        return None if None in found else found[-1]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return mismatch(field, "an array", value)
+        parts = ((item, schema[0], f"{field}[{number}]") for number, item in enumerate(value))
+    elif not isinstance(value, dict):
+        return mismatch(field, "an object", value)
+    elif isinstance(schema, Each):
+        parts = ((item, schema.schema, join(field, name)) for name, item in value.items())
+    else:
+        if missing := [name for name, part in schema.items() if name not in value and not isinstance(part, Optional)]:
+            return f"{join(field, missing[0])}: missing"
+        parts = ((value[name], part.schema if isinstance(part, Optional) else part, join(field, name))
+                 for name, part in schema.items() if name in value)
+    return next(filter(None, itertools.starmap(find_mismatch, parts)), None)
+
+
+def join(field: str, name: str) -> str:
+    return f"{field}.{shorten(name)}" if field else shorten(name)
+
+
+def mismatch(field: str, expected: str, value) -> str:
+    found = {dict: "an object", list: "an array"}.get(type(value)) or shorten(json.dumps(value))
+    return f"{field}: expected {expected}, found {found}" if field else f"expected {expected}, found {found}"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}…"

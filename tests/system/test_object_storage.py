@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, call, load_config
 from data_helpers import files_of, parquet
-from storage_helpers import LEASE, hold_lock, short_lease  # noqa: F401
+from storage_helpers import LEASE, faults, hold_lock, short_lease  # noqa: F401
 
-from smallgpt_jax import compilation_cache, data, object_lock, object_storage
+from smallgpt_jax import compilation_cache, data, files, object_lock, object_storage
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.errors import LockHeldError, UserError
 from smallgpt_jax.files import file_lock, local_copy
@@ -201,6 +201,30 @@ def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
             assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
 
 
+def test_a_suspended_holder_does_not_overwrite_its_successor(bucket, short_lease):  # noqa: F811
+    file = bucket / "file"
+    with hold_lock(bucket / "lock", "writes") as holder:
+        while not file.exists():
+            time.sleep(0.01)
+        holder.send_signal(signal.SIGSTOP)
+        with file_lock(bucket / "lock"):
+            files.write_atomically(file, "written by the successor")
+            holder.send_signal(signal.SIGCONT)
+            _, error = holder.communicate(timeout=20)
+            assert holder.returncode == 1 and "another process has taken over the lock" in error
+            assert file.read_text() == "written by the successor"
+
+
+def test_a_write_whose_answer_is_lost_is_repeated(bucket, faults):  # noqa: F811
+    (bucket / "file").write_text("old")
+    with file_lock(bucket / "lock"):
+        sent = faults({"match": "POST .*/file$", "status": 503, "lost": True, "times": 1})
+        for text in ("new", "newer"):
+            files.write_atomically(bucket / "file", text)
+            assert (bucket / "file").read_text() == text
+        assert sent() == [1]
+
+
 def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeypatch):  # noqa: F811
     read, delays = object_lock.Lease._read, [2 * LEASE["RENEWAL_SECONDS"]] * 4
 
@@ -216,7 +240,7 @@ def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeyp
 
 
 def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease):  # noqa: F811
-    with hold_lock(bucket / "lock", unreachable=True) as holder:
+    with hold_lock(bucket / "lock", "unreachable") as holder:
         began = time.monotonic()
         _, error = holder.communicate(timeout=20)
         assert time.monotonic() - began < LEASE["LEASE_SECONDS"] and holder.returncode == 1

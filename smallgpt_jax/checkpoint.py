@@ -58,9 +58,12 @@ class Checkpoints:
             self.folder, item_names=("params", "opt_state", "model_state", "check"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
+        self._saving: int | None = None  # the newest step to be saved
+        self._failed_steps: set[int] = set()  # since the folder was last listed; orbax lists them as saved
 
     def steps(self) -> list[int]:
-        return sorted(self._manager.all_steps())
+        """Returns the steps that have a checkpoint, without reading the folder."""
+        return sorted(set(self._manager.all_steps()) - self._failed_steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Starts writing `state`. Returns as soon as `state` is copied from the devices.
@@ -74,6 +77,9 @@ class Checkpoints:
             items["model_state"] = state.model_state
         sums = {name: bit_checksums(tree) for name, tree in items.items()}
         try:
+            if self._failed_steps:
+                self._reload()
+            self._saving = step
             self._manager.save(step, args=ocp.args.Composite(
                 **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
                 check=ocp.args.JsonSave({**sums, "unlogged_losses": list(unlogged_losses)})))
@@ -105,10 +111,17 @@ class Checkpoints:
             raise error
         if distributed.is_primary():
             self._remove_unfinished()
-        self._manager.reload()
-        newest = self._manager.latest_step()
+        self._failed_steps.add(self._saving)
+        with contextlib.suppress(Exception):  # the service cannot be reached; the next save tries again
+            self._reload()
+        newest = max(self.steps(), default=None)
         self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
                   + (f"step {newest}" if newest else "none"))
+
+    def _reload(self) -> None:
+        """Lists the folder."""
+        self._manager.reload()
+        self._failed_steps.clear()
 
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk. Ignores errors.
@@ -118,7 +131,10 @@ class Checkpoints:
         """
         gone = 0
         for _ in range(50):
-            unfinished = self._unfinished()
+            try:
+                unfinished = self._unfinished()
+            except Exception:  # the service cannot be reached
+                return
             gone = 0 if unfinished else gone + 1
             if gone == 4:
                 return
@@ -129,10 +145,8 @@ class Checkpoints:
     def _unfinished(self) -> list[Path]:
         if not is_remote(self.folder):
             return list(self.folder.glob(UNFINISHED_PATTERN))
-        with contextlib.suppress(Exception):  # the service cannot be reached
-            finished = set(map(str, saved_steps(self.folder)))
-            return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
-        return []
+        finished = set(map(str, saved_steps(self.folder)))
+        return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
@@ -157,7 +171,7 @@ class Checkpoints:
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
-            self._manager.reload()
+            self._reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
             return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
         if damaged:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, call, load_config
@@ -21,9 +22,11 @@ from data_helpers import files_of, parquet
 from storage_helpers import LEASE, faults, hold_lock, short_lease  # noqa: F401
 
 from smallgpt_jax import compilation_cache, data, files, object_lock, object_storage
+from smallgpt_jax.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.errors import LockHeldError, UserError
 from smallgpt_jax.files import file_lock, local_copy
+from smallgpt_jax.step import TrainState
 
 TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
 SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
@@ -248,6 +251,44 @@ def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease): 
     assert first == f"{bucket}/lock: the lock could not be renewed (no network); trying again every 0.5 s"
     assert last == f"error: {bucket}/lock: the lock could not be renewed (no network); this process ends without saving"
     assert (bucket / "lock").read_text().startswith(f"process {holder.pid} on")
+
+
+def small_state(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"weight": jnp.full(8, step, jnp.float32)}, {"count": jnp.int32(step)})
+
+
+@pytest.mark.parametrize("match, status", [
+    ("/checkpoints", 403), ("GET .*/o\\?", 403), ("POST .*/checkpoints/20/", 403), ("commit_success", 403)])
+def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):  # noqa: F811
+    """The run goes on, the step is not taken for saved, and the next save succeeds."""
+    messages = []
+    checkpoints = Checkpoints(bucket / "checkpoints", keep=2, log=messages.append)
+    checkpoints.save(10, small_state(10))
+    checkpoints.wait_until_finished()
+    refused = faults({"match": match, "status": status})
+    checkpoints.save(20, small_state(20))
+    checkpoints.wait_until_finished()
+    assert refused()[0] > 0 and len(messages) == 1 and checkpoints.steps() == [10], messages
+    assert messages[0].startswith("could not write a checkpoint: Forbidden")
+    checkpoints.save(20, small_state(20))
+    checkpoints.wait_until_finished()
+    assert len(messages) == 2 and checkpoints.steps() == [10]
+    faults()
+    for step in (20, 30):
+        checkpoints.save(step, small_state(step))
+    checkpoints.close()
+    assert len(messages) == 2 and saved_steps(bucket / "checkpoints") == [20, 30]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_save_repeats_requests(bucket, faults, status):  # noqa: F811
+    messages = []
+    checkpoints = Checkpoints(bucket / "checkpoints", keep=2, log=messages.append)
+    hits = faults(*({"match": match, "status": status, "times": 1} for match in (
+        "POST .*checkpoints/10/.*manifest", "POST .*commit_success", "GET .*/o\\?")))
+    checkpoints.save(10, small_state(10))
+    checkpoints.close()
+    assert hits() == [1, 1, 1] and not messages and saved_steps(bucket / "checkpoints") == [10]
 
 
 COMPILE = """

@@ -191,11 +191,16 @@ class RemoteFile(NamedTuple):
 def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
     """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there are none.
 
-    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or [].
+    Raises UserError if the name of an object is not a path, for example because of "..". With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or [].
     """
     search = file_system().glob if is_pattern else file_system().find
+    found = {name: info for name, info in search(str(path), detail=True).items()
+             if info["type"] == "file" and not name.endswith("/")}  # some tools create an empty object for a folder
+    for name in found:
+        if {"", ".", ".."} & set(name.split("/")):  # a copy of it could overwrite any local file
+            raise UserError(f"{SCHEME}{name}: the name of this object is not a path; rename or remove it")
     return {to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
-            for name, info in search(str(path), detail=True).items() if info["type"] == "file"}
+            for name, info in found.items()}
 
 
 def match(pattern: Path) -> list[Path]:
@@ -289,12 +294,14 @@ def write(path: Path, content: bytes) -> None:
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete.
+    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete or outside of it.
 
     `files` is `list_files(path)`.
     """
     for source, file in files.items():
         copy = target / source.relative_to(path)
+        if not copy.resolve().is_relative_to(target.resolve()):
+            raise UserError(f"{source}: its copy would not be inside {target}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         file_system().get_file(str(source), str(copy))
         if copy.stat().st_size != file.size:

@@ -137,6 +137,26 @@ def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):
         open_store(bucket / "store")
 
 
+@pytest.mark.parametrize("name", ["../../../outside", "a/../../../../outside", "..", "/etc/outside", "a//b", "./a"])
+def test_object_names_do_not_lead_out_of_the_folder(emulated_storage, tmp_path, monkeypatch, name):
+    """The emulator refuses such names, so the test replaces the requests."""
+    def find(path, detail):
+        return {f"{path.removeprefix('gs://')}/{each}": {"type": "file", "size": 7} for each in names}
+
+    storage, names = object_storage.file_system(), ["config.json", "empty/", name]
+    monkeypatch.setattr(storage, "find", find)
+    monkeypatch.setattr(storage, "get_file", lambda source, target: files.Path(target).write_text("content"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"^gs://bucket/folder/.*: the name of this object is not a path; rename or"):
+        local_copy(emulated_storage / "folder")
+    outside = {emulated_storage / "folder" / ".." / "b": object_storage.RemoteFile(7, "")}
+    with pytest.raises(UserError, match=r"folder/../b: its copy would not be inside "):
+        object_storage.download(emulated_storage / "folder", tmp_path / "target", outside)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    del names[2]
+    assert [path.name for path in local_copy(emulated_storage / "folder").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--config.data.source=s3://b/texts"], "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs"),
     (["--config.data.store=https://b/c"], "config.data.store: 'https://b/c' is a URL, and only gs:// URLs"),

@@ -36,6 +36,7 @@ from smallgpt_jax.step import TrainState
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
+REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
 # These errors come from the machine; the checkpoint itself may be undamaged.
 MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
                   errno.ETIMEDOUT}
@@ -60,6 +61,7 @@ class Checkpoints:
                 max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
         self._saving: int | None = None  # the newest step to be saved
         self._failed_steps: set[int] = set()  # since the folder was last listed; orbax lists them as saved
+        self._is_failing = False
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, without reading the folder."""
@@ -68,7 +70,8 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Starts writing `state`. Returns as soon as `state` is copied from the devices.
 
-        If writing fails, even after this method has returned, logs the error and removes the unfinished checkpoint.
+        If writing fails, even after this method has returned, removes the unfinished checkpoint and logs the error.
+        Of several failures in a row, only the first is logged.
         """
         self.wait_until_finished()
         self._before_save()
@@ -105,6 +108,9 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:  # the file system, tensorstore and orbax raise many types of exceptions
             self._failed(error)
+        if self._is_failing and self._saving in self.steps():
+            self._is_failing = False
+            self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, jax.errors.JaxRuntimeError):  # the error comes from the devices, not from the disk
@@ -115,8 +121,10 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # the service cannot be reached; the next save tries again
             self._reload()
         newest = max(self.steps(), default=None)
-        self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
-                  + (f"step {newest}" if newest else "none"))
+        if not self._is_failing:
+            self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
+                      + (f"step {newest}" if newest else "none"))
+        self._is_failing = True
 
     def _reload(self) -> None:
         """Lists the folder."""
@@ -185,7 +193,10 @@ class Checkpoints:
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Returns the parameters and model state of `step`. Raises UserError if they are damaged or cannot be read."""
+        """Returns the parameters and model state of `step`.
+
+        Raises UserError if they are damaged, cannot be read, or are removed by a run that is training.
+        """
         try:
             saved = self._read(step, {"params": abstract_params} | (
                 {"model_state": abstract_model_state} if abstract_model_state else {}))
@@ -195,9 +206,22 @@ class Checkpoints:
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error, self.folder):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
+            if self._is_being_removed(step):
+                raise UserError(f"{self.folder / str(step)}: removed while it was read, because the run keeps only its "
+                                "newest checkpoints (config.train.keep_checkpoints); rerun the same command") from None
             raise UserError(
                 f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
                 "smallgpt_jax.main, which resumes from an older checkpoint") from None
+
+    def _is_being_removed(self, step: int) -> bool:
+        """Returns whether another process removes a checkpoint. Removing it may take a while after the first file."""
+        files, before = -1, None
+        while files != before:
+            before = files
+            with contextlib.suppress(FileNotFoundError):  # removed while it is listed
+                files = sum(1 for _ in (self.folder / str(step)).rglob("*"))
+            time.sleep(REMOVAL_SECONDS)
+        return step not in saved_steps(self.folder)
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """Returns (saved items, None), or (None, error) if reading has failed."""

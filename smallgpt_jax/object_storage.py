@@ -191,7 +191,8 @@ class RemoteFile(NamedTuple):
 def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
     """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there are none.
 
-    Raises UserError if the name of an object is not a path, for example because of "..". With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or [].
+    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or []. Raises UserError if the name
+    of an object is not a path, for example because of "..".
     """
     search = file_system().glob if is_pattern else file_system().find
     found = {name: info for name, info in search(str(path), detail=True).items()
@@ -294,9 +295,9 @@ def write(path: Path, content: bytes) -> None:
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete or outside of it.
+    """Copies a file or folder to the new local path `target`. `files` is `list_files(path)`.
 
-    `files` is `list_files(path)`.
+    Raises UserError if a copy is incomplete or would be outside of `target`.
     """
     for source, file in files.items():
         copy = target / source.relative_to(path)

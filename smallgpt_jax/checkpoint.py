@@ -80,6 +80,7 @@ class Checkpoints:
             items["model_state"] = state.model_state
         sums = {name: bit_checksums(tree) for name, tree in items.items()}
         try:
+            object_storage.writer.require_locks()  # tensorstore's requests do not do this
             if self._failed_steps:
                 self._reload()
             self._saving = step

@@ -248,12 +248,11 @@ class Writer:
         if not self.leases:
             return file_system().pipe_file(str(path), content)
         for _ in range(WRITE_ATTEMPTS):
-            if str(path) not in self._generations:
-                self._generations[str(path)] = generation_of(path)
+            if (replaced := self._generations.pop(str(path), None)) is None:
+                replaced = generation_of(path)
                 for lease in list(self.leases):
                     lease.renew()
             self.require_locks()
-            replaced = self._generations.pop(str(path))
             if generation := replace(path, content, replaced):
                 self._generations[str(path)] = generation
                 return

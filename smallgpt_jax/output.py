@@ -1,6 +1,7 @@
 """Best-effort standard output and standard error: a command ignores write errors and does not wait for readers."""
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -20,9 +21,10 @@ class BestEffortStream:
 
     def __init__(self, stream):
         self._stream, self._writer = stream, None
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file
-            stream.flush()
-            self._writer = BackgroundWriter(stream.fileno())
+        if isinstance(stream, io.TextIOWrapper):  # not, for example, the output of a notebook
+            with contextlib.suppress(OSError):  # no file descriptor, or it cannot be written
+                stream.flush()
+                self._writer = BackgroundWriter(stream.fileno())
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):

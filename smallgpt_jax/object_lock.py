@@ -95,8 +95,8 @@ class Lease:
         """Returns the object and its two lines, (holder, id of the holder). The object is None if it does not exist."""
         from google.api_core.exceptions import NotFound
 
-        with contextlib.suppress(NotFound):
-            if blob := self._bucket.get_blob(self._name, **request):
+        while blob := self._bucket.get_blob(self._name, **request):
+            with contextlib.suppress(NotFound):  # another version has been written in the meantime
                 holder, _, holder_id = blob.download_as_text(**request).strip().partition("\n")
                 return blob, (holder or "another process", holder_id)
         return None, ("", "")

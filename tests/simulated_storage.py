@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from google.api_core.exceptions import Forbidden, PreconditionFailed, ServiceUnavailable, TooManyRequests
+from google.api_core.exceptions import Forbidden, NotFound, PreconditionFailed, ServiceUnavailable, TooManyRequests
 
 
 class Ended(BaseException):
@@ -60,7 +60,7 @@ class Simulation:
                 return self.at(fiber.process.suspended_until, arrive)
             try:
                 outcome = action()
-            except PreconditionFailed as error:
+            except (NotFound, PreconditionFailed) as error:
                 outcome = error
             if not self.happens(0.3):  # or else the answer is lost
                 self.at(self.time + self.delay(), lambda: answer(outcome))
@@ -187,8 +187,15 @@ class Bucket:
         return self._simulation.request(action, timeout)
 
     def get_blob(self, name: str, **options):
-        generation, content = self._send(lambda: self._simulation.read(name), **options)
-        blob = SimpleNamespace(generation=generation, download_as_text=lambda **_: content.decode())
+        def read() -> bytes:
+            present, content = self._simulation.read(name)
+            if present != generation:
+                raise NotFound("no such generation")
+            return content
+
+        generation, _ = self._send(lambda: self._simulation.read(name), **options)
+        blob = SimpleNamespace(generation=generation, download_as_text=lambda **options: self._send(
+            read, **options).decode())
         return blob if generation else None
 
     def blob(self, name: str):

@@ -1,6 +1,7 @@
 """Locks and writes in object storage, in simulated processes with a fake clock; see simulated_storage.py."""
 
 import contextlib
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("google.cloud.storage", reason="needs google-cloud-storage")
 
-from google.api_core.exceptions import GoogleAPIError
+from google.api_core.exceptions import GoogleAPIError, NotFound, PreconditionFailed
 from simulated_storage import Bucket, Lock, Process, Simulation
 
 from smallgpt_jax import object_lock, object_storage
@@ -34,11 +35,10 @@ class Run(Process):
         self.lease = object_lock.Lease(LOCK)
         try:
             self.lease.acquire(wait=True)
-            blobs = {path: Bucket(simulation).get_blob(str(path)) for path in FILES}
+            contents = {path: simulation.read(str(path))[1].decode() for path in FILES}
         except (GoogleAPIError, TimeoutError):
             return self.exit(1)
         self.start(self.renew)
-        contents = {path: blob.download_as_text() if blob else "" for path, blob in blobs.items()}
         with self.writer.under(self.lease):
             for i in range(self.WRITES):
                 simulation.sleep(simulation.random.uniform(0, 20))
@@ -52,6 +52,12 @@ class Run(Process):
                     self.writer.write(path, contents[path].encode())
         self.is_released = self.is_finished = True
         self.lease.release()
+
+    def exit(self, status: int) -> None:
+        if self.holds_lock() and self.lease._is_recent():
+            holder = self._simulation.read(str(LOCK))[1].decode().split()[-1:]
+            assert holder != [self.lease._id], "the process has ended although it holds the lock"
+        super().exit(status)
 
     def holds_lock(self) -> bool:
         """Returns whether the process holds the lock, as far as it knows."""
@@ -133,3 +139,24 @@ def test_a_successor_is_never_overwritten(monkeypatch, is_faulty, suspensions, c
 def test_a_healthy_run_keeps_its_lock(monkeypatch):
     for seed in range(5):
         assert simulate(monkeypatch, seed, False, 0, False)[0].is_finished
+
+
+def test_a_late_renewal_is_not_a_takeover(monkeypatch):
+    """The version that is read has just been replaced by an own renewal, which arrived after its answer was due."""
+    def upload(content, if_generation_match):
+        contents.append(content)
+        if if_generation_match != 3:
+            raise PreconditionFailed("other generation")
+
+    def download():
+        if next(reads) == 1:
+            raise NotFound("no such generation")
+        return contents[-1]
+
+    contents, reads, generations = [], itertools.count(1), itertools.count(2)
+    bucket = SimpleNamespace(
+        blob=lambda name: SimpleNamespace(upload_from_string=upload, generation=4),
+        get_blob=lambda name: SimpleNamespace(generation=next(generations), download_as_text=download))
+    monkeypatch.setattr(object_lock, "bucket_of", lambda path: (bucket, str(path)))
+    lease = object_lock.Lease(LOCK)
+    assert lease._write(1) and lease.generation == 4

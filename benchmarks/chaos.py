@@ -112,10 +112,11 @@ class Run:
         first.send_signal(signal.SIGCONT)
         while first.poll() is None and second.poll() is None:
             time.sleep(0.01)
-        if first.poll() is None:
-            ended, self.process, self._output = second, first, first_output
-        else:
-            ended = first
+        if second.poll() == 0:  # complete, and the first process has lost its lock or finds nothing to do
+            first.wait()
+        ended = second if first.poll() is None else first
+        if ended is second:
+            self.process, self._output = first, first_output
         if ended.returncode not in (0, 1):
             raise RuntimeError(f"{self.workdir}: a process ended with status {ended.returncode}")
         return "suspended"

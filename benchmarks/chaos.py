@@ -1,24 +1,35 @@
 """Kills runs at random moments, resumes them, and compares their results with those of an undisturbed run.
 
     python benchmarks/chaos.py --kills=100
+    python benchmarks/chaos.py --kills=100 --suspensions=0.3 --storage=gs
+    python benchmarks/chaos.py --kills=100 --suspensions=0.3
 
 For each architecture, one run is trained without a kill. Other runs with the same config are killed with SIGKILL at
 random moments, and restarted after each kill until they are complete. Their parameters, optimizer state and losses are
 then compared with those of the undisturbed run, bit for bit. About half of the kills come before the first step. The
-benchmark takes about 10 seconds per kill.
+benchmark takes about 10 seconds per kill, and 20 with --storage=gs, where restarts wait for the lock of the killed run.
+
+With --suspensions, a share of the kills are suspensions instead: the process is stopped with SIGSTOP, the same command
+is started again, and some time later the first process continues (SIGCONT). In object storage, the second process has
+then taken over the lock, and the first one has to end without a trace. On a local disk, the second one is refused.
+
+--storage=gs puts the workdirs into an emulator of Google Cloud Storage, with short leases.
 
 Prints the number of kills in each phase of a run. The last line is a JSON object. The exit status is 1 if anything
 differs.
 """
 
 import collections
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -26,13 +37,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags, logging
 
-from smallgpt_jax import cli, models
-from smallgpt_jax.checkpoint import UNFINISHED_PATTERN
+from smallgpt_jax import cli, models, object_storage
+from smallgpt_jax.checkpoint import UNFINISHED_PATTERN, saved_steps
+from smallgpt_jax.files import remove_folder
 from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.object_storage import is_remote
 from smallgpt_jax.workdir import CHECKPOINT_FOLDER
 
 ROOT = Path(__file__).parent.parent
 EVERY = 10  # steps between two checkpoints and between two evaluations
+LEASE = {"LEASE_SECONDS": 8.0, "RENEWAL_SECONDS": 1.0, "POLL_SECONDS": 0.1}
+# Runs the command `main` with short leases.
+MAIN = f"""
+import runpy
+from smallgpt_jax import object_lock
+vars(object_lock).update({LEASE})
+runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
+"""
 
 
 class Run:
@@ -40,19 +61,21 @@ class Run:
 
     def __init__(self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()):
         self.workdir, self.steps = workdir, steps
-        self._output = workdir.with_suffix(".out")
+        self._outputs, self._starts = Path(tempfile.mkdtemp()), 0
         self._command = [
-            sys.executable, "-m", "smallgpt_jax.main", f"--config=configs/{architecture}.py:tiny",
+            sys.executable, "-c", MAIN, f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
             "--config.train.eval_steps=40", *overrides]  # makes evaluations so long that kills hit them
 
     def start(self) -> None:
+        self._starts += 1
+        self._output = self._outputs / f"{self._starts}.txt"
         with self._output.open("w") as file:
             self.process = subprocess.Popen(self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
     def output(self) -> str:
-        return self._output.read_text()
+        return self._output.read_text(errors="replace")
 
     def wait_for(self, text: str) -> None:
         """Waits until the process has printed `text` or has ended."""
@@ -71,13 +94,46 @@ class Run:
             return None
         return self.phase()
 
+    def suspend(self, seconds: float) -> str | None:
+        """Suspends the process and starts a second one. `seconds` after the second one has begun, continues the first.
+
+        One of them ends; the other one is `process` from then on. Returns "suspended", or None if the process had
+        already ended.
+        """
+        first, first_output = self.process, self._output
+        first.send_signal(signal.SIGSTOP)
+        if first.poll() is not None:
+            self.finish()
+            return None
+        self.start()
+        second = self.process
+        self.wait_for(" parameters, on ")  # printed after the lock is acquired
+        time.sleep(seconds)
+        first.send_signal(signal.SIGCONT)
+        while first.poll() is None and second.poll() is None:
+            time.sleep(0.01)
+        if second.poll() == 0:  # complete, and the first process has lost its lock or finds nothing to do
+            first.wait()
+        ended = second if first.poll() is None else first
+        if ended is second:
+            self.process, self._output = first, first_output
+        if ended.returncode not in (0, 1):
+            raise RuntimeError(f"{self.workdir}: a process ended with status {ended.returncode}")
+        return "suspended"
+
+    def is_saving(self) -> bool:
+        folder = self.workdir / CHECKPOINT_FOLDER
+        if not is_remote(folder):
+            return bool(list(folder.glob(UNFINISHED_PATTERN)))
+        return folder.exists() and {path.name for path in folder.iterdir()} > set(map(str, saved_steps(folder)))
+
     def phase(self) -> str:
         """Returns what the run was doing when it was killed, for example "compiling" or "saving".
 
         The phase is inferred from the output and the files of the run.
         """
-        logged, checkpoints = self.output(), self.workdir / CHECKPOINT_FOLDER
-        if list(checkpoints.glob(UNFINISHED_PATTERN)):
+        logged = self.output()
+        if self.is_saving():
             return "saving"
         if "compiled and ready in" not in logged:
             return "compiling" if " parameters, on " in logged else "starting"
@@ -118,15 +174,15 @@ def differences(one: Run, other: Run) -> list[str]:
 
 
 def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
-              overrides: tuple[str, ...] = ()) -> tuple[collections.Counter, list[str], int]:
-    """Trains runs of an architecture and kills them `kills` times in total.
+              overrides: tuple[str, ...] = (), suspensions: float = 0.0) -> tuple[collections.Counter, list[str], int]:
+    """Trains runs of an architecture and kills them `kills` times in total; suspends them instead in a share of cases.
 
     Returns the number of kills in each phase, the differences from an undisturbed run, and the number of runs.
     """
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     seconds = []
     for _ in range(2):  # the first run fills the compilation cache; only the second run is timed
-        subprocess.run(["rm", "-rf", undisturbed.workdir], check=True)
+        remove_folder(undisturbed.workdir)
         undisturbed.start()
         seconds = [time.monotonic()]
         undisturbed.wait_for("compiled and ready in")
@@ -137,20 +193,23 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
     kills_by_phase, different, runs = collections.Counter(), [], 0
     while sum(kills_by_phase.values()) < kills:
         runs += 1
-        victim = Run(folder / f"victim-{runs}", architecture, steps, overrides)
+        victim, is_running = Run(folder / f"victim-{runs}", architecture, steps, overrides), False
         while sum(kills_by_phase.values()) < kills:
-            victim.start()
+            if not is_running:
+                victim.start()
             if rng.random() < 0.5:
                 time.sleep(rng.uniform(0, to_first_step))
             else:
                 victim.wait_for("compiled and ready in")
                 time.sleep(rng.uniform(0, after_first_step / 2))
-            phase = victim.kill()
+            is_running = rng.random() < suspensions
+            phase = victim.suspend(rng.uniform(0, to_first_step + after_first_step)) if is_running else victim.kill()
             if phase is None:
                 break
             kills_by_phase[phase] += 1
         else:
-            victim.start()
+            if not is_running:
+                victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
         log(f"{architecture}: {sum(kills_by_phase.values())} kills, {runs} completed runs, {len(different)} arrays or "
@@ -162,6 +221,24 @@ _KILLS = flags.DEFINE_integer("kills", 20, "Total number of kills, over all arch
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps per run.", lower_bound=EVERY)
 _ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Architectures to train.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed for the random moments of the kills.")
+_SUSPENSIONS = flags.DEFINE_float("suspensions", 0.0, "Share of the kills that are suspensions instead.", 0.0, 1.0)
+_STORAGE = flags.DEFINE_enum("storage", "local", ["local", "gs"], "Where the workdirs are: on the local disk, or in an "
+                             "emulator of Google Cloud Storage.")
+
+
+@contextlib.contextmanager
+def emulated_bucket() -> Iterator[Path]:
+    """Starts the emulator of the tests. Yields the path of its bucket."""
+    emulator = subprocess.Popen([sys.executable, ROOT / "tests" / "gcs_emulator.py"], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    url = f"http://localhost:{int(emulator.stdout.readline())}"
+    os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url,
+                      GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false")  # needs requests that the emulator does not support
+    object_storage.file_system()  # configures gcsfs
+    try:
+        yield object_storage.to_epath("bucket")
+    finally:
+        emulator.communicate()
 
 
 def main() -> None:
@@ -169,12 +246,14 @@ def main() -> None:
     logging.set_verbosity(logging.ERROR)  # hides orbax's warning that only some items of a checkpoint are read
     rng = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.environ["XDG_CACHE_HOME"], os.environ["TMPDIR"], tempfile.tempdir = f"{folder}/cache", folder, None
+        root = stack.enter_context(emulated_bucket()) if _STORAGE.value == "gs" else Path(folder)
         for i, name in enumerate(names):
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
-            (Path(folder) / name).mkdir()
-            results[name] = kill_runs(name, Path(folder) / name, kills, _STEPS.value, rng)
+            (root / name).mkdir(exist_ok=True)
+            results[name] = kill_runs(name, root / name, kills, _STEPS.value, rng, suspensions=_SUSPENSIONS.value)
     phases = [phase for phase, _ in sum((kills_by_phase for kills_by_phase, _, _ in results.values()),
                                         collections.Counter()).most_common()]
     print("\n| model | " + " | ".join(phases) + " | all kills | completed runs | arrays and losses that differ |\n"
@@ -185,6 +264,8 @@ def main() -> None:
     different = [line for _, lines, _ in results.values() for line in lines]
     print("\n".join(different))
     print(json.dumps({"kills": sum(sum(kills_by_phase.values()) for kills_by_phase, _, _ in results.values()),
+                      "storage": _STORAGE.value, "suspensions": sum(
+                          kills_by_phase["suspended"] for kills_by_phase, _, _ in results.values()),
                       "differences": len(different), "seed": _SEED.value,
                       "hits": {name: dict(kills_by_phase) for name, (kills_by_phase, _, _) in results.items()}}))
     if different:

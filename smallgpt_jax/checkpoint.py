@@ -37,6 +37,7 @@ from smallgpt_jax.step import TrainState
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
+REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
 # These errors come from the machine; the checkpoint itself may be undamaged.
 MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
                   errno.ETIMEDOUT}
@@ -59,14 +60,19 @@ class Checkpoints:
             self.folder, item_names=("params", "opt_state", "model_state", "check"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
+        self._saving: int | None = None  # the newest step to be saved
+        self._failed_steps: set[int] = set()  # since the folder was last listed; orbax lists them as saved
+        self._is_failing = False
 
     def steps(self) -> list[int]:
-        return sorted(self._manager.all_steps())
+        """Returns the steps that have a checkpoint, without reading the folder."""
+        return sorted(set(self._manager.all_steps()) - self._failed_steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Starts writing `state`. Returns as soon as `state` is copied from the devices.
 
-        If writing fails, even after this method has returned, logs the error and removes the unfinished checkpoint.
+        If writing fails, even after this method has returned, removes the unfinished checkpoint and logs the error.
+        Of several failures in a row, only the first is logged.
         """
         self.wait_until_finished()
         self._before_save()
@@ -75,6 +81,10 @@ class Checkpoints:
             items["model_state"] = state.model_state
         sums = {name: bit_checksums(tree) for name, tree in items.items()}
         try:
+            object_storage.writer.require_locks()  # tensorstore's requests do not do this
+            if self._failed_steps:
+                self._reload()
+            self._saving = step
             self._manager.save(step, args=ocp.args.Composite(
                 **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
                 check=ocp.args.JsonSave({**sums, "unlogged_losses": list(unlogged_losses)})))
@@ -100,16 +110,28 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:  # the file system, tensorstore and orbax raise many types of exceptions
             self._failed(error)
+        if self._is_failing and self._saving in self.steps():
+            self._is_failing = False
+            self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, jax.errors.JaxRuntimeError):  # the error comes from the devices, not from the disk
             raise error
         if distributed.is_primary():
             self._remove_unfinished()
+        self._failed_steps.add(self._saving)
+        with contextlib.suppress(Exception):  # the service cannot be reached; the next save tries again
+            self._reload()
+        newest = max(self.steps(), default=None)
+        if not self._is_failing:
+            self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
+                      + (f"step {newest}" if newest else "none"))
+        self._is_failing = True
+
+    def _reload(self) -> None:
+        """Lists the folder."""
         self._manager.reload()
-        newest = self._manager.latest_step()
-        self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
-                  + (f"step {newest}" if newest else "none"))
+        self._failed_steps.clear()
 
     def _remove_unfinished(self) -> None:
         """Removes unfinished checkpoints, which may be filling the disk. Ignores errors.
@@ -119,7 +141,10 @@ class Checkpoints:
         """
         gone = 0
         for _ in range(50):
-            unfinished = self._unfinished()
+            try:
+                unfinished = self._unfinished()
+            except Exception:  # the service cannot be reached
+                return
             gone = 0 if unfinished else gone + 1
             if gone == 4:
                 return
@@ -130,10 +155,8 @@ class Checkpoints:
     def _unfinished(self) -> list[Path]:
         if not is_remote(self.folder):
             return list(self.folder.glob(UNFINISHED_PATTERN))
-        with contextlib.suppress(Exception):  # the service cannot be reached
-            finished = set(map(str, saved_steps(self.folder)))
-            return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
-        return []
+        finished = set(map(str, saved_steps(self.folder)))
+        return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
@@ -158,7 +181,7 @@ class Checkpoints:
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
-            self._manager.reload()
+            self._reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
             return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
         if damaged:
@@ -172,7 +195,10 @@ class Checkpoints:
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Returns the parameters and model state of `step`. Raises UserError if they are damaged or cannot be read."""
+        """Returns the parameters and model state of `step`.
+
+        Raises UserError if they are damaged, cannot be read, or are removed by a run that is training.
+        """
         try:
             saved = self._read(step, {"params": abstract_params} | (
                 {"model_state": abstract_model_state} if abstract_model_state else {}))
@@ -182,9 +208,22 @@ class Checkpoints:
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error, self.folder):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
+            if self._is_being_removed(step):
+                raise UserError(f"{self.folder / str(step)}: removed while it was read, because the run keeps only its "
+                                "newest checkpoints (config.train.keep_checkpoints); rerun the same command") from None
             raise UserError(
                 f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
                 "smallgpt_jax.main, which resumes from an older checkpoint") from None
+
+    def _is_being_removed(self, step: int) -> bool:
+        """Returns whether another process removes a checkpoint. Removing it may take a while after the first file."""
+        files, before = -1, None
+        while files != before:
+            before = files
+            with contextlib.suppress(FileNotFoundError):  # removed while it is listed
+                files = sum(1 for _ in (self.folder / str(step)).rglob("*"))
+            time.sleep(REMOVAL_SECONDS)
+        return step not in saved_steps(self.folder)
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """Returns (saved items, None), or (None, error) if reading has failed."""

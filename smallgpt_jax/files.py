@@ -89,6 +89,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     rename(partial, path)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Appends a line to a file. Creates the file if necessary. Ends the last line first if a killed process has not."""
+    text = line.encode() + b"\n"
+    if is_remote(path):
+        before = path.read_bytes() if path.exists() else b""
+        return write_atomically(path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text)
+    with path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text)
+
+
 def resolve(path: Path) -> Path:
     """Returns an absolute path without symbolic links. A path in object storage is returned unchanged."""
     return path if is_remote(path) else path.resolve()

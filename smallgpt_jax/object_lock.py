@@ -3,6 +3,8 @@
 A lock is an object that is created only if it does not exist. Its holder renews the lock by writing the object again
 every RENEWAL_SECONDS. A lock that is not renewed for LEASE_SECONDS may be taken over by another process, because its
 holder has probably died. The other process measures this time itself, so the clocks of the machines need not agree.
+
+While a process holds a lock, it writes objects only under this lock; see `object_storage.Writer`.
 """
 
 import contextlib
@@ -17,11 +19,16 @@ from pathlib import Path
 
 from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.object_storage import bucket_of
+from smallgpt_jax.object_storage import bucket_of, writer
 
 LEASE_SECONDS = 60.0
 RENEWAL_SECONDS = 10.0
 POLL_SECONDS = 1.0
+
+
+def now() -> float:
+    """Returns seconds of a clock that does not stop while the machine sleeps, as time.monotonic() does."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @contextlib.contextmanager
@@ -40,7 +47,8 @@ def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
     renewal = threading.Thread(target=lock.renew_until, args=(released,), daemon=True)
     renewal.start()
     try:
-        yield
+        with writer.under(lock):
+            yield
     finally:
         released.set()
         renewal.join()
@@ -54,6 +62,7 @@ class Lease:
         self._path, (self._bucket, self._name) = path, bucket_of(path)
         self._holder, self._id = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
         self.generation, self._renewed_at = 0, 0.0
+        self._writing, self._is_failing = threading.Lock(), False
 
     def acquire(self, wait: bool) -> None:
         replaced = 0  # generation of the object to replace; 0: none
@@ -67,23 +76,27 @@ class Lease:
         """
         from google.api_core.exceptions import PreconditionFailed
 
-        blob, began = self._bucket.blob(self._name), time.monotonic()
-        try:
-            blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request)
-        except PreconditionFailed:
-            # The write may have succeeded: the client repeats a request whose answer is lost, and the second one fails.
-            blob, (_, holder_id) = self._read(**request)
-            if holder_id != self._id:
-                return False
-        self.generation, self._renewed_at = blob.generation, began
-        return True
+        while True:
+            blob, began = self._bucket.blob(self._name), now()
+            try:
+                blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request)
+            except PreconditionFailed:
+                blob, (_, holder_id) = self._read(**request)
+                if holder_id != self._id:
+                    return False
+                # An earlier write of this process has succeeded, but its answer was lost. It is not known when; others
+                # may have seen it long ago. So write again.
+                replaced = blob.generation
+                continue
+            self.generation, self._renewed_at = blob.generation, began
+            return True
 
     def _read(self, **request):
         """Returns the object and its two lines, (holder, id of the holder). The object is None if it does not exist."""
         from google.api_core.exceptions import NotFound
 
-        with contextlib.suppress(NotFound):
-            if blob := self._bucket.get_blob(self._name, **request):
+        while blob := self._bucket.get_blob(self._name, **request):
+            with contextlib.suppress(NotFound):  # another version has been written in the meantime
                 holder, _, holder_id = blob.download_as_text(**request).strip().partition("\n")
                 return blob, (holder or "another process", holder_id)
         return None, ("", "")
@@ -93,7 +106,7 @@ class Lease:
         generation, seen_at, polled_at = None, 0.0, 0.0
         while True:
             blob, (holder, _) = self._read()
-            before, polled_at = polled_at, time.monotonic()
+            before, polled_at = polled_at, now()
             if blob is None:
                 return 0
             if generation is None:
@@ -111,21 +124,39 @@ class Lease:
 
     def renew_until(self, released: threading.Event) -> None:
         """Renews the lock every RENEWAL_SECONDS until `released` is set. Ends the process if the lock is lost."""
-        is_failing = False
         while not released.wait(RENEWAL_SECONDS):
-            try:  # with a short timeout and no retry, because a hanging request would use up the lease
-                is_held, is_failing = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None), False
-            except Exception as error:  # no network, or the service is overloaded: try again later
-                if time.monotonic() - self._renewed_at > LEASE_SECONDS - 2 * RENEWAL_SECONDS:
-                    self._end_process(f"the lock could not be renewed ({short_reason(error)})")
-                if not is_failing:
-                    print(f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying again every "
-                          f"{RENEWAL_SECONDS:g} s", file=sys.stderr, flush=True)
-                is_failing = True
-                continue
-            if not is_held:
-                self._end_process("another process has taken over the lock, which this process did not renew for "
-                                  f"{LEASE_SECONDS:g} s")
+            self.try_to_renew()
+
+    def try_to_renew(self) -> None:
+        """Renews the lock. If the service does not answer, reports it; ends the process before the lease ends."""
+        try:
+            self.renew()
+            self._is_failing = False
+        except Exception as error:  # no network, or the service is overloaded: try again later
+            if not self._is_recent():
+                self._end_process(f"the lock could not be renewed ({short_reason(error)})")
+            if not self._is_failing:
+                print(f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying again every "
+                      f"{RENEWAL_SECONDS:g} s", file=sys.stderr, flush=True)
+            self._is_failing = True
+
+    def require(self) -> None:
+        """Renews the lock unless this was done recently. See `renew` for errors."""
+        while not self._is_recent():  # this process was suspended, perhaps in `renew`, or the service did not answer
+            self.renew()
+
+    def renew(self) -> None:
+        """Renews the lock. Ends the process if it has lost the lock. Raises an exception if the request fails."""
+        with self._writing:
+            # With a short timeout and no retry, because a hanging request would use up the lease.
+            is_held = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None)
+        if not is_held:
+            self._end_process("another process has taken over the lock, which this process did not renew for "
+                              f"{LEASE_SECONDS:g} s")
+
+    def _is_recent(self) -> bool:
+        """Returns whether the lease does not end soon, so that a request that is sent now can still arrive in time."""
+        return now() - self._renewed_at <= LEASE_SECONDS - 2 * RENEWAL_SECONDS
 
     def _end_process(self, reason: str) -> None:
         print(f"error: {self._path}: {reason}; this process ends without saving", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ that need more than this are on the local disk; `download` and `upload_folder` c
 Requires the optional dependencies `[gcs]`. Credentials are Google's application default credentials.
 """
 
+import asyncio
 import contextlib
 import functools
 import importlib.util
@@ -22,6 +23,8 @@ from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
 SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
+RETRY_SECONDS = 20.0  # a conditional write is repeated for this long; locks that count as held last longer
+WRITE_ATTEMPTS = 5
 # Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
 CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
 FAILED_STATUS = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
@@ -75,7 +78,13 @@ def file_system():
         except FileNotFoundError:
             return False
 
+    async def request(method: str, *args, **options):
+        if method not in ("GET", "HEAD"):
+            await asyncio.to_thread(writer.require_locks)
+        return await send(method, *args, **options)
+
     storage.isdir = isdir  # gcsfs's own returns False if the request fails; orbax would then ignore a checkpoint
+    send, storage._request = storage._request, request
     return storage
 
 
@@ -182,11 +191,17 @@ class RemoteFile(NamedTuple):
 def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
     """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there are none.
 
-    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or [].
+    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or []. Raises UserError if the name
+    of an object is not a path, for example because of "..".
     """
     search = file_system().glob if is_pattern else file_system().find
+    found = {name: info for name, info in search(str(path), detail=True).items()
+             if info["type"] == "file" and not name.endswith("/")}  # some tools create an empty object for a folder
+    for name in found:
+        if {"", ".", ".."} & set(name.split("/")):  # a copy of it could overwrite any local file
+            raise UserError(f"{SCHEME}{name}: the name of this object is not a path; rename or remove it")
     return {to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
-            for name, info in search(str(path), detail=True).items() if info["type"] == "file"}
+            for name, info in found.items()}
 
 
 def match(pattern: Path) -> list[Path]:
@@ -195,18 +210,98 @@ def match(pattern: Path) -> list[Path]:
     return [to_epath(name) for name, info in found.items() if info["type"] == "directory"]
 
 
+class Writer:
+    """Writes objects. `leases` are the locks that this process holds, each an `object_lock.Lease`.
+
+    A process that holds a lock may have been suspended, and another process, its successor, may have taken over the
+    lock. The suspended process must then write nothing, even if it wakes up in the middle of `write`. So each write is
+    conditional on the generation of the object that it replaces. This process has either written this generation, or
+    read it before it renewed its locks. All writes of a successor come later, and change the generation.
+
+    If the condition fails but this process can still renew its locks, it writes again: the other writer was a suspended
+    predecessor, or the answer to an own write was lost.
+    """
+
+    def __init__(self):
+        self.leases: list = []
+        self._generations: dict[str, int] = {}  # of the objects that this process has written under its locks
+
+    @contextlib.contextmanager
+    def under(self, lease) -> Iterator[None]:
+        """In the `with` block, this process writes only as long as it holds the lock `lease`."""
+        self.leases.append(lease)
+        try:
+            yield
+        finally:
+            self.leases.remove(lease)
+            self._generations.clear()
+
+    def require_locks(self) -> None:
+        """Ends the process if it has lost a lock. Raises an exception if this cannot be found out.
+
+        A lock that was renewed recently counts as held.
+        """
+        for lease in list(self.leases):
+            lease.require()
+
+    def write(self, path: Path, content: bytes) -> None:
+        if not self.leases:
+            return file_system().pipe_file(str(path), content)
+        for _ in range(WRITE_ATTEMPTS):
+            if (replaced := self._generations.pop(str(path), None)) is None:
+                replaced = generation_of(path)
+                for lease in list(self.leases):
+                    lease.renew()
+            self.require_locks()
+            if generation := replace(path, content, replaced):
+                self._generations[str(path)] = generation
+                return
+        raise OSError(f"{path}: written by other processes at the same time")
+
+
+writer = Writer()
+
+
+def generation_of(path: Path) -> int:
+    """Returns the version of an object; 0 if it does not exist."""
+    bucket, name = bucket_of(path)
+    blob = bucket.get_blob(name, retry=retry_policy())
+    return blob.generation if blob else 0
+
+
+def replace(path: Path, content: bytes, replaced: int) -> int | None:
+    """Writes an object if its generation is `replaced`. Returns its new generation, or None if the condition fails."""
+    from google.api_core.exceptions import PreconditionFailed
+
+    bucket, name = bucket_of(path)
+    blob = bucket.blob(name)
+    try:
+        blob.upload_from_string(content, if_generation_match=replaced, retry=retry_policy())
+    except PreconditionFailed:
+        return None
+    return blob.generation
+
+
+def retry_policy():
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return DEFAULT_RETRY.with_timeout(RETRY_SECONDS)
+
+
 def write(path: Path, content: bytes) -> None:
-    """Writes an object: others see either the old or the new content."""
-    file_system().pipe_file(str(path), content)
+    """Writes an object: others see either the old or the new content. See `Writer` for processes that hold a lock."""
+    writer.write(path, content)
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """Copies a file or folder to the new local path `target`. Raises UserError if a copy is incomplete.
+    """Copies a file or folder to the new local path `target`. `files` is `list_files(path)`.
 
-    `files` is `list_files(path)`.
+    Raises UserError if a copy is incomplete or would be outside of `target`.
     """
     for source, file in files.items():
         copy = target / source.relative_to(path)
+        if not copy.resolve().is_relative_to(target.resolve()):
+            raise UserError(f"{source}: its copy would not be inside {target}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         file_system().get_file(str(source), str(copy))
         if copy.stat().st_size != file.size:

@@ -1,43 +1,125 @@
-"""Best-effort standard output and standard error: a command ignores write errors and continues."""
+"""Best-effort standard output and standard error: a command ignores write errors and does not wait for readers."""
 
 import contextlib
+import io
 import os
 import select
 import sys
+import threading
+import time
 from collections.abc import Iterator
+
+PATIENCE_SECONDS = 1.0  # a reader that takes nothing for this long is not waited for
+MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 
 
 class BestEffortStream:
-    """A text stream that ignores write errors and drops the unwritten text."""
+    """A text stream that ignores write errors and readers that do not read; it drops the unwritten text.
+
+    A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the stream is a file.
+    """
 
     def __init__(self, stream):
-        self._stream = stream
+        self._stream, self._writer = stream, None
+        if isinstance(stream, io.TextIOWrapper):  # not, for example, the output of a notebook
+            with contextlib.suppress(OSError):  # no file descriptor, or it cannot be written
+                stream.flush()
+                self._writer = BackgroundWriter(stream.fileno())
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            if self._writer and self._writer.is_usable():
+                self._writer.write(text.encode(self._stream.encoding, self._stream.errors))
+            else:
+                self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
-            self._stream.flush()
+            if self._writer and self._writer.is_usable():
+                self._writer.flush()
+            else:
+                self._stream.flush()
+
+    def close_writer(self) -> bool:
+        """Writes the pending text. Returns False if the reader does not take it."""
+        return self._writer is None or self._writer.close()
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
+
+
+class BackgroundWriter:
+    """Writes bytes to a file descriptor from a thread of its own."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._process = descriptor, os.getpid()
+        self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
+        self._is_blocked = self._is_closed = False
+        threading.Thread(target=self._write_pending, name="output", daemon=True).start()
+
+    def is_usable(self) -> bool:
+        """Returns whether the thread exists. A forked process does not have it."""
+        return os.getpid() == self._process
+
+    def write(self, data: bytes) -> None:
+        with self._changed:
+            if len(self._pending) < MAX_PENDING:
+                self._pending += data
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until everything is written, or until the reader has taken nothing for PATIENCE_SECONDS."""
+        with self._changed:
+            while self._pending and not self._is_blocked:
+                before = self._num_written
+                self._is_blocked = not self._changed.wait_for(lambda: self._num_written > before, PATIENCE_SECONDS)
+
+    def close(self) -> bool:
+        """Flushes and ends the thread. Returns whether everything is written."""
+        self.flush()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            return not self._pending
+
+    def _write_pending(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closed)
+                if self._is_closed:
+                    return
+                chunk = bytes(self._pending[:4096])
+            try:
+                written = os.write(self._descriptor, chunk)
+            except BlockingIOError:  # the descriptor does not block
+                time.sleep(0.01)
+                continue
+            except OSError:
+                written = len(chunk)
+            with self._changed:
+                del self._pending[:written]
+                self._num_written, self._is_blocked = self._num_written + written, False
+                self._changed.notify_all()
 
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
     """Inside the context, ignores errors of writes to a standard stream, such as a full disk or a closed pipe.
 
-    `name` is the attribute of `sys` that holds the stream: "stdout" or "stderr".
+    If a reader does not read, all later output of this process is dropped. `name` is the attribute of `sys` that holds
+    the stream: "stdout" or "stderr".
     """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-    setattr(sys, name, BestEffortStream(stream))
+    if isinstance(stream, BestEffortStream):
+        yield
+        return
+    wrapped = BestEffortStream(stream)
+    setattr(sys, name, wrapped)
     try:
         yield
     finally:
-        setattr(sys, name, stream)
+        setattr(sys, name, stream if wrapped.close_writer() else open(os.devnull, "w"))  # noqa: SIM115
         drop_unwritable(name)
 
 

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from smallgpt_jax import distributed, object_storage
-from smallgpt_jax.files import removed_on_error, write_atomically
+from smallgpt_jax.errors import LockHeldError
+from smallgpt_jax.files import file_lock, removed_on_error, write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.metrics import METRICS_FILE
 from smallgpt_jax.object_storage import is_remote
 
+SPOOL_PREFIX = "smallgpt_jax-spool-"
+LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
@@ -81,20 +84,32 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return
-    folder = Path(tempfile.mkdtemp()) / workdir.name
-    with removed_on_error(folder.parent):
-        folder.mkdir()
-        for name in continued:
-            object_storage.download(workdir / name, folder / name, object_storage.list_files(workdir / name))
-    spool, closed = Spool(workdir, folder, log), threading.Event()
-    thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
-    thread.start()
-    try:
-        yield spool
-    finally:
-        closed.set()
-        thread.join()
-        spool.upload_last()
+    remove_abandoned_spools()
+    folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX)) / workdir.name
+    with file_lock(folder.parent / LOCK_FILE):
+        with removed_on_error(folder.parent):
+            folder.mkdir()
+            for name in continued:
+                object_storage.download(workdir / name, folder / name, object_storage.list_files(workdir / name))
+        spool, closed = Spool(workdir, folder, log), threading.Event()
+        thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
+        thread.start()
+        try:
+            yield spool
+        finally:
+            closed.set()
+            thread.join()
+            spool.upload_last()
+
+
+def remove_abandoned_spools() -> None:
+    """Removes the local folders of runs that were killed: their locks exist, but no process holds them.
+
+    The folders of `upload_last` have no lock and are kept.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*/{LOCK_FILE}"):
+        with contextlib.suppress(LockHeldError, OSError), file_lock(lock):
+            shutil.rmtree(lock.parent)
 
 
 def upload_regularly(spool: Spool, closed: threading.Event) -> None:

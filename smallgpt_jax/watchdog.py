@@ -9,6 +9,7 @@ import time
 from smallgpt_jax.run_clock import RunClock
 
 STALLED_STATUS = 124  # the exit status of the shell command `timeout`
+PRINTING_SECONDS = 10.0
 EXEMPT_PHASES = ("restart", "save", "evaluate")
 
 
@@ -48,6 +49,8 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
+        # Ends the process even if nobody reads standard error.
+        threading.Timer(PRINTING_SECONDS, os._exit, (STALLED_STATUS,)).start()
         print(f"error: no training step has finished for {self._limit:g} seconds (config.train.stall_seconds); rerun "
               "the same command to resume from the newest checkpoint. Stacks of all threads:",
               file=sys.stderr, flush=True)

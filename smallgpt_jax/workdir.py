@@ -27,7 +27,7 @@ from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
-from smallgpt_jax.files import file_lock, write_atomically
+from smallgpt_jax.files import append_line, file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.json_files import (
     NUMBER,
@@ -248,13 +248,8 @@ def append_session(workdir: Path, facts: dict) -> None:
         return
     line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "processes": jax.process_count(), **software()}
-    text, path = json.dumps(line) + "\n", workdir / SESSIONS_FILE
-    if is_remote(workdir):
-        with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
-            write_atomically(path, (path.read_text() if path.exists() else "") + text)
-        return
-    with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(text)
+    with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+        append_line(workdir / SESSIONS_FILE, json.dumps(line))
 
 
 # What the readers of sessions.jsonl rely on.

@@ -1,6 +1,7 @@
 """Locks in object storage with short leases, for tests."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ with files.file_lock(files.as_path("--workdir", sys.argv[1])):
         def fail(*_, **__):
             raise OSError("no network")
         object_lock.Lease._write = fail
+    while sys.argv[2:] == ["writes"]:
+        files.write_atomically(files.as_path("--workdir", sys.argv[1]).with_name("file"), "written by the holder")
     time.sleep(60)
 """
 
@@ -34,10 +37,31 @@ def short_lease():
         yield
 
 
+@pytest.fixture
+def faults(emulated_storage):
+    """Returns a function that sets faults of the emulator, see gcs_emulator.py.
+
+    It returns a function that returns the number of requests that each of them has hit so far.
+    """
+    import requests
+
+    url = os.environ["STORAGE_EMULATOR_HOST"] + "/faults"
+
+    def set_faults(*rules: dict):
+        requests.post(url, json=rules).raise_for_status()
+        return lambda: requests.get(url).json()
+
+    yield set_faults
+    set_faults()
+
+
 @contextlib.contextmanager
-def hold_lock(path, unreachable: bool = False) -> Iterator[subprocess.Popen]:
-    """Yields a process that holds the lock at `path`; kills it on exit. If `unreachable`, it cannot renew the lock."""
-    command = [sys.executable, "-c", HOLD_LOCK, str(path), *["unreachable"] * unreachable]
+def hold_lock(path, *options: str) -> Iterator[subprocess.Popen]:
+    """Yields a process that holds the lock at `path`; kills it on exit.
+
+    With the option "unreachable", it cannot renew the lock. With "writes", it writes the object `file` all the time.
+    """
+    command = [sys.executable, "-c", HOLD_LOCK, str(path), *options]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout.readline() == "held\n"

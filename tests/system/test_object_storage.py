@@ -11,19 +11,23 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, call, load_config
 from data_helpers import files_of, parquet
-from storage_helpers import LEASE, hold_lock, short_lease  # noqa: F401
+from storage_helpers import LEASE, faults, hold_lock, short_lease  # noqa: F401
 
-from smallgpt_jax import compilation_cache, data, object_lock, object_storage
+from smallgpt_jax import compilation_cache, data, files, object_lock, object_storage, spool, workdir
+from smallgpt_jax.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.errors import LockHeldError, UserError
 from smallgpt_jax.files import file_lock, local_copy
+from smallgpt_jax.step import TrainState
 
 TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
 SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
@@ -134,6 +138,26 @@ def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):
         open_store(bucket / "store")
 
 
+@pytest.mark.parametrize("name", ["../../../outside", "a/../../../../outside", "..", "/etc/outside", "a//b", "./a"])
+def test_object_names_do_not_lead_out_of_the_folder(emulated_storage, tmp_path, monkeypatch, name):
+    """The emulator refuses such names, so the test replaces the requests."""
+    def find(path, detail):
+        return {f"{path.removeprefix('gs://')}/{each}": {"type": "file", "size": 7} for each in names}
+
+    storage, names = object_storage.file_system(), ["config.json", "empty/", name]
+    monkeypatch.setattr(storage, "find", find)
+    monkeypatch.setattr(storage, "get_file", lambda source, target: files.Path(target).write_text("content"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"^gs://bucket/folder/.*: the name of this object is not a path; rename or"):
+        local_copy(emulated_storage / "folder")
+    outside = {emulated_storage / "folder" / ".." / "b": object_storage.RemoteFile(7, "")}
+    with pytest.raises(UserError, match=r"folder/../b: its copy would not be inside "):
+        object_storage.download(emulated_storage / "folder", tmp_path / "target", outside)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    del names[2]
+    assert [path.name for path in local_copy(emulated_storage / "folder").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--config.data.source=s3://b/texts"], "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs"),
     (["--config.data.store=https://b/c"], "config.data.store: 'https://b/c' is a URL, and only gs:// URLs"),
@@ -201,6 +225,69 @@ def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
             assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
 
 
+def test_a_suspended_holder_does_not_overwrite_its_successor(bucket, short_lease):  # noqa: F811
+    file = bucket / "file"
+    with hold_lock(bucket / "lock", "writes") as holder:
+        while not file.exists():
+            time.sleep(0.01)
+        holder.send_signal(signal.SIGSTOP)
+        with file_lock(bucket / "lock"):
+            files.write_atomically(file, "written by the successor")
+            holder.send_signal(signal.SIGCONT)
+            _, error = holder.communicate(timeout=20)
+            assert holder.returncode == 1 and "another process has taken over the lock" in error
+            assert file.read_text() == "written by the successor"
+
+
+def test_a_write_whose_answer_is_lost_is_repeated(bucket, faults):  # noqa: F811
+    (bucket / "file").write_text("old")
+    with file_lock(bucket / "lock"):
+        sent = faults({"match": "POST .*/file$", "status": 503, "lost": True, "times": 1})
+        for text in ("new", "newer"):
+            files.write_atomically(bucket / "file", text)
+            assert (bucket / "file").read_text() == text
+        assert sent() == [1]
+
+
+@pytest.mark.parametrize("place", ["bucket", "tmp_path"])
+def test_a_torn_line_does_not_swallow_the_next_session(place, request):
+    folder = request.getfixturevalue(place) / "run"
+    folder.mkdir()
+    workdir.append_session(folder, {"step": 1})
+    path = folder / workdir.SESSIONS_FILE
+    path.write_text(path.read_text() + '{"step": 2, "proc')
+    for step in (3, 4):
+        workdir.append_session(folder, {"step": step})
+    first, torn, *others = path.read_text().splitlines()
+    assert torn == '{"step": 2, "proc' and [json.loads(line)["step"] for line in (first, *others)] == [1, 3, 4]
+
+
+KILLED_WITH_SPOOL = """
+import os, sys
+from smallgpt_jax import files, spool
+with spool.open_spool(files.as_path("--workdir", sys.argv[1]), []) as opened:
+    (opened.folder / "file").write_text("text")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_spools_of_killed_runs_are_removed(bucket, tmp_path, monkeypatch):
+    """Not those of other runs, and not those that could not be uploaded."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(spool, "CLOSING_PAUSES", ())
+    subprocess.run([sys.executable, "-c", KILLED_WITH_SPOOL, bucket / "killed"], cwd=ROOT)
+    assert len(list(tmp_path.iterdir())) == 1
+    with spool.open_spool(bucket / "first", []) as first:
+        with spool.open_spool(bucket / "second", []) as second:
+            assert len(list(tmp_path.iterdir())) == 2 and first.folder.exists()
+            monkeypatch.setattr(second, "upload", lambda: False)
+        assert second.folder.exists()
+    with spool.open_spool(bucket / "third", []) as third:
+        assert second.folder.exists() and not first.folder.exists()
+    assert not third.folder.exists()
+
+
 def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeypatch):  # noqa: F811
     read, delays = object_lock.Lease._read, [2 * LEASE["RENEWAL_SECONDS"]] * 4
 
@@ -216,7 +303,7 @@ def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeyp
 
 
 def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease):  # noqa: F811
-    with hold_lock(bucket / "lock", unreachable=True) as holder:
+    with hold_lock(bucket / "lock", "unreachable") as holder:
         began = time.monotonic()
         _, error = holder.communicate(timeout=20)
         assert time.monotonic() - began < LEASE["LEASE_SECONDS"] and holder.returncode == 1
@@ -224,6 +311,45 @@ def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease): 
     assert first == f"{bucket}/lock: the lock could not be renewed (no network); trying again every 0.5 s"
     assert last == f"error: {bucket}/lock: the lock could not be renewed (no network); this process ends without saving"
     assert (bucket / "lock").read_text().startswith(f"process {holder.pid} on")
+
+
+def small_state(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"weight": jnp.full(8, step, jnp.float32)}, {"count": jnp.int32(step)})
+
+
+@pytest.mark.parametrize("match, status", [
+    ("/checkpoints", 403), ("GET .*/o\\?", 403), ("POST .*/checkpoints/20/", 403), ("commit_success", 403)])
+def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):  # noqa: F811
+    """The run goes on, the step is not taken for saved, and the next save succeeds."""
+    messages = []
+    checkpoints = Checkpoints(bucket / "checkpoints", keep=2, log=messages.append)
+    checkpoints.save(10, small_state(10))
+    checkpoints.wait_until_finished()
+    refused = faults({"match": match, "status": status})
+    checkpoints.save(20, small_state(20))
+    checkpoints.wait_until_finished()
+    assert refused()[0] > 0 and len(messages) == 1 and checkpoints.steps() == [10], messages
+    assert messages[0].startswith("could not write a checkpoint: Forbidden")
+    checkpoints.save(20, small_state(20))
+    checkpoints.wait_until_finished()
+    assert len(messages) == 1 and checkpoints.steps() == [10]
+    faults()
+    for step in (20, 30):
+        checkpoints.save(step, small_state(step))
+    checkpoints.close()
+    assert messages[1:] == ["checkpoints can be written again; newest checkpoint: step 20"]
+    assert saved_steps(bucket / "checkpoints") == [20, 30]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_save_repeats_requests(bucket, faults, status):  # noqa: F811
+    messages = []
+    checkpoints = Checkpoints(bucket / "checkpoints", keep=2, log=messages.append)
+    hits = faults(*({"match": match, "status": status, "times": 1} for match in (
+        "POST .*checkpoints/10/.*manifest", "POST .*commit_success", "GET .*/o\\?")))
+    checkpoints.save(10, small_state(10))
+    checkpoints.close()
+    assert hits() == [1, 1, 1] and not messages and saved_steps(bucket / "checkpoints") == [10]
 
 
 COMPILE = """

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -156,6 +157,21 @@ def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
     checkpoints.close()
 
 
+def test_a_checkpoint_that_a_run_removes_is_not_damaged(saved, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    checkpoints = Checkpoints(folder)
+    shutil.rmtree(folder / "10" / "params")
+    remover = threading.Timer(0.2, shutil.rmtree, (folder / "10",))
+    remover.start()
+    with pytest.raises(UserError, match=r"checkpoints/10: removed while it was read, because the run keeps only its"):
+        checkpoints.restore_model(10, ABSTRACT.params, {})
+    remover.join()
+    shutil.rmtree(folder / "20" / "params")
+    with pytest.raises(UserError, match="checkpoints/20: damaged checkpoint"):
+        checkpoints.restore_model(20, ABSTRACT.params, {})
+
+
 def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
     """A temporary limit of 200 bytes per file simulates a full disk."""
     logged = []
@@ -172,11 +188,10 @@ def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert checkpoints.steps() == [1]
         assert os.listdir(tmp_path / "checkpoints") == ["1"]
-    assert len(logged) == 2
-    assert all(line == "could not write a checkpoint: File too large. Training continues; newest checkpoint: "
-               "step 1" for line in logged)
+    assert logged == ["could not write a checkpoint: File too large. Training continues; newest checkpoint: step 1"]
     checkpoints.save(4, state_of(4))
     checkpoints.wait_until_finished()
+    assert logged[1:] == ["checkpoints can be written again; newest checkpoint: step 4"]
     assert checkpoints.steps() == [1, 4]
     assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(4))
     checkpoints.close()

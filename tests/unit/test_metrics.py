@@ -230,6 +230,38 @@ def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
     assert result.returncode == status
 
 
+PRINT_MUCH = """
+import sys
+from smallgpt_jax import output, watchdog
+from smallgpt_jax.run_clock import RunClock
+output.PATIENCE_SECONDS, watchdog.PRINTING_SECONDS = 0.2, 0.2
+with output.best_effort("stdout"), output.best_effort("stderr"):
+    for i in range(30_000):
+        print(f"line {i:>20}", flush=True)
+    if sys.argv[1:]:
+        print("x" * 100_000, file=sys.stderr)
+        watchdog.Watchdog(RunClock(), 1.0)._end()
+"""
+
+
+@pytest.mark.parametrize("arguments, status", [([], 0), (["stall"], 124)])
+def test_a_reader_that_does_not_read_does_not_block_a_run(arguments, status):
+    """The output is ten times as large as the buffer of a pipe. The watchdog can still end a run that hangs."""
+    with subprocess.Popen([sys.executable, "-c", PRINT_MUCH, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        try:
+            assert process.wait(30) == status
+        finally:
+            process.kill()
+
+
+def test_a_slow_reader_gets_everything():
+    with subprocess.Popen([sys.executable, "-c", PRINT_MUCH], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        time.sleep(0.1)
+        lines = [line.split()[1] for line in process.stdout]
+    assert list(map(int, lines)) == list(range(30_000)) and process.returncode == 0
+
+
 @pytest.mark.parametrize("on_nonfinite, values, message", [
     ("stop", (math.nan, math.nan),
      "training has diverged: step 3: loss nan, gradient norm nan; its batch: rows 7, 3 of the training text.\n"

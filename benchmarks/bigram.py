@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from smallgpt_jax import cli, data, metrics, workdir
+from smallgpt_jax import cli, data
 from smallgpt_jax.data import batches
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import metrics, workdir
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 

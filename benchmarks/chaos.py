@@ -37,12 +37,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags, logging
 
-from smallgpt_jax import cli, models, object_storage
-from smallgpt_jax.checkpoint import UNFINISHED_PATTERN, saved_steps
-from smallgpt_jax.files import remove_folder
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.object_storage import is_remote
-from smallgpt_jax.workdir import CHECKPOINT_FOLDER
+from smallgpt_jax import cli, models
+from smallgpt_jax.run.checkpoint import UNFINISHED_PATTERN, saved_steps
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.workdir import CHECKPOINT_FOLDER
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.files import remove_folder
+from smallgpt_jax.storage.object_storage import is_remote
 
 ROOT = Path(__file__).parent.parent
 EVERY = 10  # steps between two checkpoints and between two evaluations
@@ -50,7 +51,7 @@ LEASE = {"LEASE_SECONDS": 8.0, "RENEWAL_SECONDS": 1.0, "POLL_SECONDS": 0.1}
 # Runs the command `main` with short leases.
 MAIN = f"""
 import runpy
-from smallgpt_jax import object_lock
+from smallgpt_jax.storage import object_lock
 vars(object_lock).update({LEASE})
 runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
 """

@@ -23,10 +23,11 @@ from absl import flags
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
-from smallgpt_jax import cli, sharding
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import cli
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.program import build_program
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.training.program import build_program
 
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Training steps per measurement.", lower_bound=1)

@@ -23,7 +23,7 @@ from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.step import init_state
+from smallgpt_jax.training.step import init_state
 
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the original files of the tasks.", required=True)
 _TASK = flags.DEFINE_string("task", "piqa", "Name of the task in lm-evaluation-harness.")

@@ -82,7 +82,7 @@ def measure_parts() -> dict[str, float]:
 
     sys.path.insert(0, str(ROOT))
     from smallgpt_jax import cli, train  # noqa: F401
-    from smallgpt_jax.program import build_program
+    from smallgpt_jax.training.program import build_program
     end("imports")
     import jax
     jax.config.update("jax_enable_compilation_cache", False)

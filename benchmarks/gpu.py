@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # lets recipes import config
 
 from absl import app, flags
 
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.storage.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 FLAG_GROUPS = {
@@ -110,9 +110,9 @@ def training_losses() -> dict:
     import jax
     import numpy as np
 
-    from smallgpt_jax import sharding
     from smallgpt_jax.data.packing import Batch
-    from smallgpt_jax.program import build_program
+    from smallgpt_jax.devices import sharding
+    from smallgpt_jax.training.program import build_program
 
     config = importlib.import_module("configs.gpt").get_config("tiny" if _REHEARSAL.value else "quickstart")
     config.train.steps = LOSS_STEPS

@@ -28,9 +28,9 @@ from absl import flags
 sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
 from smallgpt_jax import cli
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.training import train
+from smallgpt_jax.training.program import build_program
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)

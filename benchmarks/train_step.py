@@ -49,12 +49,13 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from smallgpt_jax import cli, models, sharding
+from smallgpt_jax import cli, models
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
     "256": (8, 4, 256),

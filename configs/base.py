@@ -4,7 +4,7 @@ Its fields, and their values at size `paper`, are declared and documented in
 
 - `model`: smallgpt_jax/models/config.py; fields of one architecture: pgpt.py, lgpt.py, cgpt.py beside it
 - `data`: smallgpt_jax/data/config.py
-- `mesh`: smallgpt_jax/sharding.py
+- `mesh`: smallgpt_jax/devices/sharding.py
 - `optimizer`, `train`: smallgpt_jax/run/config.py
 
 A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) changes some of them. In

@@ -19,8 +19,9 @@ A custom architecture is used only with --trust_custom_code, because a workdir o
 import sys
 
 from configs import base
-from smallgpt_jax import models, workdir
-from smallgpt_jax.files import as_path
+from smallgpt_jax import models
+from smallgpt_jax.run import workdir
+from smallgpt_jax.storage.files import as_path
 
 
 def get_config(folder: str):

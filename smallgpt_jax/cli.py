@@ -27,9 +27,11 @@ gc.set_threshold(50_000, 20, 50)
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import compilation_cache, distributed, host_memory, object_storage, recipes
+from smallgpt_jax import recipes
+from smallgpt_jax.devices import compilation_cache, distributed, host_memory
 from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
+from smallgpt_jax.storage import object_storage
 
 # {part of absl's message for a flag value of the wrong type: description of the right type}
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}

@@ -19,15 +19,16 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from smallgpt_jax import cli, workdir
+from smallgpt_jax import cli
 from smallgpt_jax.comparison import budget, measure, planning, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.planning import PlannedRun
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path, file_lock, local_path, resolve
-from smallgpt_jax.object_storage import is_remote, match
 from smallgpt_jax.output import best_effort
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.storage.files import as_path, file_lock, local_path, resolve
+from smallgpt_jax.storage.object_storage import is_remote, match
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "

@@ -23,13 +23,14 @@ from pathlib import Path
 
 from absl import flags
 
-from smallgpt_jax import cli, inference, models, workdir
+from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.files import as_path, atomic_folder, local_path, removed_on_error, resolve
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.object_storage import is_remote, list_files, require_bucket
+from smallgpt_jax.run import workdir
+from smallgpt_jax.storage.files import as_path, atomic_folder, local_path, removed_on_error, resolve
+from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],

@@ -18,16 +18,17 @@ import time
 
 from absl import flags
 
-from smallgpt_jax import cli, inference, models, workdir
-from smallgpt_jax.checkpoint import bit_checksums
+from smallgpt_jax import cli, inference, models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.files import as_path, cache_folder, local_path, write_atomically
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.object_storage import is_remote
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.checkpoint import bit_checksums
+from smallgpt_jax.storage.files import as_path, cache_folder, local_path, write_atomically
+from smallgpt_jax.storage.object_storage import is_remote
 
 SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
 

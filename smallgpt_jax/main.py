@@ -13,8 +13,9 @@ The run writes config.json, metrics.jsonl, TensorBoard event files, checkpoints/
 
 from absl import flags
 
-from smallgpt_jax import cli, distributed, summary
-from smallgpt_jax.training import train
+from smallgpt_jax import cli
+from smallgpt_jax.devices import distributed
+from smallgpt_jax.training import messages, train
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")
@@ -32,7 +33,7 @@ def main() -> None:
     distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
     with distributed.exit_on_peer_failure():
         train.train(_CONFIG.value, _WORKDIR.value)
-        summary.print_final_message(_WORKDIR.value)
+        messages.print_final_message(_WORKDIR.value)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ import sys
 import jax
 from absl import flags
 
-from smallgpt_jax import cli, preemption, sharding, summary
+from smallgpt_jax import cli
 from smallgpt_jax.analysis import chips, memory
-from smallgpt_jax.analysis.estimate import Estimate, estimate, largest_batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
-from smallgpt_jax.program import Program, build_program
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.training import messages, preemption
+from smallgpt_jax.training.program import Program, build_program
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
@@ -79,7 +81,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         + (f" ({layout})" if layout else "")
         + f", {config.train.batch_size} × {config.model.context_length} tokens per step"
         + (f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""),
-        *summary.fallback_messages(program), "",
+        *messages.fallback_messages(program), "",
         *format_parameters(program, result), "",
         *format_memory(result), "",
         format_flops(result),

@@ -50,11 +50,14 @@ from absl import app, flags
 from data_helpers import prepare_store
 from flax import linen as nn
 
-from smallgpt_jax import compilation_cache, data, models, object_storage, workdir
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import data, models
 from smallgpt_jax.data import store
-from smallgpt_jax.files import file_lock
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.devices import compilation_cache
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

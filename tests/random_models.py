@@ -11,7 +11,8 @@ from conftest import init, load_config
 from conversion_helpers import export, load_in_torch, torch
 from float64_model import plain_logits
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import models
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling

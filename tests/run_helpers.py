@@ -5,7 +5,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from conftest import load_config
 
-from smallgpt_jax import metrics
+from smallgpt_jax.run import metrics
 
 SMALL = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import object_lock
+from smallgpt_jax.storage import object_lock
 
 LEASE = {"LEASE_SECONDS": 3.0, "RENEWAL_SECONDS": 0.5, "POLL_SECONDS": 0.05}
 HOLD_LOCK = f"""
 import sys, time
-from smallgpt_jax import files, object_lock
+from smallgpt_jax.storage import object_lock
+from smallgpt_jax.storage import files
 vars(object_lock).update({LEASE})
 with files.file_lock(files.as_path("--workdir", sys.argv[1])):
     print("held", flush=True)

@@ -12,8 +12,8 @@ import re
 import jax
 from jax.experimental import topologies
 
+from smallgpt_jax.devices.platform import processor
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.ops.platform import processor
 
 GiB = 2**30
 

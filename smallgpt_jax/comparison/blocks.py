@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from smallgpt_jax import plotting
+from smallgpt_jax.run import plotting
 
 
 @dataclasses.dataclass(frozen=True)

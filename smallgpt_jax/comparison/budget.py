@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from smallgpt_jax import data, models, workdir
+from smallgpt_jax import data, models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
@@ -21,11 +21,12 @@ from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import file_lock, write_atomically
-from smallgpt_jax.json_files import POSITIVE, Each, read_json
-from smallgpt_jax.optimizer import make_optimizer
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.storage.files import file_lock, write_atomically
+from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
+from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.training.program import build_program
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 SPEEDS_FILE = "speeds.json"  # in a comparison's folder

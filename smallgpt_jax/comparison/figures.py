@@ -14,7 +14,7 @@ from smallgpt_jax.comparison import aggregation
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.plotting import COLORS, style_axes
+from smallgpt_jax.run.plotting import COLORS, style_axes
 
 STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible
 MARKERS = "os^Dv"

@@ -10,18 +10,20 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from smallgpt_jax import data, inference, sharding, workdir
+from smallgpt_jax import data, inference
 from smallgpt_jax.comparison.results import DECODING, DECODING_FILE, OWN_TEXT, TEXTS, TEXTS_FILE
 from smallgpt_jax.data import batches, cache_folder, tokenizers
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import atomic_folder, file_lock, refuse_url, write_atomically
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.json_files import read_json_or_none
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.validation import mean_loss
+from smallgpt_jax.storage.files import atomic_folder, file_lock, refuse_url, write_atomically
+from smallgpt_jax.storage.json_files import read_json_or_none
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.validation import mean_loss
 
 TIMED_TOKENS = 64
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from smallgpt_jax import plotting
 from smallgpt_jax.comparison import aggregation, figures, results
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table, aligned_table, to_html, to_markdown
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
 from smallgpt_jax.comparison.results import OWN_TEXT, Run
-from smallgpt_jax.files import safe_name, write_atomically
 from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.run import plotting
+from smallgpt_jax.storage.files import safe_name, write_atomically
 
 MISSING = "–"
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns

@@ -9,17 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smallgpt_jax import data, models, workdir
+from smallgpt_jax import data, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path, resolve
-from smallgpt_jax.json_files import LOSS, NULL, OBJECT, POSITIVE, TEXT, Each, Optional, integer, read_json_or_none
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.object_storage import is_remote
-from smallgpt_jax.optimizer import OPTIMIZERS
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import OptimizerConfig, flatten
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.storage.files import as_path, resolve
+from smallgpt_jax.storage.json_files import (
+    LOSS,
+    NULL,
+    OBJECT,
+    POSITIVE,
+    TEXT,
+    Each,
+    Optional,
+    integer,
+    read_json_or_none,
+)
+from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax import data, workdir
+from smallgpt_jax import data
 from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.planning import Plan, PlannedRun
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
-from smallgpt_jax.files import file_lock
+from smallgpt_jax.run import workdir
+from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 

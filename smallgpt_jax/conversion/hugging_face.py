@@ -29,8 +29,8 @@ from smallgpt_jax.conversion.weight_files import import_library, open_weights
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import current_umask
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.files import current_umask
 
 NATIVE = (gpt2, llama)  # formats of models that transformers contains
 FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from smallgpt_jax import models, workdir
+from smallgpt_jax import models
 from smallgpt_jax.formatting import millions
-from smallgpt_jax.json_files import OBJECT, read_json
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 DESCRIPTIONS = {
     "gpt": "a GPT: {num_layers} blocks of width {d_model}",

@@ -17,9 +17,9 @@ from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.store import METADATA, METADATA_FILE, STORE_FILES, TokenStore, open_matching_store, open_store
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
-from smallgpt_jax.files import as_path, cache_folder, file_lock
-from smallgpt_jax.json_files import POSITIVE
-from smallgpt_jax.object_storage import is_remote, list_files, require_bucket, upload_folder
+from smallgpt_jax.storage.files import as_path, cache_folder, file_lock
+from smallgpt_jax.storage.json_files import POSITIVE
+from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 # The schema of `Corpus.description`.

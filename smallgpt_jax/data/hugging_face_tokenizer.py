@@ -9,7 +9,7 @@ import numpy as np
 
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.json_files import OBJECT, parse_json
+from smallgpt_jax.storage.json_files import OBJECT, parse_json
 
 TOKENIZER_JSON = "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # name the special tokens; both may be missing

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from smallgpt_jax import data as corpora
-from smallgpt_jax import distributed, sharding
 from smallgpt_jax.data import batches
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 
 

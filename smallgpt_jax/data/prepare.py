@@ -32,8 +32,8 @@ from smallgpt_jax.data.store import (
 from smallgpt_jax.data.store_writer import StoreWriter
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import file_lock, rename, write_atomically
 from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.storage.files import file_lock, rename, write_atomically
 
 PROGRESS_SECONDS = 10  # minimum time between progress lines
 

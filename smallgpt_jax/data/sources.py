@@ -33,8 +33,8 @@ from smallgpt_jax.data.text_files import (
     local_file,
 )
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path
-from smallgpt_jax.object_storage import is_remote, list_files, name_path_in_errors
+from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.object_storage import is_remote, list_files, name_path_in_errors
 
 PASSAGE_CHARACTERS = (1024, 16_384)  # text files are split into passages; the length limit is in this range
 # Folders that `python_stdlib` does not read: tests (many Python distributions omit them), generated tables, and

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.object_storage import Reader, is_remote
+from smallgpt_jax.storage.object_storage import Reader, is_remote
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROW_SUFFIXES = (*JSON_SUFFIXES, ".parquet")

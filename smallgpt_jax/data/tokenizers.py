@@ -23,9 +23,9 @@ import sentencepiece
 from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path, write_atomically
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.json_files import TEXT, Each, integer, parse_json, read_json
+from smallgpt_jax.storage.files import local_path, write_atomically
+from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import models
+from smallgpt_jax.devices import sharding
 
 STATIC_LENGTHS = 6  # maximum number of static lengths
 LENGTH_STEP = 16  # static lengths are multiples of this, except the context length

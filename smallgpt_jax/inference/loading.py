@@ -8,16 +8,18 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from smallgpt_jax import distributed, models, workdir
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import as_path
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.pgpt import path_weights, with_paths
-from smallgpt_jax.object_storage import is_remote, require_bucket
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 
 
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all",

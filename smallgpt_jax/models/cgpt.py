@@ -8,7 +8,7 @@ import dataclasses
 import flax.linen as nn
 import jax.numpy as jnp
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.layers import normal, zeros

@@ -1,6 +1,6 @@
 """Initializers of weights, and the standard deviations of initial weights.
 
-The axes of weights have logical names, which `sharding.py` maps to mesh axes.
+The axes of weights have logical names, which `devices/sharding.py` maps to mesh axes.
 """
 
 import math

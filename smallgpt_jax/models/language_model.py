@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.architectures import ARCHITECTURES, find_architecture
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context

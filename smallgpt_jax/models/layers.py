@@ -3,8 +3,8 @@
 Suffixes of variable names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head
 width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products are computed in `config.dtype`.
 
-The axes of weights have logical names, which `sharding.py` maps to mesh axes. Weights without axis names, such as those
-of flax's own nn.Dense, work too and are replicated.
+The axes of weights have logical names, which `devices/sharding.py` maps to mesh axes. Weights without axis names, such
+as those of flax's own nn.Dense, work too and are replicated.
 
 `config.model.norm` selects a function (config, name) → module from NORMS. `config.model.mlp` selects a module class
 from MLPS. The class has a field `config`; its modules are called with (B, T, D) activations and a `Context`.
@@ -15,7 +15,7 @@ import math
 
 import flax.linen as nn
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, normal, residual_std, zeros

@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.initializers import INIT_STD, normal

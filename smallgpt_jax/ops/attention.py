@@ -26,10 +26,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import bfloat16, flash_attention
 from smallgpt_jax.ops.flash_attention import OUTPUT
-from smallgpt_jax.ops.platform import platform
 
 BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")  # values of config.model.attention
 QUERIES = 128  # queries per chunk

@@ -8,7 +8,7 @@ result. It computes all other products of bfloat16 arrays in float32.
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.ops.platform import has_bfloat16_instructions, platform
+from smallgpt_jax.devices.platform import has_bfloat16_instructions, platform
 
 
 def applies(dtype) -> bool:

@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import bfloat16
-from smallgpt_jax.ops.platform import platform
 
 # Maximum difference between a logit and the target's logit in training, in nats. Larger differences are clipped, so
 # that the sum of exponentials stays finite in float32. The loss of targets with a probability below about exp(−70) is

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax import sharding
-from smallgpt_jax.ops.platform import platform
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import platform
 
 BACKENDS = ("auto", "ragged", "blocks")
 MAX_BLOCK = 128  # rows per block; larger blocks are not faster, and have more unused rows

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import bfloat16
-from smallgpt_jax.ops.platform import platform
 
 
 def matmul(x_BxTxI, w_IxO, decode: bool):

@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 from smallgpt_jax import models
 from smallgpt_jax.config_group import AT_START, ConfigGroup, at_start, free
 from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.devices.sharding import MeshConfig
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
-from smallgpt_jax.sharding import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.metrics import Logger, NonFiniteGuard
-from smallgpt_jax.preemption import StopRequest
-from smallgpt_jax.profiler import Profiler
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.run.metrics import Logger, NonFiniteGuard
+from smallgpt_jax.run.profiler import Profiler
+from smallgpt_jax.training.preemption import StopRequest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,27 +8,29 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import distributed, preemption, summary, trackers
-from smallgpt_jax import workdir as run_folder
-from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.curves import save_curves
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.pipeline import DataPipeline
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
-from smallgpt_jax.files import as_path
-from smallgpt_jax.kernel_check import check_attention_kernels
-from smallgpt_jax.metrics import METRICS_FILE, Logger, NonFiniteGuard, Progress
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.profiler import Profiler
-from smallgpt_jax.program import Program, build_program, is_out_of_memory, out_of_memory_message
+from smallgpt_jax.run import trackers
+from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run_clock import RunClock
-from smallgpt_jax.spool import Spool, open_spool
-from smallgpt_jax.step import TrainState
-from smallgpt_jax.teacher import with_teacher_step
+from smallgpt_jax.run.curves import save_curves
+from smallgpt_jax.run.metrics import METRICS_FILE, Logger, NonFiniteGuard, Progress
+from smallgpt_jax.run.profiler import Profiler
+from smallgpt_jax.run.spool import Spool, open_spool
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.training import messages, preemption
+from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.loop import TrainingRun, train_loop
-from smallgpt_jax.validation import evaluate
-from smallgpt_jax.watchdog import Watchdog
+from smallgpt_jax.training.program import Program, build_program, is_out_of_memory, out_of_memory_message
+from smallgpt_jax.training.teacher import with_teacher_step
+from smallgpt_jax.training.validation import evaluate
+from smallgpt_jax.training.watchdog import Watchdog
 
 
 @best_effort("stdout")
@@ -83,13 +85,13 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
     state = program.restore_or_initialize(checkpoints)
     first_step = int(state.step)
     is_evaluated, = distributed.broadcast_from_primary((first_step in evaluated,))
-    print(summary.startup_message(program, pipeline, first_step), flush=True)
+    print(messages.startup_message(program, pipeline, first_step), flush=True)
     if first_step >= config.steps and is_evaluated:
         return
     train_step, eval_step = (step.result() for step in compiling or program.start_compilation())
     memory_stats = train_step.memory_analysis()
-    print(summary.compilation_message(memory_stats, time.monotonic() - started), flush=True)
-    run_folder.append_session(folder, summary.session_facts(program, pipeline, memory_stats, first_step))
+    print(messages.compilation_message(memory_stats, time.monotonic() - started), flush=True)
+    run_folder.append_session(folder, messages.session_facts(program, pipeline, memory_stats, first_step))
 
     logger = open_logger(program, pipeline, spool.folder, first_step, checkpoints, progress, clock)
     training = TrainingRun(
@@ -149,5 +151,5 @@ def open_logger(program: Program, pipeline: DataPipeline, folder: Path, first_st
     return Logger(
         folder, first_step, progress, clock, log_every=config.log_every, tokens_per_step=pipeline.tokens_per_step,
         bytes_per_token=pipeline.corpus.bytes_per_token("validation"),
-        peak_tokens_per_second=summary.peak_tokens_per_second(program),
+        peak_tokens_per_second=messages.peak_tokens_per_second(program),
         unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [], start_tracker=start_tracker)

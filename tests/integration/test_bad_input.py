@@ -18,10 +18,10 @@ from conftest import ROOT, call, load_config
 from data_helpers import parquet, prepare_store, zstd
 
 from smallgpt_jax import inference
-from smallgpt_jax import workdir as run_folder
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import file_lock
+from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training.train import train
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))

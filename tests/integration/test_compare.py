@@ -13,13 +13,15 @@ import pytest
 from conftest import ROOT, call, forward, init, load_config
 from data_helpers import prepare_store
 
-from smallgpt_jax import data, inference, models, sharding, workdir
+from smallgpt_jax import data, inference, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import measure, report, results
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import millions
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run import workdir
 from smallgpt_jax.training import train
+from smallgpt_jax.training.program import build_program
 
 STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",
          "--config.train.checkpoint_every=4", "--config.optimizer.decay_steps=8")

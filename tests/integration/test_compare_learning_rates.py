@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax import data, workdir
+from smallgpt_jax import data
 from smallgpt_jax.comparison import measure, results, training
 from smallgpt_jax.comparison.planning import Plan
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
-from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training import train
 
 STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",

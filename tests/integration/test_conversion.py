@@ -19,16 +19,17 @@ import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
-from smallgpt_jax import inference, models, workdir
+from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
 from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import read_lines
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.program import build_program
-from smallgpt_jax.step import target_weights, weighted_loss
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training import train
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.step import target_weights, weighted_loss
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

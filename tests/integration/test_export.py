@@ -9,11 +9,12 @@ import pytest
 from conftest import build, call, forward, init
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
-from smallgpt_jax import inference, models, workdir
+from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import hugging_face, smallgpt
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
+from smallgpt_jax.run import workdir
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

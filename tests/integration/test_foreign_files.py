@@ -14,10 +14,11 @@ import pytest
 from conftest import build, call, init, spaced_tokenizer
 from conversion_helpers import GPT2, export, write_released
 
-from smallgpt_jax import inference, models, workdir
+from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import workdir
 
 library = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")

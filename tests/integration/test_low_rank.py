@@ -17,7 +17,7 @@ from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import attention, layers
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 
 
 def tokens_of(model, rows: int = 2) -> np.ndarray:

@@ -14,13 +14,13 @@ from conftest import build, forward, init, load_config
 from flax import linen as nn
 from scipy.special import erf
 
-from smallgpt_jax import data, models, sharding
-from smallgpt_jax.analysis import hlo
+from smallgpt_jax import data, models
 from smallgpt_jax.analysis.flops import count_operations, train_flops_per_token
-from smallgpt_jax.checkpoint import Checkpoints
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation import hlo
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
@@ -28,8 +28,9 @@ from smallgpt_jax.models.block import stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import MLPS
 from smallgpt_jax.ops import grouped_matmul
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training import train as run
+from smallgpt_jax.training.program import build_program
 
 MOE = {"mlp": "moe", "mlp_ratio": 1.0, "num_experts": 6, "experts_per_token": 2, "expert_scale": 2.5}
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,

@@ -9,9 +9,9 @@ from conftest import call, load_config
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
 
 from smallgpt_jax import plan
-from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.comparison import results
-from smallgpt_jax.program import build_program
+from smallgpt_jax.estimation.estimate import estimate
+from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow

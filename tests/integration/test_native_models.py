@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from conftest import build, call, forward, init
 
-from smallgpt_jax import inference, models, sharding
+from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import gpt2, hugging_face, llama
 from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import prepare, tokenizers
 from smallgpt_jax.data.packing import PACKINGS
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
 

@@ -11,9 +11,10 @@ from conftest import build, init
 
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.step import TrainState, train_step
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.training.step import train_step
 
 BROKEN = 63  # the token whose embedding the tests overwrite
 

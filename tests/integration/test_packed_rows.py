@@ -17,13 +17,17 @@ from conftest import ARCHITECTURES, build, forward, load_config
 from data_helpers import random_store
 from flax import linen as nn
 
-from smallgpt_jax import data, models, sharding, summary, workdir
+from smallgpt_jax import data, models
 from smallgpt_jax.data.packing import PACKINGS, Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.config import POSITIONS
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.program import build_program
-from smallgpt_jax.step import TrainState, eval_step, target_weights, train_step, weighted_loss
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training import messages
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.step import eval_step, target_weights, train_step, weighted_loss
 
 
 def random_params(model):
@@ -150,8 +154,8 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     padding = 0.25 * small + 0.75 * large
     assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
     memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
-    assert summary.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(padding)
-    message = summary.startup_message(program, pipeline, 0)
+    assert messages.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(padding)
+    message = messages.startup_message(program, pipeline, 0)
     assert "small, best_fit: " in message and "large, best_fit: " in message and "of the documents split" in message
     workdir.initialize(tmp_path, config, pipeline.corpus)
     description = json.loads((tmp_path / "store.json").read_text())["mixture"]

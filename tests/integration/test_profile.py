@@ -6,8 +6,8 @@ import jax
 import pytest
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
 
-from smallgpt_jax import metrics
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import metrics
 from smallgpt_jax.training.train import train
 
 

@@ -12,10 +12,11 @@ from conftest import ROOT
 from run_helpers import SMALL, assert_equal, config_for, flip_a_bit, losses_in, read_untimed_metrics, state_of
 
 from configs import run as run_config
-from smallgpt_jax import inference, metrics
-from smallgpt_jax import workdir as run_folder
+from smallgpt_jax import inference
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run import metrics
+from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 # log_every does not divide checkpoint_every, so checkpoints contain losses that are not logged yet.

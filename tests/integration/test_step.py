@@ -14,12 +14,13 @@ from conftest import ARCHITECTURES, build, forward, init, load_config
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from smallgpt_jax import models, sharding
-from smallgpt_jax.analysis import hlo
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.program import build_program
-from smallgpt_jax.step import eval_step, weighted_loss
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.estimation import hlo
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.step import eval_step, weighted_loss
 
 pytestmark = pytest.mark.slow
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,

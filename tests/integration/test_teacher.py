@@ -12,18 +12,20 @@ from conftest import ARCHITECTURES, call, init, load_config
 from run_helpers import assert_equal, read_untimed_metrics, state_of
 
 from configs.compare import base as comparison
-from smallgpt_jax import models, sharding, workdir
+from smallgpt_jax import models
 from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation.estimate import estimate
 from smallgpt_jax.models import layers
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.program import build_program
+from smallgpt_jax.run import workdir
+from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__context_length=32,

@@ -16,15 +16,16 @@ import pytest
 from conftest import ROOT, call, forward
 from run_helpers import SMALL, config_for, losses_in, state_of
 
-from smallgpt_jax import inference, metrics, models
-from smallgpt_jax import workdir as run_folder
+from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.block import layer_configs, stack_blocks
-from smallgpt_jax.program import Program, build_program
-from smallgpt_jax.summary import print_final_message
+from smallgpt_jax.run import metrics
+from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.training.messages import print_final_message
+from smallgpt_jax.training.program import Program, build_program
 from smallgpt_jax.training.train import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

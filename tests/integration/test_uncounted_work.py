@@ -11,14 +11,16 @@ import pytest
 from conftest import build, load_config
 
 from configs.compare import base
-from smallgpt_jax import models, summary
-from smallgpt_jax.analysis import chips, estimate
+from smallgpt_jax import models
+from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_cost
 from smallgpt_jax.comparison import budget, report, results
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation import estimate
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.plan import format_plan
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training import messages
+from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 CHIP = chips.Chip(flops=1e12, hbm=16e9)
@@ -98,14 +100,14 @@ def test_a_convolution_counts_as_flops(known_chip):
     program = build_program(own_config(Mixed), jax.devices()[:1])
     flops = 6 * (LAYERS * (WIDTH**2 + 4 * WIDTH) + WIDTH * VOCABULARY)
     assert train_cost(program.model).flops == flops
-    assert summary.peak_tokens_per_second(program) == CHIP.flops / flops
+    assert messages.peak_tokens_per_second(program) == CHIP.flops / flops
 
 
 @pytest.mark.parametrize("trunk, reason", [(Fourier, "fft"), (Loop, "while")])
 def test_unknown_flops(trunk, reason, known_chip, capsys, tmp_path):
     """There is no MFU, and a message says why. A comparison with equal FLOPs refuses the model."""
     program = build_program(own_config(trunk), jax.devices()[:1])
-    assert summary.peak_tokens_per_second(program) is None
+    assert messages.peak_tokens_per_second(program) is None
     assert capsys.readouterr().out.startswith("MFU is not logged: ") and reason in train_cost(program.model).problem
     comparison = base.comparison(load_config("gpt"), {
         "gpt": {}, "own": {"model": {"architecture": program.model.config.architecture}}}, budget="flops")

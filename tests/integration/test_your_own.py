@@ -12,14 +12,14 @@ from conftest import ROOT, forward, init, load_config
 from random_models import check_decoding
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis.estimate import estimate
 from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation.estimate import estimate
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.plan import format_plan
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,10 @@ import time
 import pytest
 from conftest import ROOT, XLA_FLAGS, run
 
-from smallgpt_jax import data, workdir
+from smallgpt_jax import data
 from smallgpt_jax.data.pipeline import pack
-from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.metrics import read_lines
 
 pytestmark = pytest.mark.slow
 

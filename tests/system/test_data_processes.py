@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, call, load_config
 from data_helpers import files_of, write_jsonl
 
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +58,9 @@ BATCH_HASHES = """
 import hashlib, json, sys
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
-from smallgpt_jax import distributed
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.data import batches
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 config, coordinator, process, first, last = json.loads(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 distributed.initialize(coordinator, 2, process, 60)
 pipeline = build_program(ConfigDict(config)).open_pipeline()

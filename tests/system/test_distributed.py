@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, XLA_FLAGS, load_config, run
 
-from smallgpt_jax.metrics import read_lines
+from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,8 @@ CONFIG = ("--config=configs/gpt.py:tiny",
 FAULTY = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
-from smallgpt_jax.checkpoint import Checkpoints
-from smallgpt_jax.metrics import Logger
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.metrics import Logger
 
 fault, _, step = os.environ["FAULT"].partition(":")
 

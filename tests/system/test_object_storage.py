@@ -22,12 +22,15 @@ from conftest import ROOT, call, load_config
 from data_helpers import files_of, parquet
 from storage_helpers import LEASE, faults, hold_lock, short_lease  # noqa: F401
 
-from smallgpt_jax import compilation_cache, data, files, object_lock, object_storage, spool, workdir
-from smallgpt_jax.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax import data
 from smallgpt_jax.data.store import open_store
+from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import LockHeldError, UserError
-from smallgpt_jax.files import file_lock, local_copy
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.run import spool, workdir
+from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.storage import files, object_lock, object_storage
+from smallgpt_jax.storage.files import file_lock, local_copy
 
 TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
 SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
@@ -264,7 +267,8 @@ def test_a_torn_line_does_not_swallow_the_next_session(place, request):
 
 KILLED_WITH_SPOOL = """
 import os, sys
-from smallgpt_jax import files, spool
+from smallgpt_jax.storage import files
+from smallgpt_jax.run import spool
 with spool.open_spool(files.as_path("--workdir", sys.argv[1]), []) as opened:
     (opened.folder / "file").write_text("text")
     os.kill(os.getpid(), 9)
@@ -354,7 +358,7 @@ def test_a_save_repeats_requests(bucket, faults, status):  # noqa: F811
 
 COMPILE = """
 import jax
-from smallgpt_jax import compilation_cache
+from smallgpt_jax.devices import compilation_cache
 compilation_cache.configure()
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))

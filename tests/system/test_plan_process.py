@@ -12,7 +12,7 @@ import jax
 import pytest
 from conftest import ROOT, load_config, run
 
-from smallgpt_jax.program import build_program
+from smallgpt_jax.training.program import build_program
 
 pytestmark = pytest.mark.slow
 FIELDS = {"model__num_layers": 2, "model__d_model": 16}

@@ -17,10 +17,11 @@ from conftest import ROOT, call, load_config
 from run_helpers import assert_equal, read_untimed_metrics, state_of
 from storage_helpers import hold_lock, name_of, short_lease  # noqa: F401
 
-from smallgpt_jax import object_storage, spool
-from smallgpt_jax import workdir as run_folder
-from smallgpt_jax.checkpoint import Checkpoints, saved_steps
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.run import spool
+from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.files import write_atomically
 from smallgpt_jax.training import train
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ FIELDS = dict(train__checkpoint_every=10, train__log_every=5)
 # Runs the command `main`. Kills it after it has written the arrays of step 20, before it commits this checkpoint.
 KILLED_IN_SAVE = """
 import os, runpy, signal, sys
-from smallgpt_jax import object_storage
+from smallgpt_jax.storage import object_storage
 
 storage = object_storage.file_system()
 open_file = storage.open

@@ -7,15 +7,15 @@ import sys
 import pytest
 from conftest import ROOT, XLA_FLAGS
 
-from smallgpt_jax import workdir
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
 
 # Trains with a data thread that hangs in its 20th batch, or with slow checkpoints.
 PROGRAM = """
 import runpy, sys, threading, time
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.data.batches import ReadBatch
 fault, read, save, batches = sys.argv.pop(1), ReadBatch.map, Checkpoints.save, []
 def freeze(self, numbers):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.ops import attention as ops
 from smallgpt_jax.ops.attention import AttentionMask, attention, cached_attention, select_backend
 

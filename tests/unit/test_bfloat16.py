@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smallgpt_jax.devices.platform import has_bfloat16_instructions
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.cross_entropy import cross_entropy
-from smallgpt_jax.ops.platform import has_bfloat16_instructions
 
 
 def rounded(rng, *shape):

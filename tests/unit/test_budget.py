@@ -13,12 +13,14 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_path
 
 from configs.compare import base
-from smallgpt_jax import cli, models, program, sharding
+from smallgpt_jax import cli, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, measure, parameters, planning
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.program import Program
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.training import program
+from smallgpt_jax.training.program import Program
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax.checkpoint import Checkpoints, bit_checksums, saved_steps
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.run.checkpoint import Checkpoints, bit_checksums, saved_steps
+from smallgpt_jax.run.state import TrainState
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import chaos

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import cli, errors, object_storage
+from smallgpt_jax import cli, errors
+from smallgpt_jax.storage import object_storage
 
 
 def test_prints_unencodable_characters_as_escapes(monkeypatch):

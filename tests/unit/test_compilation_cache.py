@@ -5,7 +5,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from smallgpt_jax import compilation_cache, errors
+from smallgpt_jax import errors
+from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import UserError
 
 CPUINFO = "processor\t: 0\nmodel name\t: {model}\ncpu MHz\t\t: {mhz}\nflags\t\t: sse2 {flag}\n\nprocessor\t: 1\n"

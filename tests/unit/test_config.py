@@ -9,10 +9,11 @@ from conftest import ARCHITECTURES, ROOT, call, load_config
 
 from configs import base
 from smallgpt_jax import __main__ as package
-from smallgpt_jax import cli, models, sharding
-from smallgpt_jax.optimizer import make_optimizer
-from smallgpt_jax.program import validate
+from smallgpt_jax import cli, models
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.training.program import validate
 
 RECIPES = [path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "run")]
 

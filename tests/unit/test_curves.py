@@ -9,8 +9,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from smallgpt_jax import curves, plotting, summary
 from smallgpt_jax.formatting import sparkline
+from smallgpt_jax.run import curves, plotting
+from smallgpt_jax.training import messages
 
 LINES = [
     {"step": 10, "split": "train", "loss": 5.5, "loss_mean": 6.5, "learning_rate": 1e-3, "tokens_per_second": 900.0},
@@ -93,11 +94,11 @@ def test_sparkline(values, bars):
 def test_the_final_message_shows_the_loss(workdir, monkeypatch):
     lines = [{"step": i, "split": "train", "loss": 0.0, "loss_mean": 8.0 - i} for i in range(8)]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*LINES[2:3], *lines]))
-    assert summary.loss_message(workdir) == "Training loss 8.00 █▇▆▅▄▃▂▁ 1.00\n"
+    assert messages.loss_message(workdir) == "Training loss 8.00 █▇▆▅▄▃▂▁ 1.00\n"
     (workdir / "curves.png").touch()
-    assert summary.loss_message(workdir) == f"Training loss 8.00 █▇▆▅▄▃▂▁ 1.00 ({workdir / 'curves.png'})\n"
+    assert messages.loss_message(workdir) == f"Training loss 8.00 █▇▆▅▄▃▂▁ 1.00 ({workdir / 'curves.png'})\n"
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert summary.loss_message(workdir) == ""
+    assert messages.loss_message(workdir) == ""
     monkeypatch.undo()
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
-    assert summary.loss_message(workdir) == ""
+    assert messages.loss_message(workdir) == ""

@@ -13,13 +13,15 @@ import pytest
 from conftest import build, init, load_config, save_run
 from data_helpers import prepare_store
 
-from smallgpt_jax import data, models, summary, trackers, workdir
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import data, models
 from smallgpt_jax.comparison import budget, report, results
 from smallgpt_jax.conversion import model_card
 from smallgpt_jax.data import journal, store, tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.run import trackers, workdir
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training import messages
 
 DAMAGED_COPIES = 200
 JUNK = [None, True, False, 0, -1, 1, 0.5, -0.0, 2**31, 2**53 + 1, 10**30, 1e308, -1e308, float("nan"), float("inf"), "",
@@ -171,8 +173,8 @@ def use_run(folder):
 
 def use_metrics(folder):
     use_run(folder)
-    summary.loss_message(folder / "run")
-    summary.last_evaluation_message(folder / "run")
+    messages.loss_message(folder / "run")
+    messages.last_evaluation_message(folder / "run")
     model_card.training_facts(folder / "run", 4)
 
 

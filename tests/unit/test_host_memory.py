@@ -10,7 +10,7 @@ import pytest
 # Allocates, writes and frees 200 MB in a thread. Prints by how many MB this increases the memory of the process.
 PROGRAM = """
 import ctypes, pathlib, resource, threading
-from smallgpt_jax import host_memory
+from smallgpt_jax.devices import host_memory
 
 host_memory.configure()
 libc = ctypes.CDLL(None)

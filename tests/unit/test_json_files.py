@@ -1,11 +1,11 @@
-"""Tests of smallgpt_jax.json_files: what a schema accepts, and the messages for everything else."""
+"""Tests of smallgpt_jax.storage.json_files: what a schema accepts, and the messages for everything else."""
 
 import json
 
 import pytest
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.json_files import (
+from smallgpt_jax.storage.json_files import (
     ANYTHING,
     BOOLEAN,
     LOSS,

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import models
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.kernel_check import check_attention_kernels
 from smallgpt_jax.ops import attention, flash_attention
 from smallgpt_jax.ops.attention import AttentionMask
+from smallgpt_jax.training.kernel_check import check_attention_kernels
 
 FIELDS = dict(
     architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from smallgpt_jax.errors import DivergenceError
-from smallgpt_jax.metrics import NonFiniteGuard, StepMetrics
 from smallgpt_jax.run.config import TrainConfig
+from smallgpt_jax.run.metrics import NonFiniteGuard, StepMetrics
 from smallgpt_jax.training.loop import train_loop
 
 

@@ -15,15 +15,16 @@ from conftest import ABSL_FLAGS, ARCHITECTURES, ROOT, build, init, load_config
 from flax import linen as nn
 from scipy.special import logsumexp
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import UnknownFlops, count_operations, train_flops_per_token
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
-from smallgpt_jax.optimizer import is_matrix, make_optimizer
-from smallgpt_jax.program import build_program
 from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.step import cross_entropy
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.optimizer import is_matrix, make_optimizer
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.step import cross_entropy
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import run_clock, summary
 from smallgpt_jax.errors import DivergenceError, UserError
-from smallgpt_jax.metrics import Logger, MetricsWriter, NonFiniteGuard, Progress, StepMetrics, read_lines
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.run import clock as run_clock
+from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.run.metrics import Logger, MetricsWriter, NonFiniteGuard, Progress, StepMetrics, read_lines
+from smallgpt_jax.training import messages
 
 LOSSES = [5 / step for step in range(1, 21)]
 
@@ -232,8 +233,9 @@ def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
 
 PRINT_MUCH = """
 import sys
-from smallgpt_jax import output, watchdog
-from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax import output
+from smallgpt_jax.training import watchdog
+from smallgpt_jax.run.clock import RunClock
 output.PATIENCE_SECONDS, watchdog.PRINTING_SECONDS = 0.2, 0.2
 with output.best_effort("stdout"), output.best_effort("stderr"):
     for i in range(30_000):
@@ -284,12 +286,12 @@ def test_final_message(tmp_path, monkeypatch, capsys):
     """Covers a run with an evaluation, and a run that has no metrics.jsonl and whose model cannot generate text."""
     workdir = tmp_path / "my run"
     workdir.mkdir()
-    monkeypatch.setattr(summary.inference, "load", lambda folder: SimpleNamespace(
+    monkeypatch.setattr(messages.inference, "load", lambda folder: SimpleNamespace(
         stream=lambda **settings: iter(["a ", "text"])))
     (workdir / "metrics.jsonl").write_text(
         json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None}) + "\n")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # the environment is active
-    summary.print_final_message(str(workdir))
+    messages.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"
     assert capsys.readouterr().out == (
         f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346, nan bits per byte. {command}")
@@ -298,6 +300,6 @@ def test_final_message(tmp_path, monkeypatch, capsys):
         raise UserError("it cannot be decoded")
 
     (workdir / "metrics.jsonl").unlink()
-    monkeypatch.setattr(summary.inference, "load", refuse)
-    summary.print_final_message(str(workdir))
+    monkeypatch.setattr(messages.inference, "load", refuse)
+    messages.print_final_message(str(workdir))
     assert capsys.readouterr().out == f"\nSample:\n\n(none: it cannot be decoded)\n\n\n\n{command}"

@@ -12,7 +12,7 @@ pytest.importorskip("google.cloud.storage", reason="needs google-cloud-storage")
 from google.api_core.exceptions import GoogleAPIError, NotFound, PreconditionFailed
 from simulated_storage import Bucket, Lock, Process, Simulation
 
-from smallgpt_jax import object_lock, object_storage
+from smallgpt_jax.storage import object_lock, object_storage
 
 LOCK = Path("bucket/run/.lock")
 FILES = [Path("bucket/run/metrics.jsonl"), *(Path(f"bucket/run/{i}") for i in range(4))]

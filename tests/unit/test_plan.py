@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax import models, summary
-from smallgpt_jax.analysis import chips, estimate, hlo, kernels, memory
+from smallgpt_jax import models
+from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation import estimate, hlo, kernels
 from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.plan import format_plan
-from smallgpt_jax.program import Program, build_program
+from smallgpt_jax.training import messages
+from smallgpt_jax.training.program import Program, build_program
 
 # Sizes of the models at size `paper`: V is the vocabulary size, S the context length, D the width, L the number of
 # layers. WIDTHS are the widths of the stages of lgpt and cgpt.
@@ -104,7 +106,7 @@ def test_positions_without_an_embedding(position, fallback):
     parts = memory.components(program.model)
     assert sum(parts.values()) == PARAMETERS["gpt"] - S * D and "position embedding" not in parts
     assert train_flops_per_token(program.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
-    assert summary.fallback_messages(program) == fallback
+    assert messages.fallback_messages(program) == fallback
     layers, = memory.attention_layers(program.model, program.mesh, separate_documents=False)
     assert layers.backend == ("xla" if fallback else "splash")
 

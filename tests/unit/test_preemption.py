@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from smallgpt_jax import preemption
 from smallgpt_jax.errors import StoppedError
+from smallgpt_jax.training import preemption
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from conftest import call, load_config
 from jax.experimental import multihost_utils
 
-from smallgpt_jax import distributed, sharding
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.training.train import train
 

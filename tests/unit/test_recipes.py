@@ -7,8 +7,9 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import __version__, provenance, recipes
+from smallgpt_jax import __version__, recipes
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import provenance
 
 
 @pytest.mark.parametrize("value, expected", [

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from smallgpt_jax import run_clock
-from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.run import clock as run_clock
+from smallgpt_jax.run.clock import RunClock
 
 
 def test_goodput(monkeypatch):

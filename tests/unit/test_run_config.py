@@ -13,10 +13,10 @@ import pytest
 from conftest import load_config
 
 from configs import run as run_recipe
-from smallgpt_jax import workdir
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config_group import ConfigGroup
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
 from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
 

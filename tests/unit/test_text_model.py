@@ -13,7 +13,7 @@ from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights
-from smallgpt_jax.summary import print_final_message
+from smallgpt_jax.training.messages import print_final_message
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax import trackers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.metrics import MetricsWriter, read_lines
-from smallgpt_jax.trackers import Tracker
+from smallgpt_jax.run import trackers
+from smallgpt_jax.run.metrics import MetricsWriter, read_lines
+from smallgpt_jax.run.trackers import Tracker
 
 
 class FakeRun:
@@ -124,8 +124,8 @@ def test_trackio_is_ended_once(tmp_path, monkeypatch):
 
 SESSION = """
 import os, signal, sys
-from smallgpt_jax.trackers import Tracker
-from smallgpt_jax.metrics import MetricsWriter
+from smallgpt_jax.run.trackers import Tracker
+from smallgpt_jax.run.metrics import MetricsWriter
 from pathlib import Path
 folder, name, first, last, kill = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 writer = MetricsWriter(folder, first, start_tracker=lambda old: Tracker(name, folder, {"a": {"b": (1, 2)}}, old))

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from smallgpt_jax.run_clock import RunClock
-from smallgpt_jax.watchdog import Watchdog
+from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.training.watchdog import Watchdog
 
 LIMIT = 0.2  # seconds
 

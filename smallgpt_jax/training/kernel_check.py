@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax import sharding
 from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops.attention import AttentionMask, attention
-from smallgpt_jax.program import Program
+from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
 

@@ -14,16 +14,18 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import models, sharding
+from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.optimizer import make_optimizer
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.step import TrainState, eval_step, init_state, train_step
-from smallgpt_jax.teacher import Teacher, open_teacher
-from smallgpt_jax.trackers import TRACKERS
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.training.step import eval_step, init_state, train_step
+from smallgpt_jax.training.teacher import Teacher, open_teacher
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from smallgpt_jax import distributed
-from smallgpt_jax.files import write_atomically
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.storage.files import write_atomically
 
 CURVES_FILE = "curves.png"
 DPI = 110
@@ -40,7 +40,7 @@ def draw(lines: Sequence[dict]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    from smallgpt_jax import plotting
+    from smallgpt_jax.run import plotting
 
     figure = Figure(figsize=(9, 6))
     figure.subplots_adjust(**MARGINS)

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from smallgpt_jax import models, sharding
-from smallgpt_jax.analysis import chips, flops, hlo, kernels, memory
+from smallgpt_jax import models
+from smallgpt_jax.analysis import chips, flops, memory
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation import hlo, kernels
 from smallgpt_jax.formatting import duration
 
 if TYPE_CHECKING:
-    from smallgpt_jax.program import Program
+    from smallgpt_jax.training.program import Program
 
 PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import jax
 
 from smallgpt_jax.data.pipeline import DataPipeline
-from smallgpt_jax.metrics import Logger
-from smallgpt_jax.run_clock import RunClock
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.run.metrics import Logger
+from smallgpt_jax.run.state import TrainState
 
 
 def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,

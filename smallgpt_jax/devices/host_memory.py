@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from smallgpt_jax import distributed
+from smallgpt_jax.devices import distributed
 
 # Parameters of glibc's mallopt (malloc.h).
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8

@@ -1,6 +1,6 @@
 """Loss, training step and evaluation step: pure functions of arrays, which `program.py` compiles."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax
 import flax.linen as nn
@@ -8,25 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from smallgpt_jax import sharding
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import exchange_dtype
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import move_biases
 from smallgpt_jax.ops.cross_entropy import cross_entropy
-from smallgpt_jax.ops.platform import exchange_dtype
+from smallgpt_jax.run.state import TrainState
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")
 FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
-
-
-class TrainState(NamedTuple):
-    """The state of a run after `step` steps."""
-
-    step: jax.Array
-    params: Any
-    opt_state: optax.OptState
-    model_state: Any = {}  # noqa: RUF012 — the variable collection "state"; {} for most models
 
 
 def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int) -> TrainState:

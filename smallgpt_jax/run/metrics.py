@@ -15,14 +15,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from smallgpt_jax import distributed
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError
-from smallgpt_jax.files import write_atomically
 from smallgpt_jax.formatting import duration
-from smallgpt_jax.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
-from smallgpt_jax.run_clock import RunClock
-from smallgpt_jax.tensorboard import EventFile
-from smallgpt_jax.trackers import Tracker
+from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.run.tensorboard import EventFile
+from smallgpt_jax.run.trackers import Tracker
+from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 LOGGED = (NULL, NUMBER)  # null: not finite

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.object_storage import bucket_of, writer
+from smallgpt_jax.storage.object_storage import bucket_of, writer
 
 LEASE_SECONDS = 60.0
 RENEWAL_SECONDS = 10.0

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax import distributed, inference, models, sharding
+from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_cost
-from smallgpt_jax.curves import CURVES_FILE
 from smallgpt_jax.data.pipeline import DataPipeline
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.files import as_path
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.program import Program
-from smallgpt_jax.workdir import read_config
+from smallgpt_jax.run.curves import CURVES_FILE
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.workdir import read_config
+from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.training.program import Program
 
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from smallgpt_jax.run_clock import RunClock
+from smallgpt_jax.run.clock import RunClock
 
 STALLED_STATUS = 124  # the exit status of the shell command `timeout`
 PRINTING_SECONDS = 10.0

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from smallgpt_jax import distributed
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -12,14 +12,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from smallgpt_jax import models, sharding, workdir
-from smallgpt_jax.checkpoint import Checkpoints
+from smallgpt_jax import models
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import local_path
+from smallgpt_jax.run import workdir
+from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
-from smallgpt_jax.step import FEATURES
+from smallgpt_jax.storage.files import local_path
+from smallgpt_jax.training.step import FEATURES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,13 +27,14 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from smallgpt_jax import distributed, object_storage
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.files import remove_folder
 from smallgpt_jax.formatting import find_errno, short_reason
-from smallgpt_jax.json_files import LOSS, Each, Optional, find_mismatch, integer
-from smallgpt_jax.object_storage import is_remote
-from smallgpt_jax.step import TrainState
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.files import remove_folder
+from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
+from smallgpt_jax.storage.object_storage import is_remote
 
 DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"

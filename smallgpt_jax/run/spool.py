@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from smallgpt_jax import distributed, object_storage
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import LockHeldError
-from smallgpt_jax.files import file_lock, removed_on_error, write_atomically
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.metrics import METRICS_FILE
-from smallgpt_jax.object_storage import is_remote
+from smallgpt_jax.run.metrics import METRICS_FILE
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.files import file_lock, removed_on_error, write_atomically
+from smallgpt_jax.storage.object_storage import is_remote
 
 SPOOL_PREFIX = "smallgpt_jax-spool-"
 LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import jax
 
-from smallgpt_jax import distributed
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.spool import Spool
+from smallgpt_jax.run.spool import Spool
 
 PROFILE_FOLDER = "profile"  # in the workdir
 

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from smallgpt_jax import object_storage
 from smallgpt_jax.errors import LockHeldError, UserError
-from smallgpt_jax.object_lock import object_lock
-from smallgpt_jax.object_storage import SCHEME, is_remote
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.object_lock import object_lock
+from smallgpt_jax.storage.object_storage import SCHEME, is_remote
 
 # The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an exported model.
 LAST_FILE = "config.json"

@@ -21,15 +21,19 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax import distributed, models
-from smallgpt_jax.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax import models
 from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
-from smallgpt_jax.files import append_line, file_lock, write_atomically
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.json_files import (
+from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.provenance import software
+from smallgpt_jax.storage.files import append_line, file_lock, write_atomically
+from smallgpt_jax.storage.json_files import (
     NUMBER,
     OBJECT,
     TEXT,
@@ -40,10 +44,7 @@ from smallgpt_jax.json_files import (
     read_json,
     read_json_lines,
 )
-from smallgpt_jax.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.object_storage import is_remote, is_request_error, require_bucket
-from smallgpt_jax.provenance import software
-from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.storage.object_storage import is_remote, is_request_error, require_bucket
 
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "origin.json"  # the source of an imported model

@@ -1,0 +1,1 @@
+"""Devices: the mesh and its shardings, processes, and settings of the platform."""

@@ -1,0 +1,1 @@
+"""Estimates of memory and speed from compiled programs."""

@@ -1,0 +1,1 @@
+"""Files: local, in object storage, and JSON that is read back."""

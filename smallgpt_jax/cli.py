@@ -195,7 +195,7 @@ def fields_named(flag: str) -> list[str]:
     config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
     if not isinstance(config, ConfigDict):  # --config is not given, or an override has an error
         from configs import base
-        config = base.paper()
+        config = base.get_config("paper")
     return [f"{group}.{name}" for group, fields in config.items() if isinstance(fields, ConfigDict) and name in fields]
 
 

@@ -14,6 +14,7 @@ A config.json without a field was written before the field existed. The field th
 new field must not change what older runs compute.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -64,8 +65,9 @@ class ConfigGroup:
             value, kind = getattr(self, field.name), _kind(field)
             if kind is tuple and isinstance(value, list):  # from JSON
                 object.__setattr__(self, field.name, tuple(value))
-            if kind is float and type(value) is int and abs(value) < 2**53:
-                object.__setattr__(self, field.name, float(value))
+            if kind is float and type(value) is int:
+                with contextlib.suppress(OverflowError):
+                    object.__setattr__(self, field.name, float(value))
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
@@ -74,7 +76,8 @@ class ConfigGroup:
         for name, value in fields.items():
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: no such field; "
+                owner = f"{fields['architecture']} has " if "architecture" in fields else ""
+                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner}no such field; "
                                 + (f"did you mean {near[0]!r}?" if near else "remove it"))
         group = cls(**fields)
         group.validate_types()
@@ -110,8 +113,7 @@ class ConfigGroup:
         """Raises UserError for values of the wrong type, because a config.json can contain values of any type."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), _kind(field)
-            if not isinstance(value, (float, int) if kind is float else kind) or (
-                    isinstance(value, bool) and kind is not bool):
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 self.refuse(field.name, f"must be {TYPE_NAMES[kind]}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:

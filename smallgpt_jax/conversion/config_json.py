@@ -6,7 +6,6 @@ that are larger than all weights together.
 """
 
 import dataclasses
-import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -14,35 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 
-MAX_JSON_BYTES = 2**27  # the tokenizer.json of the largest vocabularies has 35 MB
 MAX_POSITIONS = 2**31 - 1  # positions are int32
 MAX_NUMBER = 3e38  # the largest number in float32
 MAX_ITEMS = 1024  # characters or items in the value of a field
 FLOAT_FIELDS = {field.name for trunk in ARCHITECTURES.values() for field in dataclasses.fields(trunk.Config)
                 if field.type is float}
-
-
-def read_json(path: Path, what: str) -> dict:
-    """Returns the object in a JSON file. Raises UserError if the file is missing or does not contain one object.
-
-    `what` names the expected content in the message.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("not a file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES:,} bytes")
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
-        return found
-    except RecursionError:
-        raise UserError(f"{path}: not {what} (nested too deeply)") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not {what} ({short_reason(error)})") from None
 
 
 class ConfigJson(NamedTuple):

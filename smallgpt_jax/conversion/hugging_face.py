@@ -24,13 +24,14 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files
-from smallgpt_jax.conversion.config_json import ConfigJson, read_json, require_fit
+from smallgpt_jax.conversion.config_json import ConfigJson, require_fit
 from smallgpt_jax.conversion.weight_files import import_library, open_weights
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.files import current_umask
+from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 NATIVE = (gpt2, llama)  # formats of models that transformers contains
 FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
@@ -93,7 +94,7 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download_folder(source)
     path = folder / "config.json"
-    described = read_json(path, "a model config")
+    described = read_json(path, OBJECT, "expected a model config")
     model_type = described.get("model_type")
     if not isinstance(model_type, str) or model_type not in FORMATS:
         raise UserError(f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
@@ -102,7 +103,7 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
         ConfigJson(described, path, num_weights))
-    models.refuse_custom_code(fields["architecture"], path, trust_custom_code)
+    models.refuse_custom_code(fields.get("architecture"), path, trust_custom_code)
     try:
         config = models.make_config(**fields)
     except UserError as error:

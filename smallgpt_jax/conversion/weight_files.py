@@ -8,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from smallgpt_jax.conversion import torch_file
-from smallgpt_jax.conversion.config_json import read_json
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.json_files import Each, Kind, read_json
 
+FILE_NAME = Kind("the name of a safetensors file in the same folder", lambda name: (
+    isinstance(name, str) and len(name) < 256 and name == Path(name).name and name.endswith(".safetensors")))
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -39,12 +41,11 @@ def open_weights(folder: Path) -> WeightFiles:
 
 def indexed_names(index: Path) -> list[str]:
     """Returns the names of the files in an index. All are in the folder of the index."""
-    weight_map = read_json(index, "an index of weight files").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(
-            isinstance(name, str) and len(name) < 256 and name == Path(name).name and name.endswith(".safetensors")
-            for name in weight_map.values()):
-        raise UserError(f"{index}: damaged; expected a weight_map with the name of each tensor's safetensors file")
-    return sorted(set(weight_map.values()))
+    content = read_json(index, {"weight_map": Each(FILE_NAME)}, "expected an index of weight files")
+    names = set(content["weight_map"].values())
+    if not names:
+        raise UserError(f"{index}: the weight_map is empty")
+    return sorted(names)
 
 
 def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:

@@ -50,7 +50,7 @@ class Scorer:
     def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
                  model_state=None):
         self.model, self._batch_tokens = model, batch_tokens
-        self.mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1, path=1, devices=devices)
+        self.mesh = sharding.make_mesh(sharding.MeshConfig(), devices)
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from smallgpt_jax import __version__
 
 LIBRARIES = ("jax", "flax", "optax", "grain", "orbax-checkpoint")
-CLONE = Path(__file__).parents[1]
+CLONE = Path(__file__).parents[2]
 
 
 def software() -> dict:

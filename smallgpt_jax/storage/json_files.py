@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from smallgpt_jax.errors import UserError
 
-MAX_BYTES = 20_000_000
+MAX_BYTES = 2**27  # the tokenizer.json of the largest vocabularies has 35 MB
 MAX_DEPTH = 50
 MAX_INTEGER = 2**53  # larger integers are not the same in all programs that read JSON
 
@@ -63,9 +63,11 @@ def read_json(path: Path, schema, advice: str):
     The message names the file and the field, and ends with `advice`, what the user can do.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        return parse_json(content, schema)
+        if path.exists() and not path.is_file():
+            raise ValueError("not a file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES // 10**6} MB")
+        return parse_json(path.read_bytes(), schema)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; {advice}") from None
     except ValueError as error:

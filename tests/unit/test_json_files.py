@@ -67,8 +67,8 @@ def test_names_the_field(tmp_path, changes, message):
     (b"[" * 100_000, "nested deeper than 50 levels"),
     (b"[" * 60 + b"]" * 60, "nested deeper than 50 levels"),
     (b"[" + b"1" * 5000 + b"]", "an integer has thousands of digits"),
-    (b" " * (MAX_BYTES + 1), "larger than 20 MB"),
-    (None, "Is a directory"),
+    (b" " * (MAX_BYTES + 1), "larger than 134 MB"),
+    (None, "not a file"),
 ])
 def test_refuses_what_is_no_json(tmp_path, content, message):
     path = tmp_path / "a.json"

@@ -24,11 +24,12 @@ RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dt
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 
 
-def known_fields() -> set[str]:
+def known_fields() -> list[str]:
     """Returns the fields that the exported PyTorch code reads: the parameters of its config's constructor."""
     tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text())
     constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
-    return {argument.arg for argument in constructor.args.args} - {"self", "use_cache", *RENAMED_FIELDS.values()}
+    other = {"self", "use_cache", *RENAMED_FIELDS.values()}
+    return [argument.arg for argument in constructor.args.args if argument.arg not in other]
 
 
 def class_name(config: ModelConfig) -> str:
@@ -65,13 +66,13 @@ def to_config(config: ModelConfig) -> dict:
         "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
                      "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
-        **{name: fields.get(name) for name in sorted(known_fields())},  # null: not a field of the architecture
+        **{name: fields.get(name) for name in known_fields()},  # null: not a field of the architecture
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 
 
 def from_config(theirs: ConfigJson) -> dict:
     """Returns the fields of our `model` config group, given config.json."""
-    names = {name: name for name in sorted(known_fields())} | RENAMED_FIELDS
+    names = {name: name for name in known_fields()} | RENAMED_FIELDS
     shared = ModelConfig.names()
     return {ours: theirs.model_field(name) for ours, name in names.items()
             if name in theirs.fields and (theirs.fields[name] is not None or ours in shared)}

@@ -131,13 +131,17 @@ def lock(workdir: Path) -> Iterator[None]:
         yield
 
 
+def write_config(workdir: Path, config: Config) -> None:
+    write_atomically(workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **config.to_dict()}, indent=2) + "\n")
+
+
 def initialize(workdir: Path, config: Config, corpus: Corpus) -> None:
     """Writes the files of a new run, or updates the config of an existing run.
 
     Raises UserError if the existing run was trained on a text other than `corpus`; see `check_same_text`.
     """
     check_same_text(workdir, corpus)
-    write_atomically(workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **config.to_dict()}, indent=2) + "\n")
+    write_config(workdir, config)
     if not (workdir / STORE_FILE).exists():  # store.json is written last: if it exists, the other files exist too
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")

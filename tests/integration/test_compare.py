@@ -284,8 +284,8 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     measure.measure_texts(folder, {}, (1,), log=messages.append)
     assert len(messages) == 4
     # Results of an earlier checkpoint are ignored.
-    config.train.steps = 4
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    config = config.replace(train={"steps": 4})
+    workdir.write_config(folder, config)
     assert results.read_run("run", folder).texts == ()
 
 

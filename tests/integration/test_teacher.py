@@ -189,10 +189,10 @@ def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file,
         results.read_run("run", folder)
     config.train.steps = 41
     (full / "checkpoints" / "40").rename(full / "checkpoints" / "50")
-    with pytest.raises(UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"):
-        train(config, str(folder))
-    config.train.teacher_step = 40
     with pytest.raises(UserError, match=r"teacher: .*/full: no checkpoint of step 40; choose from 20, 50"):
+        train(config, str(folder))  # a resumed run keeps the teacher's step
+    config.train.teacher_step = 50
+    with pytest.raises(UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"):
         train(config, str(folder))
     full.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"):

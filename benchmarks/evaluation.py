@@ -23,6 +23,7 @@ from smallgpt_jax.data import sources, tokenizers
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
+from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.step import init_state
 
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the original files of the tasks.", required=True)
@@ -51,7 +52,7 @@ def main() -> None:
     model = models.build(
         architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
         mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)
-    state = init_state(model, optax.identity(), 0)
+    state = init_state(model, Objective(), optax.identity(), 0)
     scorer = RecordingScorer(model, state.params, model_state=state.model_state)
 
     def language_model():

@@ -78,9 +78,12 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
     return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
-def update_flops(model: LanguageModel, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products."""
-    params = nn.unbox(abstract_params(model))
+def update_flops(params, optimizer: optax.GradientTransformation) -> int:
+    """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products.
+
+    `params` are the parameters or their shapes, with or without axis names.
+    """
+    params = nn.unbox(params)
     return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
 
 

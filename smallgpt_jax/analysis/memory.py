@@ -67,7 +67,7 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
             activations += layers.count * positions * keys * layers.heads * element / tensor
     if c.remat != "full":
         activations += positions * element * sum_of_ranks(model) / mesh.shape["path"]
-    weights = bytes_on_device(state.params)
+    weights = bytes_on_device(state.trained)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
             "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,

@@ -185,8 +185,8 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
         if cost.flops is None:
             raise UserError(f"config.compare.budget='flops': {config.model.architecture}: {cost.problem}; choose "
                             "another budget")
-        optimizer = make_optimizer(models.abstract_params(model), Config.of(config).optimizer)
-        return inputs * cost.flops + update_flops(model, optimizer)
+        params = models.abstract_params(model)
+        return inputs * cost.flops + update_flops(params, make_optimizer(params, Config.of(config).optimizer))
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = data.load_or_prepare(config.data)

@@ -160,9 +160,10 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
 
     The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
     """
-    optimizer = OPTIMIZERS[optimizer_name](models.abstract_params(model), OptimizerConfig(name=optimizer_name))
+    params = models.abstract_params(model)
+    optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
     return Counts(memory.components(model), models.num_active_parameters(model), train_cost(model),
-                  update_flops(model, optimizer))
+                  update_flops(params, optimizer))
 
 
 def steps_done(folder: Path) -> int:

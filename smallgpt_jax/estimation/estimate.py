@@ -95,11 +95,12 @@ def estimate(program: "Program", log: Callable[[str], None] = lambda line: None)
         parameters=models.num_parameters(model),
         active_parameters=models.num_active_parameters(model, program.abstract_params), tokens_per_step=tokens,
         flops_per_token=cost.flops, flops_problem=cost.problem,
-        flops_per_step=None if cost.flops is None else model_flops + flops.update_flops(model, program.optimizer),
+        flops_per_step=None if cost.flops is None else (
+            model_flops + flops.update_flops(state.trained, program.optimizer)),
         devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
         account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
                                         config.data.separate_documents)
-        | ({"teacher": memory.bytes_on_device(teacher.abstract_variables)} if teacher else {}))
+        | ({"teacher": memory.bytes_on_device(teacher.abstract_constants)} if teacher else {}))
     started = time.monotonic()
     try:
         with progress("compiling the training step", log):

@@ -58,7 +58,7 @@ class Checkpoints:
         self._log, self._before_save = log, before_save
         silence_duplicate_errors()
         self._manager = ocp.CheckpointManager(
-            self.folder, item_names=("params", "opt_state", "model_state", "check"),
+            self.folder, item_names=("params", "opt_state", "model_state", "heads", "check"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
         self._saving: int | None = None  # the newest step to be saved
@@ -80,6 +80,8 @@ class Checkpoints:
         items = {"params": state.params, "opt_state": state.opt_state}
         if state.model_state:
             items["model_state"] = state.model_state
+        if state.heads:
+            items["heads"] = state.heads
         sums = {name: bit_checksums(tree) for name, tree in items.items()}
         try:
             object_storage.writer.require_locks()  # tensorstore's requests do not do this
@@ -162,9 +164,9 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        `abstract` has the shapes and shardings of the state. The returned `opt_state` is None at step 0. If newer
-        checkpoints are damaged, logs them and moves them to DAMAGED_FOLDER. Raises UserError if all checkpoints are
-        damaged, or if the machine fails to read one.
+        `abstract` has the shapes and shardings of the state. At step 0, the returned `opt_state` is None, and `heads`
+        is {}. If newer checkpoints are damaged, logs them and moves them to DAMAGED_FOLDER. Raises UserError if all
+        checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in map(str, reversed(self.steps())):
@@ -184,7 +186,8 @@ class Checkpoints:
             distributed.run_on_primary(lambda: self._quarantine(damaged))
             self._reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
-            return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}))
+            return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}),
+                              saved.get("heads", {}))
         if damaged:
             listed = "; ".join(f"step {name}: {reason}" for name, reason in damaged.items())
             raise UserError(f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use another "
@@ -229,7 +232,8 @@ class Checkpoints:
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         """Returns (saved items, None), or (None, error) if reading has failed."""
         items = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if step else {}) | (
-            {"model_state": abstract.model_state} if abstract.model_state else {})
+            {"model_state": abstract.model_state} if abstract.model_state else {}) | (
+            {"heads": abstract.heads} if abstract.heads and step else {})
         try:
             return self._read(step, items), None
         except Exception as error:  # tensorstore and orbax raise many types of exceptions

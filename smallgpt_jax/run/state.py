@@ -10,6 +10,13 @@ class TrainState(NamedTuple):
     """The state of a run after `step` steps."""
 
     step: jax.Array
-    params: Any
+    params: Any  # of the model
     opt_state: optax.OptState
     model_state: Any = {}  # noqa: RUF012 — the variable collection "state"; {} for most models
+    # Parameters that the objective trains beside the model's, {name of the term: tree}; {} for most objectives.
+    heads: Any = {}  # noqa: RUF012
+
+    @property
+    def trained(self) -> dict:
+        """The parameters of model and heads in one tree, which gradients and optimizer share."""
+        return {**self.params, **self.heads}

@@ -23,6 +23,7 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import eval_step, init_state, train_step
 from smallgpt_jax.training.teacher import Teacher, open_teacher
@@ -30,15 +31,16 @@ from smallgpt_jax.training.teacher import Teacher, open_teacher
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The model, mesh, optimizer, state shardings and teacher of a config."""
+    """The model, objective, mesh, optimizer, state shardings and teacher of a config."""
 
     config: Config
     model: models.LanguageModel
+    objective: Objective
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
     abstract_params: Any  # models.abstract_params(model), stored because each call traces the model
-    teacher: Teacher | None
+    teacher: Teacher | None  # also a term of the objective
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -60,21 +62,24 @@ class Program:
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
         """The traced function that returns the initial state. It is traced once, for the state and for its shapes."""
-        initialize = functools.partial(init_state, self.model, self.optimizer, self.config.train.seed)
+        initialize = functools.partial(init_state, self.model, self.objective, self.optimizer, self.config.train.seed)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 
-    def initial_opt_state(self, params) -> optax.OptState:
-        """Returns the initial optimizer state for these parameters."""
-        return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
+    def initial_opt_state(self, trained) -> optax.OptState:
+        """Returns the initial optimizer state for `TrainState.trained`."""
+        return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
 
     def restore_or_initialize(self, checkpoints) -> TrainState:
         """Returns the state of the newest undamaged checkpoint in `checkpoints`, or the initial state if there is none.
 
-        The checkpoint of an imported model has no optimizer state; the initial optimizer state is used instead.
+        The checkpoint of an imported model has neither heads nor optimizer state; they are initialized.
         """
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
-            state = state._replace(opt_state=self.initial_opt_state(state.params))
+            initialize = functools.partial(self.objective.init_heads, self.config.train.seed)
+            state = state._replace(heads=jax.jit(
+                lambda: nn.unbox(initialize()), out_shardings=self.shardings.heads)())
+            state = state._replace(opt_state=self.initial_opt_state(state.trained))
         return state
 
     def start_compilation(self) -> tuple[Future, Future]:
@@ -93,20 +98,18 @@ class Program:
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
         """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated.
 
-        With a teacher, its variables are a third argument; see `with_teacher`.
+        If terms of the objective have constants, these are a third argument; see `with_constants`.
         """
         return self._lowered_train_step.compile(compiler_options)
 
     @functools.cached_property
     def _lowered_train_step(self) -> jax.stages.Lowered:
         """The traced training step."""
-        c, teacher = self.config, self.teacher
-        schedule = learning_rate_schedule(c.optimizer)
+        c, constants = self.config, self.objective.abstract_constants
         step = functools.partial(
-            train_step, model=self.model, optimizer=self.optimizer, schedule=schedule, seed=c.train.seed,
-            microbatches=c.train.microbatches, loss_chunks=c.train.loss_chunks, z_loss=c.train.z_loss,
-            teacher=teacher and teacher.model, feature_weight=c.train.feature_weight)
-        arguments = (self.abstract_state, self.abstract_batch(), *([teacher.abstract_variables] if teacher else []))
+            train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
+            schedule=learning_rate_schedule(c.optimizer), microbatches=c.train.microbatches, seed=c.train.seed)
+        arguments = (self.abstract_state, self.abstract_batch(), *([constants] if constants else []))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
             return jitted.lower(*arguments)
@@ -114,8 +117,7 @@ class Program:
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
         evaluation = functools.partial(
-            eval_step, model=self.model, microbatches=self.config.train.microbatches,
-            loss_chunks=self.config.train.loss_chunks)
+            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches)
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
@@ -147,12 +149,10 @@ class Program:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
         return pipeline
 
-    def with_teacher(self, train_step):
-        """Returns the training step as a function of state and batch. Restores the variables of the teacher, if any."""
-        if not self.teacher:
-            return train_step
-        variables = self.teacher.restore()
-        return lambda state, batch: train_step(state, batch, variables)
+    def with_constants(self, train_step):
+        """Returns the training step as a function of state and batch. Restores the objective's constants, if any."""
+        constants = self.objective.constants()
+        return (lambda state, batch: train_step(state, batch, constants)) if constants else train_step
 
     def runnable(self, compiled: jax.stages.Compiled):
         """Returns a function that runs `compiled`; on simulated CPU devices, it blocks until the result is available.
@@ -171,15 +171,22 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
     validate(config, mesh)
+    teacher = open_teacher(config.train, model, mesh)
+    objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
     variables = models.abstract_variables(model)
     boxed_params = models.abstract_params(model, variables)
     models.require_factors(model, boxed_params)
-    optimizer = make_optimizer(boxed_params, config.optimizer)
-    params = sharding.param_shardings(mesh, boxed_params)
-    opt_state = sharding.optimizer_shardings(mesh, optimizer, nn.unbox(boxed_params), params)
+    boxed_heads = objective.abstract_heads()
+    if taken := boxed_params.keys() & boxed_heads.keys():
+        raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
+    boxed_trained = {**boxed_params, **boxed_heads}
+    optimizer = make_optimizer(boxed_trained, config.optimizer)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model, variables))
-    shardings = TrainState(sharding.replicated(mesh), params, opt_state, model_state)
-    return Program(config, model, mesh, optimizer, shardings, boxed_params, open_teacher(config.train, model, mesh))
+    shardings = TrainState(sharding.replicated(mesh), sharding.param_shardings(mesh, boxed_params), None, model_state,
+                           sharding.param_shardings(mesh, boxed_heads))
+    shardings = shardings._replace(opt_state=sharding.optimizer_shardings(
+        mesh, optimizer, nn.unbox(boxed_trained), shardings.trained))
+    return Program(config, model, objective, mesh, optimizer, shardings, boxed_params, teacher)
 
 
 def validate(config: Config, mesh: jax.sharding.Mesh) -> None:

@@ -1,16 +1,16 @@
 """The teacher of a run: a trained model whose features the model of the run imitates.
 
-The training step adds the distance between the features of both models to the loss, see `step.feature_distance`. The
-teacher is constant: its variables are restored from its own workdir in each session, and are not in the checkpoints
-of the run.
+The distance between the features of both models is a term of the training loss. The teacher is constant: its variables
+are restored from its own workdir in each session, and are not in the checkpoints of the run.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from smallgpt_jax import models
 from smallgpt_jax.config_group import AT_START
@@ -21,25 +21,48 @@ from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.storage.files import local_path
-from smallgpt_jax.training.step import FEATURES
+from smallgpt_jax.training.objectives import Examples, Outputs, Term
+
+FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
 
 
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """A trained model in `folder`. Only `restore` allocates memory for its variables."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Teacher(Term):
+    """A trained model in `folder`, with constants {"params", "state"}. Only `constants` allocates memory."""
+
+    sown: ClassVar = (FEATURES,)
 
     model: models.LanguageModel
     folder: Path
     step: int
-    abstract_variables: Any  # {"params": shapes, "state": shapes}, with shardings
 
-    def restore(self):
-        """Returns the variables {"params", "state"}. Raises UserError if the checkpoint cannot be read."""
+    def constants(self):
+        """Restores the variables. Raises UserError if the checkpoint cannot be read."""
         checkpoints = Checkpoints(self.folder / workdir.CHECKPOINT_FOLDER)
         params, state = checkpoints.restore_model(
-            self.step, self.abstract_variables["params"], self.abstract_variables["state"])
+            self.step, self.abstract_constants["params"], self.abstract_constants["state"])
         checkpoints.close()
         return {"params": params, "state": state}
+
+    def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
+        """Returns the weighted mean-square distance between the model's features and those of the teacher.
+
+        The features are the outputs of all blocks. As in PELA (Guo et al., arXiv 2310.10700), squared differences are
+        averaged over the width. They are then multiplied by `weights_BxT`, summed over the positions, and averaged over
+        the blocks. The teacher is applied without dropout.
+        """
+        context = examples.context().replace(loss_mask_BxT=None)
+        _, collections = self.model.apply(
+            variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
+
+        def distances(x, y):
+            """Returns the distance of each block, (L,); x and y are (…, B, T, D). Stacked blocks have leading axes."""
+            squares_LxBxT = jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1).reshape(
+                -1, *weights_BxT.shape)
+            return jnp.sum(squares_LxBxT * weights_BxT[None], axis=(1, 2))
+
+        return jnp.mean(jnp.concatenate(jax.tree.leaves(jax.tree.map(
+            distances, outputs.collections[FEATURES], collections[FEATURES]))))
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Raises UserError if the teacher has another tokenizer."""
@@ -102,4 +125,5 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
             variables, tokens, method="hidden", mutable=[FEATURES]), variables, tokens)[1]:
         raise UserError(f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no features; "
                         "use smallgpt_jax.models.block.Block in its blocks")
-    return Teacher(model, folder, train.teacher_step, variables)
+    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder,
+                   step=train.teacher_step)

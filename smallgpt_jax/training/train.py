@@ -96,7 +96,7 @@ def run(program: Program, pipeline: DataPipeline, spool: Spool, evaluated: set[i
     logger = open_logger(program, pipeline, spool.folder, first_step, checkpoints, progress, clock)
     training = TrainingRun(
         config, map(pipeline.to_devices, read_ahead(pipeline.train_batches, first_step, program.config.data.workers)),
-        program.with_teacher(program.runnable(train_step)),
+        program.with_constants(program.runnable(train_step)),
         functools.partial(evaluate, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
                           clock=clock, is_stopped=stop.is_requested_anywhere),
         checkpoints, logger,

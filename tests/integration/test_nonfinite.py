@@ -13,6 +13,7 @@ from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import train_step
 
@@ -27,8 +28,8 @@ def make_step(optimizer, schedule):
     model = build_tiny()
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
-    step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, schedule=schedule, microbatches=1,
-                                     loss_chunks=1, z_loss=0.0, seed=0))
+    step = jax.jit(functools.partial(train_step, model=model, objective=Objective(), optimizer=optimizer,
+                                     schedule=schedule, microbatches=1, seed=0))
     return state, step
 
 

@@ -26,8 +26,9 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
+from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import eval_step, target_weights, train_step, weighted_loss
+from smallgpt_jax.training.step import eval_step, train_step
 
 
 def random_params(model):
@@ -89,8 +90,8 @@ def test_separated_documents_on_a_mesh_with_paths():
         on_devices = jax.device_put(batch, sharding.batch_sharding(program.mesh))
 
         def loss(params, batch):
-            weights = target_weights(batch, jnp.sum(batch.loss_mask_BxT))
-            return weighted_loss(params, {}, program.model, batch, weights, 4)[0]
+            total, targets = eval_step(params, {}, batch, model=program.model, objective=Objective(4), microbatches=1)
+            return total / targets
 
         with sharding.use_mesh(program.mesh):
             return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, on_devices))
@@ -113,7 +114,7 @@ def test_loss_is_the_mean_over_targets_in_the_mask():
     log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
     losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
 
-    batch, options = Batch(tokens, None, mask, targets), dict(model=model, microbatches=2, loss_chunks=2)
+    batch, options = Batch(tokens, None, mask, targets), dict(model=model, objective=Objective(2), microbatches=2)
     total, number = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
     assert float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5) and int(number) == mask.sum()
     optimizer = optax.scale_by_schedule(lambda count: -0.1)

@@ -19,8 +19,9 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.estimation import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import eval_step, weighted_loss
+from smallgpt_jax.training.step import eval_step
 
 pytestmark = pytest.mark.slow
 SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
@@ -184,8 +185,8 @@ def test_bfloat16_gradients_match_float32():
     for dtype in ("float32", "bfloat16"):
         model = build("gpt", dtype=dtype, num_layers=2)
         params = init(model)
-        gradients[dtype], _ = jax.jit(jax.grad(weighted_loss, has_aux=True), static_argnums=(2, 5))(
-            params, {}, model, Batch(tokens), jnp.full((64, 64), 1 / 64**2), 1)
+        total = functools.partial(eval_step, model=model, objective=Objective(), microbatches=1)
+        gradients[dtype], _ = jax.jit(jax.grad(total, has_aux=True))(params, {}, Batch(tokens))
     for (path, expected), found in zip(jax.tree_util.tree_leaves_with_path(gradients["float32"]),
                                      jax.tree.leaves(gradients["bfloat16"])):
         error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
@@ -196,12 +197,15 @@ def test_evaluation_excludes_masked_targets():
     model = build("gpt", num_layers=1)
     params = init(model)
     tokens = np.random.default_rng(0).integers(0, 257, (4, 65))
-    evaluate = jax.jit(eval_step, static_argnames=("model", "microbatches", "loss_chunks"))
+
+    def evaluate(batch, loss_chunks, microbatches):
+        return jax.jit(functools.partial(eval_step, model=model, objective=Objective(loss_chunks),
+                                         microbatches=microbatches))(params, {}, batch)
+
     all_targets = np.ones((1, 64), bool)
-    rows = [evaluate(params, {}, Batch(tokens[i:i + 1], None, all_targets), model=model, microbatches=1, loss_chunks=1)
-            for i in (0, 2)]
+    rows = [evaluate(Batch(tokens[i:i + 1], None, all_targets), loss_chunks=1, microbatches=1) for i in (0, 2)]
     loss_mask = np.tile([[True], [False], [True], [False]], (1, 64))
-    loss, targets = evaluate(params, {}, Batch(tokens, None, loss_mask), model=model, microbatches=2, loss_chunks=4)
+    loss, targets = evaluate(Batch(tokens, None, loss_mask), loss_chunks=4, microbatches=2)
     assert int(targets) == 2 * 64
     assert float(loss) == pytest.approx(sum(float(row_loss) for row_loss, _ in rows), rel=1e-5)
 

@@ -53,7 +53,7 @@ def first_step(batch, devices=1, params=None, architecture="gpt", **fields):
     config = load_config(architecture, **{**SMALL, "train__teacher_step": 0 if fields.get("train__teacher") else -1,
                                           **fields})
     program = build_program(config, jax.devices()[:devices])
-    step = program.with_teacher(program.runnable(program.compile_train_step()))
+    step = program.with_constants(program.runnable(program.compile_train_step()))
     params = jax.device_put(init(program.model) if params is None else params, program.shardings.params)
     state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
     state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
@@ -162,7 +162,7 @@ def test_cost(teacher):
     assert found.flops_per_token - plain.flops_per_token == 2 * 12 * blocks * width**2 + 4 * time * width * blocks
     size = 4 * models.num_parameters(program.teacher.model)
     assert found.argument_bytes - plain.argument_bytes == size - 4 * (512 * width + width)  # no head, no final norm
-    assert found.account["teacher"] == size == memory.bytes_on_device(program.teacher.abstract_variables)
+    assert found.account["teacher"] == size == memory.bytes_on_device(program.teacher.abstract_constants)
     assert train_flops_per_token(program.model, program.teacher.model) == found.flops_per_token
 
 

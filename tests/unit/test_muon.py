@@ -221,8 +221,8 @@ def test_flops(architecture, fields, matrices):
     adamw = config.copy_and_resolve_references()
     config.optimizer.name = "muon"
     model = models.build(**config.model)
-    optimizer = make_optimizer(models.abstract_params(model), Config.of(config).optimizer)
-    assert update_flops(model, optimizer) == expected
+    params = models.abstract_params(model)
+    assert update_flops(params, make_optimizer(params, Config.of(config).optimizer)) == expected
     assert cost_per_step(config, "flops") == cost_per_step(adamw, "flops") + expected
     assert cost_per_step(config, "tokens") == cost_per_step(adamw, "tokens")
 

@@ -1,0 +1,164 @@
+"""Training objectives: the examples that a batch gives, and the terms of the loss.
+
+An objective turns a batch into examples, and adds terms to the cross-entropy of their targets. Masked and prefix
+language models have other examples; heads that predict later tokens, and the distance to a teacher, are terms.
+Validation measures the cross-entropy alone.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.language_model import boxed, name_axes
+from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.run.config import TrainConfig
+
+
+class Examples(NamedTuple):
+    """The inputs and targets of a step. Every array has the rows of the batch."""
+
+    batch: Batch
+    prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix; None: causal
+
+    @property
+    def inputs_BxT(self):
+        return self.batch.tokens_BxT1[:, :-1]
+
+    @property
+    def targets_BxT(self):
+        return self.batch.tokens_BxT1[:, 1:] if self.batch.targets_BxT is None else self.batch.targets_BxT
+
+    @property
+    def num_targets(self):
+        """The number of targets in the loss mask."""
+        mask_BxT = self.batch.loss_mask_BxT
+        return self.batch.tokens_BxT1[:, 1:].size if mask_BxT is None else jnp.sum(mask_BxT)
+
+    def weights(self, total):
+        """Returns the weight of each target, (B, T) float32: 1/total if it is in the loss mask, otherwise 0."""
+        mask_BxT = self.batch.loss_mask_BxT
+        if mask_BxT is None:
+            mask_BxT = jnp.ones(self.batch.tokens_BxT1[:, 1:].shape)
+        return mask_BxT.astype(jnp.float32) / total
+
+    def context(self, train: bool = False) -> Context:
+        return Context(train=train, segment_ids_BxT=self.batch.segment_ids_BxT,
+                       prefix_lengths_B=self.prefix_lengths_B, loss_mask_BxT=self.batch.loss_mask_BxT)
+
+
+class Outputs(NamedTuple):
+    """The result of a forward pass."""
+
+    x_BxTxW: jax.Array  # input of the output head
+    head_VxW: jax.Array  # weights of the output head
+    collections: Mapping[str, Any]  # the variable collections that modules wrote to
+
+
+def forward(model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()) -> Outputs:
+    """Applies the model; with a `dropout_key`, in training mode, in which "state" and the collections `sown` change."""
+    trains = dropout_key is not None
+    (x_BxTxW, head_VxW), collections = model.apply(
+        {"params": params, "state": model_state},
+        method=lambda model: (model.hidden(examples.inputs_BxT, examples.context(trains)), model.head_weight()),
+        rngs={"dropout": dropout_key} if trains else {}, mutable=["state", *sown] if trains else [])
+    return Outputs(x_BxTxW, head_VxW, collections)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Term:
+    """A term of the training loss. It is multiplied by `weight` and logged, unmultiplied, under its name.
+
+    A term can have parameters, which are trained with the model, or constants. Parameters are sharded, optimized and
+    checkpointed like the model's, but are not part of the model: inference and exports do not read them.
+    """
+
+    sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads
+
+    weight: float
+    abstract_constants: Any = None  # shapes and shardings
+
+    def init(self, key):
+        """Returns the initial parameters, with axis names; {} if the term has none."""
+        return {}
+
+    def constants(self):
+        """Returns the arrays of `abstract_constants`."""
+
+    def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
+        """Returns the term, a sum over rows in which each target has its weight in `weights_BxT`.
+
+        `variables` are the term's parameters or constants.
+        """
+        raise NotImplementedError
+
+
+def next_tokens(batch: Batch, key) -> Examples:
+    """Each position's target is the token that follows, as the batch has it."""
+    return Examples(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The examples of a batch, and the loss of a model on these examples."""
+
+    loss_chunks: int = 1
+    z_loss: float = 0.0
+    # (whole batch, key) → examples. The key differs from step to step; in validation, it is always the same.
+    examples: Callable[[Batch, jax.Array], Examples] = next_tokens
+    terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
+
+    def cross_entropy(self, outputs: Outputs, examples: Examples, weights_BxT, z_loss: float = 0.0):
+        """Returns the weighted sum of the targets' losses, in nats."""
+        return cross_entropy(
+            outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss)
+
+    def term_values(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> dict[str, jax.Array]:
+        """Returns {name: value before multiplication by its weight}; `variables` has those of each term by name."""
+        return {name: term(outputs, variables.get(name), examples, weights_BxT) for name, term in self.terms.items()}
+
+    @property
+    def sown(self) -> tuple[str, ...]:
+        return tuple(collection for term in self.terms.values() for collection in term.sown)
+
+    @property
+    def abstract_constants(self) -> dict[str, Any]:
+        return {name: term.abstract_constants for name, term in self.terms.items()
+                if term.abstract_constants is not None}
+
+    def constants(self) -> dict[str, Any]:
+        return {name: self.terms[name].constants() for name in self.abstract_constants}
+
+    def init_heads(self, seed: int) -> dict[str, Any]:
+        """Returns {name of the term: its initial parameters, with axis names}, without terms that have none."""
+        key = jax.random.key(seed)
+        heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
+                 for name, term in self.terms.items()}
+        return {name: params for name, params in heads.items() if params}
+
+    def abstract_heads(self) -> dict[str, Any]:
+        """Returns the shapes and axis names of `init_heads`."""
+        with nn.intercept_methods(name_axes):
+            return boxed(jax.eval_shape(self.init_heads, 0))
+
+
+def causal(train: TrainConfig, model: LanguageModel) -> Objective:
+    return Objective(train.loss_chunks, train.z_loss)
+
+
+# {config.train.objective: function (train group, model) → Objective}
+OBJECTIVES = {"causal": causal}
+
+
+def make_objective(train: TrainConfig, model: LanguageModel, **terms: Term) -> Objective:
+    """Returns the objective of a config, with further terms. Raises UserError for an unknown objective."""
+    train.validate_choice("objective", OBJECTIVES)
+    objective = OBJECTIVES[train.objective](train, model)
+    return dataclasses.replace(objective, terms={**objective.terms, **terms})

@@ -38,7 +38,9 @@ import jax
 
 from smallgpt_jax.models import LanguageModel, abstract_params
 from smallgpt_jax.models.attention import Attention
-from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
+from smallgpt_jax.ops.attention import select_backend
+from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.xla_attention import QUERIES
 
 
 def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,

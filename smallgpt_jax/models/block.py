@@ -20,7 +20,7 @@ from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
-from smallgpt_jax.ops.attention import OUTPUT
+from smallgpt_jax.ops.flash_attention import OUTPUT
 
 # Value of config.model.remat → policy. A policy selects the intermediate results that a block saves for the backward
 # pass. The backward pass recomputes all other results.

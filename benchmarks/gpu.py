@@ -80,7 +80,8 @@ def attention_errors() -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from smallgpt_jax.ops.attention import AttentionMask, attention
+    from smallgpt_jax.ops.attention import attention
+    from smallgpt_jax.ops.attention_mask import AttentionMask
 
     backend = "cudnn" if jax.default_backend() == "gpu" else "xla"
     heads, time, width = (4, 64, 16) if _REHEARSAL.value else (12, 1024, 64)

@@ -25,7 +25,9 @@ from flax import linen as nn
 
 from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.inference import sampling
-from smallgpt_jax.ops import activations, attention, cross_entropy, grouped_matmul, matmul
+from smallgpt_jax.ops import activations, cross_entropy, grouped_matmul, key_value_cache, matmul
+from smallgpt_jax.ops.attention import attention
+from smallgpt_jax.ops.attention_mask import AttentionMask
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Number of rounds. Each round measures both implementations.",
                                 lower_bound=1)
@@ -111,10 +113,10 @@ def rows() -> dict[str, tuple]:
             on_gpu(training(ours)), training(ours), (hidden, head))
         heads = width // 32
         qkv = tuple(normal(batch, heads, 128, 32) for _ in range(3))
-        causal = attention.AttentionMask(0)
+        causal = AttentionMask(0)
         found[f"attention: divided after the product, {label}"] = (
             training(plain_attention),
-            training(lambda q, k, v, mask=causal: attention.attention(q, k, v, mask, backend="xla")), qkv)
+            training(lambda q, k, v, mask=causal: attention(q, k, v, mask, backend="xla")), qkv)
         choices = jnp.asarray(np.argsort(rng.random((batch, 128, 16)))[..., :3])
         weights = normal(batch, 128, width), *(0.1 * normal(16, width, width) for _ in range(2))
         for name, other in (("ragged_dot", experts("ragged")), ("a dense MLP of equal FLOPs", dense_mlp)):
@@ -123,25 +125,16 @@ def rows() -> dict[str, tuple]:
                   for form in (other, experts("blocks"))), weights)
     qkv = tuple(normal(2, 4, 1024, 64) for _ in range(3))
     found["attention: chunks of queries, context 1,024"] = (
-        training(lambda q, k, v: attention.attention(q, k, v, causal, backend="reference")),
-        training(lambda q, k, v: attention.attention(q, k, v, causal, backend="xla")), qkv)
+        training(lambda q, k, v: attention(q, k, v, causal, backend="reference")),
+        training(lambda q, k, v: attention(q, k, v, causal, backend="xla")), qkv)
 
     cache, new, start = normal(8, 256, 64), normal(8, 1, 64), jnp.full(8, 100)
     found["update_cache: slice per row, 8 rows of one token"] = (
-        lambda cache, x, start: cache.at[jnp.arange(8), start].set(x[:, 0]), attention.update_cache,
+        lambda cache, x, start: cache.at[jnp.arange(8), start].set(x[:, 0]), key_value_cache.update_cache,
         (cache, new, start))
     found["update_cache: one slice, 1 row of one token"] = (
-        jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0))), attention.update_cache,
+        jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0))), key_value_cache.update_cache,
         (cache[:1], new[:1], start[:1]))
-    query, keys, values, place = normal(4, 1, 1, 64), normal(4, 1024, 64), normal(4, 1024, 64), jnp.full((4, 1), 1000)
-
-    def with_axis(query, keys, values, place):
-        scores = jnp.einsum("hrtk,hsk->hrts", query, keys) / 8
-        allowed = jnp.arange(1024)[None, None] <= place[:, :, None]
-        return jnp.einsum("hrts,hsk->hrtk", jax.nn.softmax(jnp.where(allowed[:, None], scores, -1e30)), values)
-
-    found["cached_attention: a single query without its axis"] = (
-        with_axis, lambda *arguments: attention.cached_attention(*arguments, causal), (query, keys, values, place))
     found["greedy: argmax in two passes, 50,304 logits"] = (
         lambda logits: jnp.argmax(logits, axis=-1), sampling.greedy, (normal(8, 50_304),))
     return found

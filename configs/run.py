@@ -13,7 +13,7 @@ step 0. To train a model further in another folder, on other text or with anothe
 The saved config of an imported model has only the `model` group. For the other groups, configs/run.py sets the model's
 own tokenizer, a token store in the cache folder, and values for fine-tuning on a few million tokens.
 
-A custom architecture is used only with --trust_custom_code, because a workdir of others may name any module.
+A custom architecture or mixer is used only with --trust_custom_code, because a workdir of others may name any module.
 """
 
 import sys
@@ -27,10 +27,9 @@ from smallgpt_jax.storage.files import as_path
 def get_config(folder: str):
     path = as_path("--config=configs/run.py", folder)
     saved = workdir.read_groups(path)
-    architecture = saved["model"].get("architecture")
     # absl reads a recipe before the flags that follow it.
-    models.refuse_custom_code(architecture, path, "--trust_custom_code" in sys.argv)
-    config = base.get_config("paper", architecture)
+    models.refuse_custom_code(saved["model"], path, "--trust_custom_code" in sys.argv)
+    config = base.get_config("paper", saved["model"].get("architecture"))
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(path / workdir.TOKENIZER_FOLDER), ""
         config.optimizer.update(learning_rate=3e-5, **base.FOLLOW_STEPS)

@@ -120,7 +120,8 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()]
-    if c.architecture == "gpt" and c.mlp == "dense" and not c.num_kv_heads and not c.head_dim:
+    if (c.architecture == "gpt" and set(c.mixers) == {"attention"} and c.mlp == "dense"
+            and not c.num_kv_heads and not c.head_dim):
         rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
         lines.append("  attention, MLP and token embedding: num_layers × (4 + 2 × mlp_ratio) × d_model² "
                      f"+ vocab_size × d_model = {rule:,.0f}")

@@ -68,8 +68,8 @@ def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = 
 def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
     """Returns the operations of the model's `method` on a text of context_length tokens.
 
-    The products are the same for all attention backends; see `ops.attention.counted`. They are also the same for all
-    backends of the experts' products, because unused rows are not counted.
+    The products are the same for all attention backends (see `ops.xla_attention.counted`), and for all backends of the
+    experts' products, because unused rows are not counted.
     """
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))

@@ -26,19 +26,23 @@ A training step of a GPT needs these bytes per device:
     logits                 S·B·V·(4 + e)/(T·chunks)
 
 In the factor 4 + (4 + 2F)/T of the block activations, the first 4 stands for the inputs of LayerNorms and projections,
-4/T for queries, keys, values and attention outputs, and 2F/T for the MLP's GELU and its derivative.
+4/T for queries, keys, values and attention outputs, and 2F/T for the MLP's GELU and its derivative. A mixer other than
+attention has no 4/T: what it saves inside is unknown.
 """
 
 import dataclasses
 import math
 import re
 
+import flax
 import flax.linen as nn
 import jax
 
 from smallgpt_jax.models import LanguageModel, abstract_params
 from smallgpt_jax.models.attention import Attention
-from smallgpt_jax.ops.attention import QUERIES, AttentionMask, select_backend
+from smallgpt_jax.ops.attention import select_backend
+from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.xla_attention import QUERIES
 
 
 def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
@@ -51,15 +55,20 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
-    # Saved activations per position and block, in units of the model width. `qkv` counts queries, keys, values and
-    # attention outputs. `inner` counts the MLP's activation and its derivative. A gated MLP also saves the
-    # up-projection and the product.
-    inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
-    activations = 0
+
+    def kept(qkv: float) -> float:
+        """Returns the saved activations per position and block, in units of the model width.
+
+        `qkv` counts queries, keys, values and attention outputs; it is 0 for other mixers. `inner` counts the MLP's
+        activation and its derivative. A gated MLP also saves the up-projection and the product.
+        """
+        inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
+        return {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}[c.remat]
+
+    activations = sum(count * positions * width * element * kept(0) for count, width in other_mixers(model, mesh))
     for layers in attention_layers(model, mesh, separate_documents):
         qkv = (2 + 2 * c.kv_heads / c.num_heads) * layers.heads * layers.head_width / layers.width
-        kept = {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}
-        activations += layers.count * positions * layers.width * element * kept[c.remat]
+        activations += layers.count * positions * layers.width * element * kept(qkv)
         if layers.backend == "xla" and c.remat == "none":
             keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # average number of keys per query
             if layers.window:
@@ -143,15 +152,32 @@ def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
     return {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
 
 
+def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
+    """Returns (number per device, model width) for each group of identical mixers other than attention."""
+    if set(model.config.mixers) == {"attention"}:  # tracing long contexts takes seconds
+        return []
+    found, boxes = [], flax.traverse_util.flatten_dict(abstract_params(model))
+    for path, mixer in mixers(model).items():
+        if isinstance(mixer, Attention):
+            continue
+        # The mixer may have no weights, so the weights of the whole block show how many are stacked.
+        box = next(box for other, box in boxes.items() if other[:len(path) - 1] == path[:-1])
+        sizes = dict(zip(box.names, box.value.shape))
+        count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        found.append((count, mixer.config.d_model))
+    return found
+
+
 def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
-    """Returns the attention modules, and the custom mixers that blocks have in their place, {module path: module}.
+    """Returns the mixers of all blocks, {module path: module}.
 
     Traces the model, because the weights show neither windows nor classes.
     """
     found = {}
 
     def record(call, arguments, keywords, method):
-        if isinstance(method.module, Attention) or method.module.name == "attention":
+        *outer, name = method.module.path or ("",)
+        if isinstance(method.module, Attention) or (name == "mixer" and "mixer" not in outer):
             found[method.module.path] = method.module
         return call(*arguments, **keywords)
 
@@ -165,7 +191,7 @@ def components(model: LanguageModel) -> dict[str, int]:
     """Returns {component: number of parameters}; custom modules are listed under their own names."""
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
-    custom = {path: type(mixer).__name__ for path, mixer in mixers(model).items() if not isinstance(mixer, Attention)}
+    custom = {path: type(mixer).__name__ for path, mixer in mixers(model).items() if type(mixer) is not Attention}
     for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
         names = tuple(key.key for key in path)
         mixer = next((name for prefix, name in custom.items() if names[:len(prefix)] == prefix), None)

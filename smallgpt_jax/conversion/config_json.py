@@ -139,4 +139,5 @@ def with_defaults(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(
         config, num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,
+        mixers=tuple(dict.fromkeys(config.mixers)) if len(set(config.mixers)) == 1 else config.mixers,
         attention_windows=config.attention_windows if any(config.attention_windows) else ())

@@ -103,7 +103,7 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
         ConfigJson(described, path, num_weights))
-    models.refuse_custom_code(fields.get("architecture"), path, trust_custom_code)
+    models.refuse_custom_code(fields, path, trust_custom_code)
     try:
         config = models.make_config(**fields)
     except UserError as error:

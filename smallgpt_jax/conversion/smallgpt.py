@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, training_fields
+from smallgpt_jax.conversion.config_json import ConfigJson, training_fields, with_defaults
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -59,7 +59,7 @@ def to_config(config: ModelConfig) -> dict:
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
     known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):
-        if field.name not in known and getattr(config, field.name) != field.default:
+        if field.name not in known and getattr(with_defaults(config), field.name) != field.default:
             config.refuse(field.name, f"no PyTorch code for the export; it supports only {field.default!r}")
     fields = dataclasses.asdict(config)
     return {

@@ -20,7 +20,8 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
     `params` and `model_state` are in the training layout. Cached decoding and the full forward pass both run in
     float32, on the same few random tokens.
     """
-    name = f"config.model.architecture={model.config.architecture!r}"
+    name = ", ".join(dict.fromkeys(
+        f"config.model.{field}={name!r}" for field, name in models.custom_classes(model.config)))
     remedy = ('in decoding (context.decode), each layer that mixes positions must keep values for later tokens in the '
               'collection "cache"; see the example in docs/your-own.md')
     model = models.LanguageModel(dataclasses.replace(model.config, dtype="float32"))

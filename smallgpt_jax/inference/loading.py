@@ -49,10 +49,10 @@ def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.
                      model_state=None) -> TextModel:
     """Returns a TextModel for parameters and state in the training layout.
 
-    Raises UserError if a custom architecture's cached decoding does not match its full forward pass.
+    Raises UserError if the cached decoding of a custom architecture or mixer does not match the full forward pass.
     """
     weights = layout.pack(model, params, model_state)
-    if models.find_architecture(model.config.architecture) not in models.BUILT_IN:
+    if models.custom_classes(model.config):
         check_decoding(model, params, model_state)
     return TextModel(model, weights, tokenizer)
 

@@ -2,13 +2,12 @@
 
 from smallgpt_jax.models.architectures import (
     ARCHITECTURES,
-    BUILT_IN,
     field_names,
     find_architecture,
     make_config,
-    refuse_custom_code,
 )
 from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.custom_code import custom_classes, refuse_custom_code
 from smallgpt_jax.models.language_model import (
     LanguageModel,
     abstract_model_state,
@@ -19,8 +18,8 @@ from smallgpt_jax.models.language_model import (
     require_factors,
 )
 
-__all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "field_names", "find_architecture", "make_config",
+__all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
+           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "make_config",
            "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
 
 def build(**fields) -> LanguageModel:

@@ -6,24 +6,21 @@ It has a field `config`, whose class is the class attribute `Config`: `ModelConf
 """
 
 import dataclasses
-import difflib
-import importlib
-import sys
-from pathlib import Path
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import REMAT
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.custom_code import find_class
 from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
+from smallgpt_jax.models.mixers import find_mixer
 from smallgpt_jax.models.pgpt import PGPT
 
 CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
-BUILT_IN = tuple(ARCHITECTURES.values())  # loading a model checks the decoding of all other architectures
 
 
 def find_architecture(name: str):
@@ -32,36 +29,12 @@ def find_architecture(name: str):
     Raises UserError if there is no such class, or if it has no `Config`.
     """
     where = f"config.model.architecture={name!r}"
-    module, colon, class_name = str(name).partition(":")
-    if not module or not colon or module.startswith("."):
-        if str(name) not in ARCHITECTURES:
-            near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1)
-            raise UserError(f"{where}: must be one of {', '.join(ARCHITECTURES)}, or package.module:Class"
-                            + (f"; did you mean {near[0]!r}?" if near else ""))
-        return ARCHITECTURES[name]
-    try:
-        trunk = getattr(importlib.import_module(module), class_name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"{where}: no module {error.name!r}; run the command in the folder that contains it, or add "
-                        "that folder to PYTHONPATH") from None
-    except AttributeError:
-        raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
+    trunk = find_class(name, ARCHITECTURES, where)
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
         raise UserError(f"{where}: the class needs a class attribute Config; set it to smallgpt_jax.models.ModelConfig "
                         "or a subclass of it")
     return trunk
-
-
-def refuse_custom_code(architecture, where: Path, trust: bool) -> None:
-    """Raises UserError if finding the architecture that the file or folder `where` names would import a module.
-
-    With `trust`, and for modules that the program has imported already, nothing is refused.
-    """
-    module, colon, _ = str(architecture).partition(":")
-    if colon and not trust and module not in sys.modules:
-        raise UserError(f"{where}: config.model.architecture={architecture!r} is not built in, so loading the model "
-                        f"would run the code of {module}; add --trust_custom_code if you trust it")
 
 
 def field_names(architecture: str) -> tuple[str, ...]:
@@ -83,6 +56,8 @@ def make_config(**fields) -> ModelConfig:
     config.validate()
     for field, table in CHOICES.items():
         config.validate_choice(field, table)
+    for name in config.mixers:
+        find_mixer(name)
     if config.tie_embeddings and config.output_width != config.d_model:
         config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
                       f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set "

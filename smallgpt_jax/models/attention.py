@@ -12,9 +12,16 @@ from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, project, residual_std, rms_norm, zeros
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
-from smallgpt_jax.ops import attention as ops
 from smallgpt_jax.ops import bfloat16
+from smallgpt_jax.ops.attention import attention
+from smallgpt_jax.ops.key_value_cache import (
+    cached_attention,
+    rolling_positions,
+    update_cache,
+    update_rolling_cache,
+)
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
+from smallgpt_jax.ops.xla_attention import QUERIES
 
 
 class QKVProjection(Dense):
@@ -115,7 +122,7 @@ class Attention(nn.Module):
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
-            y_BxHxTxK = ops.attention(q, k, v, mask, slopes_H, backend=c.attention)
+            y_BxHxTxK = attention(q, k, v, mask, slopes_H, backend=c.attention)
         return OutputProjection(
             (c.d_model,), ("heads", "head_width", "embed"),
             residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)
@@ -125,7 +132,7 @@ class Attention(nn.Module):
 
         Slot s of the cache normally holds position s. If the attention window is shorter than `context.cache_length`,
         the cache is rolling: it has one slot per position of the window, and new positions overwrite the oldest ones
-        (see `ops.rolling_positions`).
+        (see `rolling_positions`).
 
         Rows with fewer new tokens than others end with padding. A cache that is not rolling stores the padding too.
         Later tokens overwrite it before it is read.
@@ -147,15 +154,15 @@ class Attention(nn.Module):
         is_rolling = slots < context.cache_length
 
         def write(cache, x):
-            return (ops.update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
-                    ops.update_cache(cache.value, x, starts))
+            return (update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
+                    update_cache(cache.value, x, starts))
 
         if is_new:
             parts = []
-            for start in range(0, time, ops.QUERIES):  # each chunk of queries reads only the keys that it attends to
+            for start in range(0, time, QUERIES):  # each chunk of queries reads only the keys that it attends to
                 first = max(0, start - mask.window + 1) if mask.window else 0
-                end = min(start + ops.QUERIES, time)
-                parts.append(ops.cached_attention(
+                end = min(start + QUERIES, time)
+                parts.append(cached_attention(
                     q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
                     jnp.arange(first, end)[None]))
             y = jnp.concatenate(parts, axis=2)
@@ -167,12 +174,12 @@ class Attention(nn.Module):
         elif is_rolling and time > 1:
             # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
             # tokens attend to these positions.
-            key_positions = jnp.concatenate([ops.rolling_positions(starts, slots), positions], axis=1)
-            y = ops.cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
+            key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
+            y = cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)
             keys.value, values.value = write(keys, k), write(values, v)
         else:
             keys.value, values.value = write(keys, k), write(values, v)
-            y = ops.cached_attention(q, keys.value, values.value, positions, mask, slopes,
-                                     ops.rolling_positions(starts + 1, slots) if is_rolling else None)
+            y = cached_attention(q, keys.value, values.value, positions, mask, slopes,
+                                 rolling_positions(starts + 1, slots) if is_rolling else None)
         return y.reshape(batch, heads, time, head_width)

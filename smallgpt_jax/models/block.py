@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 
-from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import MLPS, norm
-from smallgpt_jax.ops.attention import OUTPUT
+from smallgpt_jax.models.mixers import make_mixer
+from smallgpt_jax.ops.flash_attention import OUTPUT
 
 # Value of config.model.remat → policy. A policy selects the intermediate results that a block saves for the backward
 # pass. The backward pass recomputes all other results.
@@ -38,21 +38,16 @@ PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics"
 
 
 class Block(nn.Module):
-    """A block: by default x + mixer(norm(x)), then x + MLP(norm(x)). `config.norm_position` moves the norms.
-
-    `mixer` is the class of the module that mixes positions; the default is attention. The module has a field `config`
-    and is called with (B, T, D) activations and a `Context`.
-    """
+    """A block: by default x + mixer(norm(x)), then x + MLP(norm(x)). `config.norm_position` moves the norms."""
 
     config: ModelConfig
-    mixer: Callable[..., nn.Module] = Attention
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         dropout = nn.Dropout(c.dropout, deterministic=not context.train)
-        mixer, mlp = self.mixer(c, name="attention"), MLPS[c.mlp](c, name="mlp")
-        x_BxTxD = self.add(x_BxTxD, norm(c, "attention_norm"), lambda x: dropout(mixer(x, context)))
+        mixer, mlp = make_mixer(c), MLPS[c.mlp](c, name="mlp")
+        x_BxTxD = self.add(x_BxTxD, norm(c, f"{mixer.name}_norm"), lambda x: dropout(mixer(x, context)))
         x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: dropout(mlp(x, context)))
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         self.sow("features", "output", x_BxTxD)
@@ -74,12 +69,13 @@ class Block(nn.Module):
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
     """Returns one config for each of `length` consecutive blocks, starting with block `first` of the model.
 
-    The configs differ only in the attention window. Block i of the model gets window i of `config.attention_windows`.
-    The windows are repeated if there are more blocks than windows.
+    The configs differ only in mixer and attention window. Block i of the model gets mixer i of `config.mixers` and
+    window i of `config.attention_windows`. Both are repeated if there are more blocks.
     """
-    windows = config.attention_windows or (0,)
-    own = [windows[i % len(windows)] for i in range(first, first + length)]
-    return [dataclasses.replace(config, attention_windows=(window,) if window else ()) for window in own]
+    mixers, windows = config.mixers, config.attention_windows or (0,)
+    own = [(mixers[i % len(mixers)], windows[i % len(windows)]) for i in range(first, first + length)]
+    return [dataclasses.replace(config, mixers=(mixer,), attention_windows=(window,) if window else ())
+            for mixer, window in own]
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):

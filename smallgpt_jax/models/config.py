@@ -39,6 +39,9 @@ class ModelConfig(ConfigGroup):
     # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
     # repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
+    # mixer of each block: attention | package.module:Class. Fewer mixers than blocks are repeated, as windows are:
+    # ("package.module:Class", "attention")
+    mixers: tuple[str, ...] = ("attention",)
     # norm in blocks and before the head: "layer" | "rms"
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
@@ -145,6 +148,8 @@ class ModelConfig(ConfigGroup):
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
+        if not self.mixers:
+            self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:
             self.refuse("rank_ratio", "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
                         "parameters as their matrix, or more, save nothing")

@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.ops.attention import AttentionMask
+from smallgpt_jax.ops.attention_mask import AttentionMask
 
 
 @flax.struct.dataclass

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.models.architectures import ARCHITECTURES, find_architecture
+from smallgpt_jax.models.architectures import find_architecture
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
@@ -125,10 +126,10 @@ def abstract_variables(model: LanguageModel):
     Each parameter is in a LogicallyPartitioned with its axis names. A parameter without axis names, such as those of
     flax's own layers, gets the name None for each of its own axes.
     """
-    # Trace built-in architectures with few positions: their variables do not depend on this number. For Qwen3-0.6B,
-    # with a context length of 40,960, this takes 0.5 s instead of 23 s.
+    # Trace built-in models with few positions: their variables do not depend on this number. For Qwen3-0.6B, with a
+    # context length of 40,960, this takes 0.5 s instead of 23 s.
     c = model.config
-    time = min(c.context_length, TRACED_POSITIONS) if c.architecture in ARCHITECTURES else c.context_length
+    time = c.context_length if custom_classes(c) else min(c.context_length, TRACED_POSITIONS)
     with nn.intercept_methods(name_axes):
         variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
     return {**variables, "params": boxed(variables["params"])}

@@ -14,7 +14,7 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
     TPUs, the reshape would keep XLA from fusing the product with the activation function that follows it.
 
     On CPUs, a tall `w` is transposed before the product, except in decoding. Its gradient is then computed as a wide
-    matrix, which is faster than a tall one (see the table in `ops/__init__.py`). The optimization barrier keeps XLA
+    matrix, which is faster than a tall one (docs/speed.md). The optimization barrier keeps XLA
     from removing the transposition. Matrices of bfloat16 are multiplied by `bfloat16.product`, if `bfloat16.applies`.
     """
     if platform() != "cpu":

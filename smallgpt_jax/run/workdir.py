@@ -277,10 +277,10 @@ def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
     """Returns the config of a run. In the config of an imported model, all groups but `model` have their defaults.
 
     Raises UserError if it is missing or damaged, and, unless `trust_custom_code`, if reading it would import the module
-    of a custom architecture.
+    of a custom architecture or mixer.
     """
     groups = read_groups(workdir)
-    models.refuse_custom_code(groups["model"].get("architecture"), workdir, trust_custom_code)
+    models.refuse_custom_code(groups["model"], workdir, trust_custom_code)
     try:
         return Config.of(groups)
     except UserError as error:

@@ -13,7 +13,8 @@ import numpy as np
 from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.ops.attention import AttentionMask, attention
+from smallgpt_jax.ops.attention import attention
+from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
@@ -95,7 +96,7 @@ def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.A
 
 
 def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
-    """Returns the attention output, without any code of `ops.attention`. Chunks of queries bound the memory."""
+    """Returns the attention output, without any code of `ops/`. Chunks of queries bound the memory."""
     batch, _, time, width = q_BxHxTxK.shape
     length = math.gcd(time, 128)
     q_BxGxRxTxK = q_BxHxTxK.reshape(batch, k_BxGxTxK.shape[1], -1, time, width)

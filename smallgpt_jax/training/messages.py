@@ -114,9 +114,9 @@ def print_final_message(workdir: str) -> None:
 
 
 def is_custom(folder: Path) -> bool:
-    """Whether the model of a run has a custom architecture, according to the run's config."""
+    """Whether the model of a run has a custom architecture or mixer, according to the run's config."""
     try:
-        return read_config(folder).model.architecture not in models.ARCHITECTURES
+        return bool(models.custom_classes(read_config(folder).model))
     except UserError:
         return False
 

@@ -19,7 +19,6 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.models.pgpt import with_paths
 
 CONTEXT = 24
@@ -179,17 +178,15 @@ class FailsInDecoding(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk, substrings", [
-    (IgnoresDecoding, ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
-    (FailsInDecoding, ["AssertionError: not written yet", "context.decode"]),
-    (GPT, None)])
+    (f"{__name__}:IgnoresDecoding", ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
+    (f"{__name__}:FailsInDecoding", ["AssertionError: not written yet", "context.decode"]),
+    ("smallgpt_jax.models.gpt:GPT", None)])
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
     """A model of a custom architecture is refused if its decoding gives wrong logits or raises an error.
 
     gpt's trunk is accepted. The models have no position encoding, so only attention can make the logits wrong.
     """
-    monkeypatch.setitem(models.ARCHITECTURES, "own", trunk)
-    monkeypatch.setattr(models, "BUILT_IN", ())
-    model = models.build(**load_config("gpt", model__architecture="own", model__num_layers=1,
+    model = models.build(**load_config("gpt", model__architecture=trunk, model__num_layers=1,
                                        model__position="none").model)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     monkeypatch.setattr(inference.loading, "load_trained",
@@ -197,7 +194,7 @@ def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, mon
     if substrings is None:
         inference.load("a workdir")
         return
-    with pytest.raises(UserError, match=r"^config\.model\.architecture='own': ") as error:
+    with pytest.raises(UserError, match=f"^config.model.architecture={trunk!r}: ") as error:
         inference.load("a workdir")
     assert all(s in str(error.value) for s in substrings), str(error.value)
 

@@ -181,7 +181,8 @@ def named_module(tmp_path, monkeypatch) -> Path:
     imported = tmp_path / "imported"
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "foreign_module.py").write_text(
-        f"open({str(imported)!r}, 'w').close()\nfrom smallgpt_jax.models.gpt import GPT\nclass Own(GPT): pass\n")
+        f"open({str(imported)!r}, 'w').close()\nfrom smallgpt_jax.models.gpt import GPT\nclass Own(GPT): pass\n"
+        "from smallgpt_jax.models.attention import Attention\nclass Mixer(Attention): pass\n")
     monkeypatch.syspath_prepend(tmp_path / "modules")
     yield imported
     sys.modules.pop("foreign_module", None)
@@ -216,6 +217,18 @@ def test_the_module_that_a_file_names_is_not_imported(command, foreign, named_mo
     assert result.returncode != 0 and result.stderr.count("\n") == 1, result.stderr
     assert "'foreign_module:Own' is not built in" in result.stderr and "add --trust_custom_code" in result.stderr
     assert not named_module.exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["generate --workdir=RUN", "main --config=run:RUN --workdir=NEW"])
+def test_the_module_of_a_mixer_is_not_imported(command, foreign, named_module, tmp_path):
+    described = json.loads((foreign["run"] / "config.json").read_text())
+    described["model"].update(architecture="gpt", mixers=["attention", "foreign_module:Mixer"])
+    (foreign["run"] / "config.json").write_text(json.dumps(described))
+    result = call(*command.replace("RUN", str(foreign["run"])).replace("NEW", str(tmp_path / "new")).split())
+    assert result.returncode != 0 and "config.model.mixers='foreign_module:Mixer' is not built in" in result.stderr
+    assert not named_module.exists() and not (tmp_path / "new").exists()
+    model = workdir.read_config(foreign["run"], trust_custom_code=True).model
+    assert named_module.exists() and model.mixers == ("attention", "foreign_module:Mixer")
 
 
 def test_trusted_modules_are_imported(foreign, named_module, tmp_path):

@@ -89,10 +89,14 @@ def test_refuses_wrong_fields():
         models.build(**own_config("my_models.twice:Twice").model)
 
 
+MEAN, RECURRENCE = "my_models.average:RunningMean", "my_models.recurrent:Recurrence"
+
+
 @pytest.mark.parametrize("architecture, fields", [
     ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
-    ("my_models.average:Average", {"model__scan_layers": False}),
-    ("my_models.recurrent:Recurrent", {"model__taps": 3})])
+    ("my_models.parallel_block:Parallel", {"model__mixers": (MEAN,)}),
+    ("gpt", {"model__mixers": (MEAN,), "model__scan_layers": False}),
+    ("my_models.recurrent:Recurrent", {"model__mixers": (RECURRENCE,), "model__taps": 3})])
 def test_own_blocks_and_mixers(architecture, fields):
     """Decoding matches the full forward pass, and documents in the same row do not affect each other."""
     model = models.build(**own_config(architecture, **fields).model)
@@ -110,14 +114,15 @@ def test_own_blocks_and_mixers(architecture, fields):
 def test_a_recurrent_mixer(text_file, tmp_path):
     """The example `Recurrent` can be trained on eight devices, decoded, planned, and compared with gpt."""
     config = own_config(
-        "my_models.recurrent:Recurrent", model__position="none", data__source=str(text_file),
-        data__validation_fraction=0.2, data__separate_documents=True, mesh__data=2, mesh__fsdp=2, mesh__tensor=2,
-        train__steps=2, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=2, train__log_every=1)
+        "my_models.recurrent:Recurrent", model__mixers=(RECURRENCE,), model__position="none",
+        data__source=str(text_file), data__validation_fraction=0.2, data__separate_documents=True, mesh__data=2,
+        mesh__fsdp=2, mesh__tensor=2, train__steps=2, train__eval_every=2, train__eval_steps=1,
+        train__checkpoint_every=2, train__log_every=1)
     train(config, str(tmp_path))
     model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     program = build_program(config)
-    mixer = program.abstract_params["trunk"]["blocks"]["attention"]
+    mixer = program.abstract_params["trunk"]["blocks"]["mixer"]
     assert (mixer["memory"].names, mixer["taps"].names) == (("layers", "mlp"), ("layers", "tap", "mlp"))
     layers, width = SIZES["num_layers"], SIZES["d_model"]
     flops = 6 * (layers * 11 * width**2 + width * config.model.vocab_size)  # input, gate, output; 8·D² in the MLP

@@ -9,7 +9,9 @@ import pytest
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.ops import attention as ops
-from smallgpt_jax.ops.attention import AttentionMask, attention, cached_attention, select_backend
+from smallgpt_jax.ops.attention import attention, select_backend
+from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.key_value_cache import cached_attention
 
 TIME = 256
 

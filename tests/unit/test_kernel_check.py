@@ -10,7 +10,7 @@ from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops import attention, flash_attention
-from smallgpt_jax.ops.attention import AttentionMask
+from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.training.kernel_check import check_attention_kernels
 
 FIELDS = dict(

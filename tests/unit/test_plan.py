@@ -1,6 +1,6 @@
 """Tests of estimates before a run: parameters, FLOPs, memory, compiler reports, batch size search, chips."""
 
-import functools
+import dataclasses
 import json
 import os
 import time
@@ -18,7 +18,8 @@ from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, hlo, kernels
-from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
+from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.training import messages
@@ -84,12 +85,14 @@ def test_components_of_a_custom_architecture(monkeypatch):
         def __call__(self, x_BxTxD, context):
             configs = layer_configs(self.config, self.config.num_layers)
             x_BxTxD = stack_blocks(configs, context)(x_BxTxD)
-            x_BxTxD = stack_blocks(configs[:2], context, "more", functools.partial(Block, mixer=Shift))(x_BxTxD)
+            shifts = [dataclasses.replace(config, mixers=("shift",)) for config in configs[:2]]
+            x_BxTxD = stack_blocks(shifts, context, "more")(x_BxTxD)
             for _ in range(2):
                 x_BxTxD = nn.LayerNorm()(nn.Dense(D)(x_BxTxD))
             return x_BxTxD * self.param("gate", nn.initializers.ones, (1, 1, D))
 
     monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
+    monkeypatch.setitem(MIXERS, "shift", Shift)
     gpt, own = (memory.components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
                 for name in ("gpt", "own"))
     assert own == {**gpt, "MLP": gpt["MLP"] + 2 * 8 * D**2, "LayerNorms": gpt["LayerNorms"] + 8 * D,

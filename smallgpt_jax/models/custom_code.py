@@ -1,0 +1,57 @@
+"""Classes of a user's own package, which a config names as `package.module:Class`."""
+
+import dataclasses
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.config import ModelConfig
+
+
+def find_class(name: str, table: Mapping[str, type], where: str) -> type:
+    """Returns the class for `name`: a key of `table`, or `package.module:Class`.
+
+    Raises UserError, which begins with `where`, if there is no such class.
+    """
+    module, colon, class_name = str(name).partition(":")
+    if not module or not colon or module.startswith("."):
+        if str(name) not in table:
+            near = difflib.get_close_matches(str(name), table, n=1)
+            raise UserError(f"{where}: must be one of {', '.join(table)}, or package.module:Class"
+                            + (f"; did you mean {near[0]!r}?" if near else ""))
+        return table[name]
+    try:
+        return getattr(importlib.import_module(module), class_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: no module {error.name!r}; run the command in the folder that contains it, or add "
+                        "that folder to PYTHONPATH") from None
+    except AttributeError:
+        raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
+
+
+def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
+    """Returns (field, name) of each class in the fields of a model's config that is not built in.
+
+    The fields may come from a file and have values of any type.
+    """
+    fields = model if isinstance(model, Mapping) else dataclasses.asdict(model)
+    mixers = fields.get("mixers")
+    named = [("architecture", fields.get("architecture")),
+             *(("mixers", name) for name in (mixers if isinstance(mixers, (list, tuple)) else ()))]
+    return [(field, name) for field, name in named if isinstance(name, str) and ":" in name]
+
+
+def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
+    """Raises UserError if building the model with these fields, read from the file or folder `where`, would import a
+    module.
+
+    With `trust`, and for modules that the program has imported already, nothing is refused.
+    """
+    for field, name in custom_classes(fields):
+        module, _, _ = name.partition(":")
+        if not trust and module not in sys.modules:
+            raise UserError(f"{where}: config.model.{field}={name!r} is not built in, so loading the model would run "
+                            f"the code of {module}; add --trust_custom_code if you trust it")

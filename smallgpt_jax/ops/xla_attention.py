@@ -1,0 +1,77 @@
+"""Attention in plain JAX, for every platform and every mask.
+
+Queries, keys, values, mask and ALiBi slopes are as in `attention.attention`; the queries are already divided by √K.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.ops import bfloat16
+from smallgpt_jax.ops.attention_mask import AttentionMask
+
+QUERIES = 128  # queries per chunk
+
+
+def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Returns the attention output. All scores, including masked ones, are computed at once.
+
+    Tests and benchmarks compare the other backends with this one.
+    """
+    time = q_BxHxTxK.shape[2]
+    return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
+
+
+def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Computes the matrix products that count as attention's FLOPs. The function is only traced, never run.
+
+    Each query is multiplied with `mask.window` keys, or with all T keys if there is no window. The causal mask does not
+    reduce the count. This is the convention of model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
+    appendix B). The values of the result have no meaning.
+    """
+    keys = slice(0, mask.window or q_BxHxTxK.shape[2])
+    return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
+
+
+def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
+    """Returns the attention output. The queries are processed in chunks of QUERIES.
+
+    Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
+    """
+    time, dtype, parts = q_BxHxTxK.shape[2], q_BxHxTxK.dtype, []
+    q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
+    for start in range(0, time, QUERIES):
+        keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
+        if mask.prefix_lengths_B is not None:
+            keys = slice(0, time)
+        q, k, v = (x.astype(dtype) for x in (
+            q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys]))
+        parts.append(bfloat16.sliceable(_weighted_values(q, k, v, mask, slopes_H, start, keys)))
+    return jnp.concatenate(parts, axis=2).astype(dtype)
+
+
+def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
+    """Returns the attention output of T queries for the S keys at positions `keys`, (B, H, T, K).
+
+    `start` is the position of the first query. The weights are normalized after the product with the values. This
+    saves a pass over the (T, S) weights in both the forward and the backward pass.
+    """
+    batch, heads, time, head_width = q_BxHxTxK.shape
+    groups = k_BxGxSxK.shape[1]
+    per_group = heads // groups
+    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
+    is_bfloat16 = bfloat16.applies(q_BxHxTxK.dtype)
+    scores_BxGxRxS = bfloat16.product(q_BxGxRxK, jnp.swapaxes(k_BxGxSxK, 2, 3)) if is_bfloat16 else jnp.einsum(
+        "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
+    if slopes_H is not None:  # each text is contiguous, so distances in the row equal distances in the text
+        distances_TxS = jnp.abs(jnp.arange(start, start + time)[:, None] - jnp.arange(keys.start, keys.stop)[None])
+        biases_HxTxS = slopes_H[:, None, None] * distances_TxS[None]
+        scores_BxGxRxS -= biases_HxTxS.reshape(groups, per_group * time, -1)[None]
+    allowed_BxTxS = mask.allowed(start, time, keys)
+    allowed_BxRxS = jnp.tile(allowed_BxTxS, (1, per_group, 1)) if per_group > 1 else allowed_BxTxS
+    scores_BxGxRxS += jnp.where(allowed_BxRxS, 0.0, -1e30)[:, None]
+    largest_BxGxRx1 = jax.lax.stop_gradient(jnp.max(scores_BxGxRxS, axis=-1, keepdims=True))
+    weights_BxGxRxS = jnp.exp(scores_BxGxRxS - largest_BxGxRx1)
+    y_BxGxRxK = bfloat16.product(weights_BxGxRxS, v_BxGxSxK) if is_bfloat16 else jnp.einsum(
+        "bhts,bhsk->bhtk", weights_BxGxRxS.astype(v_BxGxSxK.dtype), v_BxGxSxK, preferred_element_type=jnp.float32)
+    y_BxGxRxK = (y_BxGxRxK / jnp.sum(weights_BxGxRxS, axis=-1, keepdims=True)).astype(v_BxGxSxK.dtype)
+    return y_BxGxRxK.reshape(batch, heads, time, head_width)

@@ -1,0 +1,163 @@
+"""Tests of `model.mixers`: blocks with other mixers than attention, in a pattern over the blocks."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from conftest import build, forward, init, load_config
+from flax import linen as nn
+from jax import numpy as jnp
+from random_models import check_decoding
+
+from smallgpt_jax import models
+from smallgpt_jax.analysis import memory
+from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.comparison import budget
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.initializers import INIT_STD
+from smallgpt_jax.models.layers import Dense
+from smallgpt_jax.models.mixers import MIXERS
+from smallgpt_jax.training.program import build_program
+
+PATTERN = ("previous", "attention")
+SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=4, vocab_size=64)
+MODEL_SIZES = {f"model__{name}": size for name, size in SIZES.items()}
+
+
+class Previous(nn.Module):
+    """A projection of the previous token's activations; 0 at the first position."""
+
+    config: models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        c, time = self.config, x_BxTxD.shape[1]
+        before_Bx1xD = jnp.zeros((len(x_BxTxD), 1, c.d_model), x_BxTxD.dtype)
+        if context.decode:
+            last, _ = cache_variable(self, "last", before_Bx1xD.shape, x_BxTxD.dtype)
+            before_Bx1xD = last.value
+        padded_BxSxD = jnp.concatenate([before_Bx1xD, x_BxTxD], axis=1)
+        if context.decode:
+            last.value = jnp.take_along_axis(padded_BxSxD, context.length_B[:, None, None], axis=1)
+        previous_BxTxD = jnp.where(context.positions(time)[:, :, None] > 0, padded_BxSxD[:, :-1], 0)
+        return Dense((c.d_model,), ("embed", "mlp"), INIT_STD, False, c.dtype, name="out")(previous_BxTxD, context)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(MIXERS, "previous", Previous)
+
+
+def random_tokens(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (rows, length), np.int32)
+
+
+def layout(tree) -> set[str]:
+    """Returns the paths of the mixers in a tree of boxed parameters, with their numbers of stacked layers."""
+    boxes = {"/".join(path): mixer["out"]["kernel"] for path, mixer in mixers_in(tree)}
+    return {f"{path} × {box.value.shape[box.names.index('layers')]}" for path, box in boxes.items()}
+
+
+def mixers_in(tree, path=()):
+    for name, child in tree.items():
+        if name in ("attention", "mixer"):
+            yield (*path, name), child
+        elif isinstance(child, dict):
+            yield from mixers_in(child, (*path, name))
+
+
+@pytest.mark.parametrize("architecture, fields, expected", [
+    ("gpt", {}, {"blocks/0/mixer × 2", "blocks/1/attention × 2"}),
+    ("gpt", {"num_layers": 3}, {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1"}),
+    ("gpt", {"mixers": ("previous",)}, {"blocks/mixer × 4"}),
+    ("gpt", {"attention_windows": (5, 5, 0, 0)},
+     {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1", "blocks/3/attention × 1"}),
+    ("pgpt", {}, {"paths/blocks/0/mixer × 1", "paths/blocks/1/attention × 1"}),
+    ("lgpt", {"blocks_per_stage": 1, "num_layers": 2}, {"stage_0/mixer × 1", "stage_1/attention × 1"}),
+    ("lgpt", {"scan_layers": True},
+     {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")}),
+    ("cgpt", {"position": "rope"},
+     {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")})])
+def test_layout_and_cached_decoding(architecture, fields, expected):
+    """Blocks have their own mixer in the order of the pattern; cached logits equal those of the full forward pass."""
+    model = build(architecture, **{**SIZES, "mixers": PATTERN, **fields})
+    boxes = models.abstract_params(model)
+    assert layout(boxes["trunk"]) == expected
+    params, tokens = init(model), random_tokens(2, SIZES["context_length"])
+    logits = forward(model, params, tokens)
+    check_decoding(model, params, {}, tokens, logits)
+    # Without attention, a token affects only as many later positions as there are blocks.
+    if set(model.config.mixers) == {"previous"}:
+        other = np.array(tokens)
+        other[:, 3] += 1
+        changed = np.any(np.asarray(logits != forward(model, params, other % 64)), axis=(0, 2))
+        assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture, axes", [
+    ("gpt", dict(data=2, fsdp=2)), ("pgpt", dict(tensor=2, path=2)), ("lgpt", dict(fsdp=2, tensor=2))])
+def test_training_on_four_devices_matches_one_device(architecture, axes):
+    """Losses of three steps match, and the updates change the mixers."""
+    found = []
+    for devices, lengths in ((1, {}), (4, axes)):
+        config = load_config(
+            architecture, model__mixers=PATTERN, **MODEL_SIZES,
+            **{f"mesh__{axis}": length for axis, length in {"data": 1, **lengths}.items()},
+            train__batch_size=8, optimizer__warmup_steps=0)
+        program = build_program(config, jax.devices()[:devices])
+        state, step, losses = program.initial_state(), program.compile_train_step(), []
+        before = jax.device_get(state.params)
+        batch = Batch(jax.device_put(random_tokens(8, 25), sharding.batch_sharding(program.mesh)))
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        found.append(losses)
+        for (path, new), (_, old) in zip(mixers_in(jax.device_get(state.params)), mixers_in(before)):
+            assert not np.allclose(new["out"]["kernel"], old["out"]["kernel"]), path
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert found[0][0] > found[0][1] > found[0][2]
+
+
+@pytest.mark.parametrize("architecture, widths, paths", [("gpt", [16] * 4, 1), ("pgpt", [16] * 4, 2),
+                                                         ("lgpt", [16, 16, 8, 8], 1)])
+def test_plan_counts_every_mixer(architecture, widths, paths):
+    """Parameters, FLOPs and the formula of memory count each block's own mixer."""
+    length, others = SIZES["context_length"], {}
+    for pattern in (PATTERN, ("attention",)):
+        model = build(architecture, **SIZES, mixers=pattern)
+        parts = memory.components(model)
+        own = widths[::2] if pattern == PATTERN else []
+        attended = widths[1::2] if pattern == PATTERN else widths
+        assert parts.pop("Previous", 0) == sum(w**2 for w in own)
+        assert parts.pop("attention") == sum(4 * w**2 for w in attended)
+        products = train_flops_per_token(model) - 6 * sum(w**2 for w in own) - sum(
+            24 * w**2 + 12 * length * w for w in attended)
+        assert others.setdefault("all other components", (parts, products)) == (parts, products)
+
+
+def test_memory_of_a_pattern():
+    """The formula counts norms and MLP of each block, 12·D per position, and queries, keys and values of attention."""
+    activations = {}
+    for pattern in (("previous",), PATTERN, ("attention",)):
+        program = build_program(load_config(
+            "gpt", model__mixers=pattern, **MODEL_SIZES), jax.devices()[:1])
+        activations[pattern] = memory.memory_breakdown(
+            program.model, program.mesh, program.abstract_state, 2, 1, False)["activations"]
+    positions = 2 * SIZES["context_length"]
+    scores = positions * SIZES["context_length"] * SIZES["num_heads"]
+    assert activations[("previous",)] == 4 * positions * 16 * 4 * 12
+    assert activations[("attention",)] == 4 * (positions * 16 * 4 * 16 + 4 * scores)
+    assert activations[PATTERN] == (activations[("previous",)] + activations[("attention",)]) / 2
+
+
+def test_a_comparison_with_a_pattern(tmp_path):
+    """At equal FLOPs, a model with cheaper mixers is trained for more steps."""
+    comparison = importlib.import_module("configs.compare.base").comparison(
+        load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": {"mixers": PATTERN}}}, budget="flops")
+    steps = {run.name: run.config.train.steps for run in budget.plan(comparison, tmp_path).runs({})}
+    rest, attention = 6 * (4 * 8 * 64**2 + 64 * 512), 24 * 64**2 + 12 * 64 * 64
+    assert steps == {"gpt": 1000, "own": round(1000 * (rest + 4 * attention) / (rest + 2 * attention + 12 * 64**2))}

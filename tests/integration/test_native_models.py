@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, call, forward, init
+from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import gpt2, hugging_face, llama
 from smallgpt_jax.conversion.config_json import ConfigJson
-from smallgpt_jax.data import prepare, tokenizers
+from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.packing import PACKINGS
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
@@ -206,9 +207,7 @@ def test_texts_begin_as_in_transformers(llama_with_begin, tmp_path):
             assert model.generate(prompt, max_new_tokens=8, temperature=0.0) == expected
     source = tmp_path / "texts.jsonl"
     source.write_text("".join(f'{{"text": "{i:03d}"}}\n' for i in range(40)))
-    store = prepare.prepare_store(
-        tmp_path / "store", source=str(source), tokenizer=str(llama_with_begin), validation_fraction=0.2,
-        text_field="text", invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
+    store = prepare_store(tmp_path / "store", source, tokenizer=str(llama_with_begin))
     documents = store.train.stream.reshape(-1, 5)  # <s>, three bytes, </s>
     assert (documents[:, [0, 4]] == [256, 257]).all() and store.train.starts.tolist() == [*range(0, documents.size, 5)]
     rows = PACKINGS["concat"](store.train, 7, separate=True).read_rows(np.arange(1))

@@ -128,8 +128,8 @@ def test_best_fit_decreasing(room):
                 left[min(fitting)[1]] -= piece
             else:
                 left.append(room - piece)
-        plan = packing.plan_best_fit(np.cumsum(lengths) - lengths, lengths.sum(), room)
-        filled = np.add.reduceat(plan.lengths, plan.first_piece[:-1])
+        packed = packing.pack_best_fit(np.cumsum(lengths) - lengths, lengths.sum(), room)
+        filled = np.add.reduceat(packed.lengths, packed.first_piece[:-1])
         assert sorted(room - filled) == sorted(left)
 
 

@@ -10,7 +10,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
-from smallgpt_jax.data.store import METADATA, METADATA_FILE, TokenStore, open_matching_store, open_store
+from smallgpt_jax.data.store import METADATA, TokenStore, open_store
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
@@ -105,9 +105,8 @@ def find_corpus(data, spec: StoreSpec) -> Corpus | None:
         raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
     if data.mixture:
         return open_mixture(data.mixture)
-    if not (spec.folder / METADATA_FILE).is_file():
-        return None
-    return Corpus((open_matching_store(spec.folder, spec.made_from),), (1.0,))
+    store = spec.open()
+    return Corpus((store,), (1.0,)) if store else None
 
 
 def open_mixture(text: str) -> Corpus:

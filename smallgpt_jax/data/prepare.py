@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from smallgpt_jax.data.journal import JOURNAL_FILE
-from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore, open_matching_store
+from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.unfinished_store import write_store
 from smallgpt_jax.errors import UserError
@@ -27,8 +27,9 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
     Raises UserError if the source or a setting is invalid, or if the existing store was made from another source or
     with other settings.
     """
-    return prepare_remote_store(spec, workers, log) if is_remote(spec.folder) else prepare_local_store(
-        spec, workers, log)
+    if is_remote(spec.folder):
+        return prepare_remote_store(spec, workers, log)
+    return prepare_local_store(spec, workers, log)
 
 
 def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
@@ -37,7 +38,7 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
     spec.validate()
     folder = Path(os.path.realpath(spec.folder))  # if it is a link, the unfinished store is where the link points
     require_free_path(folder)
-    refuse_folder_of_source(spec, folder)
+    spec.refuse_inside_source(folder)
     name = spec.partial_name(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -55,32 +56,25 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
             raise  # the file named in the error belongs to the source or the tokenizer, not to the store
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
-    return open_matching_store(spec.folder, spec.made_from)
+    return spec.open()
 
 
 def prepare_remote_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
     """Prepares the store in the cache folder and uploads it to the spec's folder, `metadata.json` last."""
     folder = spec.folder
     require_bucket("config.data.store", folder)
-    refuse_folder_of_source(spec, folder)
-    if (folder / METADATA_FILE).exists():
-        return open_matching_store(folder, spec.made_from)
+    spec.refuse_inside_source(folder)
+    if store := spec.open():
+        return store
     if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
         raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
     local = prepare_local_store(spec.in_cache(), workers, log)
     with file_lock(folder.with_name(f".{folder.name}.lock"), wait=True):
-        if (folder / METADATA_FILE).exists():
-            return open_matching_store(folder, spec.made_from)
+        if store := spec.open():
+            return store
         log(f"uploading {local.folder} to {folder}")
         upload_folder(local.folder, folder, last=METADATA_FILE)
     return dataclasses.replace(local, folder=folder)
-
-
-def refuse_folder_of_source(spec: StoreSpec, folder: Path) -> None:
-    """Raises UserError if `folder` is inside a folder of the source: its files would be read as text."""
-    if enclosing := spec.source.enclosing_folder(folder):
-        raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose a "
-                        "folder outside of it")
 
 
 def require_free_path(folder: Path) -> None:

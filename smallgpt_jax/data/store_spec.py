@@ -11,7 +11,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
-from smallgpt_jax.data.store import MADE_FROM
+from smallgpt_jax.data.store import MADE_FROM, METADATA_FILE, TokenStore, open_store
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.files import as_path, cache_folder
 
@@ -41,6 +41,12 @@ class StoreSpec:
                             "and below 1")
         _ = self.rules, self.source.parts  # each raises UserError
 
+    def refuse_inside_source(self, folder: Path) -> None:
+        """Raises UserError if `folder` is inside a folder of the source: its files would be read as text."""
+        if enclosing := self.source.enclosing_folder(folder):
+            raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
+                            "a folder outside of it")
+
     @cached_property
     def tokenizer_fingerprint(self) -> str:
         return tokenizers.spec_fingerprint(self.made_from["tokenizer"])
@@ -61,6 +67,20 @@ class StoreSpec:
         if self.store:
             return folder.name
         return self._cached([self.source.absolute_names, *self._settings(relaxable=False)]).name
+
+    def open(self) -> TokenStore | None:
+        """Opens the store, if it exists. Raises UserError if it was made from another source or with other settings."""
+        if not (self.folder / METADATA_FILE).is_file():
+            return None
+        store = open_store(self.folder)
+        found = store.metadata["made_from"]
+        if different := [field for field, value in self.made_from.items() if value != found[field]]:
+            raise UserError(
+                f"config.data.store={str(self.folder)!r}: was made with "
+                + ", ".join(f"{field}={found[field]!r}" for field in different)
+                + ", but this config has " + ", ".join(f"{field}={self.made_from[field]!r}" for field in different)
+                + "; choose another folder, or use the same settings")
+        return store
 
     def in_cache(self) -> "StoreSpec":
         """Returns the spec of the same store in the cache folder."""

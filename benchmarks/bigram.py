@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from smallgpt_jax import cli, data
+from smallgpt_jax import cli
 from smallgpt_jax.data import batches
+from smallgpt_jax.data.corpus import open_existing
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics, workdir
 
@@ -51,7 +52,7 @@ def compare(folder: Path) -> dict[str, float]:
     - "step": training step of the last evaluation
     """
     config = workdir.read_config(folder)
-    corpus = data.open_existing(config.data)
+    corpus = open_existing(config.data)
     trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
     if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
         raise UserError(f"{folder}: the run's token store has changed or is missing; prepare it again")

@@ -25,8 +25,11 @@ import numpy as np
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.data import batches, packing, prepare, sources, store, tokenizers
+from smallgpt_jax.data import batches, packing, prepare, store, tokenizers
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.errors import UserError
 
 _SOURCE = flags.DEFINE_string("source", "python_stdlib", "Source of the text, in the format of config.data.source.")
@@ -35,7 +38,6 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds per measurement; the median 
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Seconds per round of a loader measurement.", lower_bound=0.1)
 
 RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip", max_document_bytes=10**8)
-ENDINGS = ".txt"
 SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row): quickstart, a size in between, paper
 
 
@@ -46,8 +48,8 @@ def median_rate(measure) -> tuple[float, list[float]]:
 
 
 def prepare_source(folder: Path, tokenizer: str) -> store.TokenStore:
-    return prepare.prepare_store(folder, source=_SOURCE.value, tokenizer=tokenizer, validation_fraction=0.05, **RULES,
-                                 text_endings=ENDINGS, log=lambda _: None)
+    data = DataConfig(store=str(folder), source=_SOURCE.value, tokenizer=tokenizer, validation_fraction=0.05, **RULES)
+    return prepare.prepare_store(StoreSpec.of(data), log=lambda _: None)
 
 
 def prepare_rate(tokenizer: str, folder: Path) -> float:
@@ -58,7 +60,7 @@ def prepare_rate(tokenizer: str, folder: Path) -> float:
 
 def tiktoken_rate(tokenizer: tokenizers.GPT2) -> float:
     """Returns the tokens per second of tiktoken's `encode_ordinary_batch`. The documents are in memory."""
-    texts = list(sources.documents(_SOURCE.value, ENDINGS, Rules(**RULES)))
+    texts = list(Source(_SOURCE.value).documents(Rules(**RULES)))
     started = time.perf_counter()
     encoded = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
     return sum(map(len, encoded)) / (time.perf_counter() - started)
@@ -92,11 +94,11 @@ def main() -> None:
     results = {"machine": platform.machine(), "cpus": os.cpu_count(), "source": _SOURCE.value}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        megabytes = sources.num_bytes(_SOURCE.value, ENDINGS) / 1e6
+        megabytes = Source(_SOURCE.value).num_bytes / 1e6
         print(f"prepare: {megabytes:.0f} MB of text on {os.cpu_count()} cores, in M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
             if spec == "trained":  # training the tokenizer is not measured
-                tokenizer = tokenizers.from_spec(name, sources.documents(_SOURCE.value, ENDINGS, Rules(**RULES)))
+                tokenizer = tokenizers.from_spec(name, Source(_SOURCE.value).documents(Rules(**RULES)))
                 tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:

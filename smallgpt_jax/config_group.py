@@ -27,7 +27,8 @@ from ml_collections import ConfigDict, config_dict
 from smallgpt_jax.errors import UserError
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
-              tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas"}
+              tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas",
+              tuple[float, ...]: "numbers, separated by commas"}
 AT_START = -1  # value of fields that the start of a run determines
 
 
@@ -114,7 +115,7 @@ class ConfigGroup:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), _kind(field)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                self.refuse(field.name, f"must be {TYPE_NAMES[field.type]}")
+                self.refuse(field.name, f"must be {TYPE_NAMES.get(field.type, field.type)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         """Raises UserError unless the value of `field` is in `allowed`."""

@@ -9,7 +9,8 @@ command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -
 
 from absl import flags
 
-from smallgpt_jax import cli, data
+from smallgpt_jax import cli
+from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
@@ -21,11 +22,9 @@ flags.mark_flag_as_required("config")
 
 @best_effort("stdout")
 def main() -> None:
-    config = _CONFIG.value.data
-    corpus = data.open_existing(config)
-    status = "existing" if corpus else "new"
-    for store in (corpus or data.prepare_corpus(config, _WORKERS.value)).stores:
-        print(f"{status} token store: {store.folder}")
+    corpus, is_new = open_or_prepare(_CONFIG.value.data, _WORKERS.value)
+    for store in corpus.stores:
+        print(f"{'new' if is_new else 'existing'} token store: {store.folder}")
 
 
 if __name__ == "__main__":

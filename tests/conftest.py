@@ -50,8 +50,9 @@ from absl import app, flags
 from data_helpers import prepare_store
 from flax import linen as nn
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
 from smallgpt_jax.data import store
+from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -228,7 +229,7 @@ def copy_of(trained_run, tmp_path):
 
 def save_run(folder: Path, config, params) -> Path:
     """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
-    corpus, steps = data.load_or_prepare(config.data), config.train.steps
+    corpus, steps = load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
     workdir.initialize(folder, config, corpus)
     (folder / workdir.METRICS_FILE).write_text(json.dumps(

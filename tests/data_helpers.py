@@ -8,9 +8,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from smallgpt_jax.data import prepare, sources
+from smallgpt_jax.data import prepare
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.store import TokenStore
+from smallgpt_jax.data.store_spec import StoreSpec
 
 RULES = Rules("text", "refuse", "refuse", 10**8)
 
@@ -33,13 +36,13 @@ def write_jsonl(path: Path, texts) -> Path:
 def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse", max_document_bytes=10**8,
          text_endings=".txt") -> list[str]:
     rules = Rules(text_field, invalid_utf8, invalid_items, max_document_bytes)
-    return list(sources.documents(str(source), text_endings, rules))
+    return list(Source(str(source), text_endings).documents(rules))
 
 
-def prepare_store(folder: Path, source, **changes) -> TokenStore:
-    settings = dict(tokenizer="bytes", validation_fraction=0.2, text_field="text", text_endings=".txt",
-                    max_document_bytes=10**8, invalid_utf8="refuse", invalid_items="refuse", log=lambda _: None)
-    return prepare.prepare_store(folder, source=str(source), **{**settings, **changes})
+def prepare_store(folder: Path, source, workers=None, log=lambda _: None, **changes) -> TokenStore:
+    fields = {"tokenizer": "bytes", "validation_fraction": 0.2, **changes}
+    data = DataConfig(store=str(folder), source=str(source), **fields)
+    return prepare.prepare_store(StoreSpec.of(data), workers, log)
 
 
 def random_store(folder: Path, lengths, letters: bytes = b"abcdefgh") -> TokenStore:

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.planning import Plan, run_folder
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import workdir
@@ -189,7 +190,7 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
         return inputs * cost.flops + update_flops(params, make_optimizer(params, Config.of(config).optimizer))
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
-    corpus = data.load_or_prepare(config.data)
+    corpus = load_or_prepare(config.data)
     return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from smallgpt_jax import data, inference
+from smallgpt_jax import inference
 from smallgpt_jax.comparison.results import DECODING, DECODING_FILE, OWN_TEXT, TEXTS, TEXTS_FILE
-from smallgpt_jax.data import batches, cache_folder, tokenizers
+from smallgpt_jax.data import batches, tokenizers
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare, same_text
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
@@ -20,7 +21,7 @@ from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.storage.files import atomic_folder, file_lock, refuse_url, write_atomically
+from smallgpt_jax.storage.files import atomic_folder, cache_folder, file_lock, refuse_url, write_atomically
 from smallgpt_jax.storage.json_files import read_json_or_none
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.validation import mean_loss
@@ -49,12 +50,12 @@ def parse_texts(texts: str) -> dict[str, str]:
     return found
 
 
-def open_texts(config: Config, texts: dict[str, str]) -> dict[str, data.Corpus]:
+def open_texts(config: Config, texts: dict[str, str]) -> dict[str, Corpus]:
     """Returns {name: corpus} for a run's training text and for `texts`, all tokenized with the run's tokenizer.
 
     `texts` maps names to sources. Prepares missing token stores. Raises UserError for sources that cannot be read.
     """
-    own = data.load_or_prepare(config.data)
+    own = load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
     tokenizer = cache_folder() / "tokenizers" / name  # runs with equal tokenizers share this path
     if texts:
@@ -65,7 +66,7 @@ def open_texts(config: Config, texts: dict[str, str]) -> dict[str, data.Corpus]:
                     tokenizers.save(own.tokenizer, folder)
     found = {OWN_TEXT: own}
     for text, source in texts.items():
-        found[text] = data.load_or_prepare(
+        found[text] = load_or_prepare(
             config.data.replace(source=source, store="", mixture="", tokenizer=str(tokenizer)))
     return found
 
@@ -80,7 +81,7 @@ class TextSample:
     Raises UserError if a validation split is shorter than one window. The error message calls the text `name`.
     """
 
-    def __init__(self, corpus: data.Corpus, config: Config, contexts: Sequence[int], name: str):
+    def __init__(self, corpus: Corpus, config: Config, contexts: Sequence[int], name: str):
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.window_multiple = math.lcm(*contexts)
@@ -119,7 +120,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
-    if not data.same_text(found[OWN_TEXT].description, workdir.read_description(folder)):
+    if not same_text(found[OWN_TEXT].description, workdir.read_description(folder)):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
     before, rows = read_json_or_none(path, TEXTS) or [], []

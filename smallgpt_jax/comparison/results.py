@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.corpus import same_text
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import OptimizerConfig, flatten
@@ -271,7 +272,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
     own = [(run, text_identity(as_path("--workdirs", run.workdir))) for run in runs]
     for run, text in own[1:]:
         first, its = own[0]
-        if not data.same_text(text[0], its[0]) or text[1] != its[1]:
+        if not same_text(text[0], its[0]) or text[1] != its[1]:
             raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
                             f"({workdir.describe_changes(its[0], text[0])}); report on them separately")
     for text in text_names(runs):

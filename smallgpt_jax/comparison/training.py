@@ -7,17 +7,17 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax import data
 from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.planning import Plan, PlannedRun
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.run import workdir
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 
-def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+def train_plan(plan: Plan, text: Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
     """Trains the runs of a plan. Returns {folder: loss} of the finished runs.
 
     Skips runs that another process is training. When no other runs are left, waits for the skipped runs of grids,
@@ -49,7 +49,7 @@ def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun]
             return losses
 
 
-def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> float | None:
+def train_run(run: PlannedRun, plan: Plan, text: Corpus, number: str) -> float | None:
     """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
 
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
@@ -85,7 +85,7 @@ def last_loss(run: PlannedRun) -> float:
     return math.inf if loss is None else loss
 
 
-def check_existing(run: PlannedRun, output: Path, text: data.Corpus) -> None:
+def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:
     """Raises UserError if the run's folder contains a run with another config or another training text."""
     try:
         workdir.check_workdir(run.folder, run.config)

@@ -1,6 +1,8 @@
 """Reads Hugging Face and TensorFlow datasets as lists of `Part`s. Requires the optional dependencies `[data]`."""
 
 import contextlib
+import dataclasses
+from pathlib import Path
 
 from smallgpt_jax.data import tfrecord
 from smallgpt_jax.data.parts import Part, Rules, extract_text
@@ -112,3 +114,33 @@ def indexed_part(source: str, rows) -> Part:
         return items(), lambda: done / max(len(rows), 1)
 
     return Part(source, 0, read)
+
+
+# Prefix of a dataset's name in `config.data.source` → function that returns its `Part`s. A new kind is a line here.
+DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A dataset in a text source. Nothing is read or requested before its parts are needed."""
+
+    is_local = False
+    num_bytes = 0
+
+    name: str  # with the prefix
+
+    @property
+    def identity(self) -> list[str]:
+        return [self.name]
+
+    def parts(self, passage: int) -> list[Part]:
+        return next(parts for prefix, parts in DATASETS.items() if self.name.startswith(prefix))(self.name)
+
+    def message(self) -> str:
+        return ""
+
+    def enclosing_folder(self, path: Path) -> Path | None:
+        return None
+
+    def absolute_name(self) -> str:
+        return self.name

@@ -26,7 +26,7 @@ JOURNAL_FILE = "journal.json"
 VERSION = 3
 
 
-class Progress(NamedTuple):
+class Entry(NamedTuple):
     """How far a source has been read, and the size of the store so far."""
 
     place: Place
@@ -40,45 +40,44 @@ class Progress(NamedTuple):
 class Journal:
     identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
     tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
-    latest: Progress
-    # `latest` was recorded while one part of the source was being read. `earlier` is the last progress recorded before
-    # that part. If that part has changed, preparation resumes from `earlier` instead of `latest`.
-    earlier: Progress | None = None
+    latest: Entry
+    # `latest` was recorded while one part of the source was being read. `earlier` is the last entry before that
+    # part. If that part has changed, preparation resumes from `earlier` instead of `latest`.
+    earlier: Entry | None = None
 
-    def add(self, progress: Progress) -> None:
-        if progress.place.parts > self.latest.place.parts:
+    def add(self, entry: Entry) -> None:
+        if entry.place.parts > self.latest.place.parts:
             self.earlier = self.latest
-        self.latest = progress
+        self.latest = entry
 
     def write(self, folder: Path) -> None:
-        entries = {"version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end,
-                   **self.latest._asdict(), "earlier": self.earlier and self.earlier._asdict()}
-        write_atomically(folder / JOURNAL_FILE, json.dumps({**entries, "checksum": checksum(entries)}))
+        fields = {"version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end,
+                  **self.latest._asdict(), "earlier": self.earlier and self.earlier._asdict()}
+        write_atomically(folder / JOURNAL_FILE, json.dumps({**fields, "checksum": checksum(fields)}))
 
 
-def checksum(entries: dict) -> str:
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+def checksum(fields: dict) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 def read_journal(folder: Path) -> Journal | None:
     """Returns the journal in a folder, or None if it is missing, damaged or of another version."""
-    def progress(entries: dict) -> Progress:
-        fields = {field: entries[field] for field in Progress._fields}
-        return Progress(**{**fields, "place": Place(*fields["place"])})
+    def entry(fields: dict) -> Entry:
+        return Entry(**{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])})
 
-    entries = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
+    fields = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
     # A changed place or count would make another store, so no part of a changed journal is used.
-    if entries is None or entries.pop("checksum") != checksum(entries) or entries.get("version") != VERSION:
+    if fields is None or fields.pop("checksum") != checksum(fields) or fields.get("version") != VERSION:
         return None
-    return Journal(entries["identity"], entries["learned"] and Place(*entries["learned"]), progress(entries),
-                   entries["earlier"] and progress(entries["earlier"]))
+    return Journal(fields["identity"], fields["learned"] and Place(*fields["learned"]), entry(fields),
+                   fields["earlier"] and entry(fields["earlier"]))
 
 
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
     """Returns the journal in a folder, or None if the preparation of the store has to start over.
 
     `identity` describes the store to prepare. `parts` and `rules` are needed to check whether the source is unchanged.
-    The preparation can resume from the returned journal's `latest` progress.
+    The preparation can resume from the returned journal's `latest` entry.
     """
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
@@ -86,10 +85,10 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
     # A change of settings can matter, too: in a text file that is now skipped, passages may have been read.
     if any(journal.identity[key] != identity[key] for key in ("texts", "made_from")):
         log(f"{folder}: the source or a setting has changed; checking whether the text read so far is the same")
-        same = next((progress for progress in (journal.latest, journal.earlier)
-                     if progress and journal.tokenizer_text_end is not None
-                     and journal.tokenizer_text_end <= progress.place
-                     and digest_before(parts, rules, progress.place) == progress.digest), None)
+        same = next((entry for entry in (journal.latest, journal.earlier)
+                     if entry and journal.tokenizer_text_end is not None
+                     and journal.tokenizer_text_end <= entry.place
+                     and digest_before(parts, rules, entry.place) == entry.digest), None)
         if not same:
             return None
         journal.latest = same

@@ -86,7 +86,7 @@ class BestFit:
 
     @property
     def num_rows(self) -> int:
-        return len(self._plan.first_piece) - 1
+        return len(self._pieces.first_piece) - 1
 
     @property
     def padding(self) -> float:
@@ -98,8 +98,8 @@ class BestFit:
         return float(np.mean(lengths > self.context_length))
 
     @cached_property
-    def _plan(self) -> "BestFitPlan":
-        return plan_best_fit(np.asarray(self.split.starts), self.split.tokens, self.context_length)
+    def _pieces(self) -> "RowPieces":
+        return pack_best_fit(np.asarray(self.split.starts), self.split.tokens, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         stream, begin_of_text, context_length = self.split.stream, self.split.begin_of_text, self.context_length
@@ -107,10 +107,10 @@ class BestFit:
         targets_BxT = np.full((len(rows_B), context_length), begin_of_text, np.int32)
         segment_ids_BxT = np.zeros((len(rows_B), context_length), np.int32)
         for tokens, targets, segments, row in zip(tokens_BxT1, targets_BxT, segment_ids_BxT, rows_B):
-            first, last = self._plan.first_piece[row:row + 2]
+            first, last = self._pieces.first_piece[row:row + 2]
             offset = 0
-            pieces = zip(self._plan.starts[first:last], self._plan.lengths[first:last])
-            for number, (start, length) in enumerate(pieces, start=1):
+            row_pieces = zip(self._pieces.starts[first:last], self._pieces.lengths[first:last])
+            for number, (start, length) in enumerate(row_pieces, start=1):
                 # `text` is the piece and the token after it, the target of the piece's last token. If the piece ends
                 # a document, this token is the begin-of-text of the next document. At the end of the split, no token
                 # follows, and the target keeps its initial value, begin-of-text.
@@ -124,7 +124,7 @@ class BestFit:
         return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, segment_ids_BxT > 0, targets_BxT)
 
 
-class BestFitPlan(NamedTuple):
+class RowPieces(NamedTuple):
     """The contents of all rows: pieces of documents, sorted by row.
 
     A piece is a whole document, or at most context_length tokens of a longer document.
@@ -135,7 +135,7 @@ class BestFitPlan(NamedTuple):
     first_piece: np.ndarray  # (rows + 1,), index of each row's first piece; last entry: number of pieces
 
 
-def plan_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> BestFitPlan:
+def pack_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> RowPieces:
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
     The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
@@ -183,7 +183,7 @@ def plan_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> BestFit
     by_row = np.argsort(row_of, kind="stable")
     order = by_length[by_row]
     first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
-    return BestFitPlan(starts[order], lengths[order], first_piece)
+    return RowPieces(starts[order], lengths[order], first_piece)
 
 
 PACKINGS = {"concat": Concat, "best_fit": BestFit}

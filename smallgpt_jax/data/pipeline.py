@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from smallgpt_jax import data as corpora
 from smallgpt_jax.data import batches
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 
@@ -18,7 +18,7 @@ from smallgpt_jax.errors import UserError
 class DataPipeline:
     """The data of a run. A training batch depends only on the seed and the step."""
 
-    corpus: corpora.Corpus
+    corpus: Corpus
     train: batches.Mixture
     tokens_per_step: float  # without padding
     train_batches: Any  # item i: this process's rows of the batch for step i + 1
@@ -41,8 +41,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
     """
     if data.workers < 0:
         raise UserError(f"config.data.workers={data.workers}: must not be negative")
-    distributed.run_on_primary(lambda: corpora.load_or_prepare(data))
-    corpus = corpora.load_or_prepare(data)
+    corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
@@ -60,13 +59,13 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
         batches.row_numbers(train, batch_size, seed), to_devices)
 
 
-def pack(corpus: corpora.Corpus, split: str, data, context_length: int) -> batches.Mixture:
+def pack(corpus: Corpus, split: str, data, context_length: int) -> batches.Mixture:
     """Returns the rows of a split, packed with the settings of a config's `data` group."""
     return batches.Mixture(
         corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
 
 
-def num_validation_targets(corpus: corpora.Corpus, data, *, context_length: int, batch_size: int,
+def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
     """Returns the number of target tokens in one evaluation on the validation split, summed over all processes."""
     validation = pack(corpus, "validation", data, context_length)

@@ -155,19 +155,3 @@ def open_store(folder: Path) -> TokenStore:
     for split in splits.values():
         split.check_files(folder)
     return TokenStore(folder, metadata, **splits)
-
-
-def open_matching_store(folder: Path, expected: dict) -> TokenStore:
-    """Opens the store in `folder`, as `open_store` does.
-
-    Also raises UserError if the store was made from another source or with other settings than those in `expected`.
-    """
-    store = open_store(folder)
-    made_from = store.metadata["made_from"]
-    if different := [field for field in expected if expected[field] != made_from[field]]:
-        raise UserError(
-            f"config.data.store={str(folder)!r}: was made with "
-            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
-            + ", but this config has " + ", ".join(f"{field}={expected[field]!r}" for field in different)
-            + "; choose another folder, or use the same settings")
-    return store

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax.data.encoding import EncodedBatch
-from smallgpt_jax.data.journal import Journal, Progress
+from smallgpt_jax.data.journal import Entry, Journal
 from smallgpt_jax.data.parts import DocumentBatch
 from smallgpt_jax.data.store import SPLITS, documents_file, tokens_file
 from smallgpt_jax.errors import UserError
@@ -33,7 +33,7 @@ class StoreWriter:
             split.add(encoded[name])
         skipped = Counter(self._journal.latest.skipped)
         skipped.update(batch.skipped)
-        self._journal.add(Progress(batch.place, batch.digest, batch.done, dict(skipped),
+        self._journal.add(Entry(batch.place, batch.digest, batch.done, dict(skipped),
                                    {name: split.counts() for name, split in self._splits.items()}))
         if time.monotonic() - self._flushed > JOURNAL_SECONDS:
             self.flush()

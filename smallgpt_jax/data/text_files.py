@@ -22,7 +22,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROW_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
-BLOCK_BYTES = 1_000_000  # per read of a text file
+READ_BYTES = 1_000_000  # per read of a text file
 PARQUET_ROWS = 128  # per read
 
 
@@ -44,8 +44,11 @@ def local_file(path: Path) -> TextFile:
     return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
 
 
-def file_part(file: TextFile, source: str, passage: int) -> Part:
-    """Returns a Part that reads a file. Plain text is split into passages of at most `passage` characters."""
+def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
+    """Returns a Part that reads a file. Plain text is split into passages of at most `passage` characters.
+
+    With `is_code`, the file is a single document.
+    """
     path = file.path
 
     def read(rules: Rules):
@@ -54,12 +57,12 @@ def file_part(file: TextFile, source: str, passage: int) -> Part:
         raw = open_binary(path)
         if content_suffix(path) in JSON_SUFFIXES:
             items = parse_json_lines(read_lines(path, raw, rules.max_document_bytes), path, rules)
-        elif source == "python_stdlib":
+        elif is_code:
             items = iter([raw.read().decode(errors="replace")])
         elif rules.invalid_items == "skip" and rules.invalid_utf8 == "refuse" and not is_utf8(path):
             items = iter([Skipped("not UTF-8 (whole file)")])
         else:
-            items = split_passages(decode_utf8(read_blocks(path, raw), path, rules.invalid_utf8), passage)
+            items = split_passages(decode_utf8(read_pieces(path, raw), path, rules.invalid_utf8), passage)
         return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
 
     return Part(str(path), file.size, read, (file.location, file.version, passage))
@@ -99,11 +102,11 @@ def name_file_in_errors(path: Path):
                         "download it again, or remove it") from None
 
 
-def read_blocks(path: Path, raw) -> Iterator[bytes]:
+def read_pieces(path: Path, raw) -> Iterator[bytes]:
     with name_file_in_errors(path):
         file = decompress(path, raw)
-        while block := file.read(BLOCK_BYTES):
-            yield block
+        while piece := file.read(READ_BYTES):
+            yield piece
 
 
 def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
@@ -115,7 +118,7 @@ def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
         while line := file.readline(max_bytes + 1):
             rest = line
             while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
-                rest = file.readline(BLOCK_BYTES)
+                rest = file.readline(READ_BYTES)
             yield line
 
 
@@ -123,16 +126,16 @@ def is_utf8(path: Path) -> bool:
     """Returns whether the whole file is valid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for block in read_blocks(path, open_binary(path)):
-            decoder.decode(block)
+        for piece in read_pieces(path, open_binary(path)):
+            decoder.decode(piece)
         decoder.decode(b"", final=True)
         return True
     except UnicodeDecodeError:
         return False
 
 
-def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
-    """Decodes UTF-8 block by block. All line endings become newlines.
+def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
+    """Decodes UTF-8 piece by piece. All line endings become newlines.
 
     If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte. Otherwise replaces
     invalid bytes.
@@ -140,17 +143,17 @@ def decode_utf8(blocks: Iterator[bytes], path: Path, invalid_utf8: str) -> Itera
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     errors = "strict" if invalid_utf8 == "refuse" else "replace"
     offset, line, rest = 0, 1, b""
-    for block in itertools.chain(blocks, [b""]):
-        data = rest + block
+    for piece in itertools.chain(pieces, [b""]):
+        data = rest + piece
         if offset == 0 and data.startswith(codecs.BOM_UTF8):
             data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
         try:
-            text, used = codecs.utf_8_decode(data, errors, not block)
+            text, used = codecs.utf_8_decode(data, errors, not piece)
         except UnicodeDecodeError as error:
             line += data.count(b"\n", 0, error.start)
             raise not_utf8(path, offset + error.start, line) from None
         offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
-        yield newlines.decode(text, final=not block)
+        yield newlines.decode(text, final=not piece)
 
 
 def not_utf8(path: Path, byte: int, line: int) -> UserError:
@@ -164,7 +167,7 @@ def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     The text is the concatenation of `pieces`. Without splitting, a long book would be one document, entirely in the
     training or in the validation split. Splitting costs one additional end-of-text token per document.
 
-    `sources.open_source` sets `max_characters` to one hundredth of the source's size in bytes, but to at least 1,024
+    `Source.parts` sets `max_characters` to one hundredth of the source's size in bytes, but to at least 1,024
     and at most 16,384. A source of 0.1 to 1.6 MB thus becomes about a hundred documents.
     """
     text = ""

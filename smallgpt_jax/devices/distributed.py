@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
+Result = TypeVar("Result")
 HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
 
 
@@ -153,20 +155,21 @@ def any_process(condition: bool) -> bool:
     return condition if is_single_process() else bool(start_any_process(condition))
 
 
-def run_on_primary(action: Callable[[], None]) -> None:
-    """Runs `action` on process 0 while the other processes wait (collective).
+def run_on_primary(action: Callable[[], Result]) -> Result | None:
+    """Runs `action` on process 0 while the other processes wait (collective). Returns its result, on process 0 only.
 
     If `action` raises an error, all processes raise an error.
     """
-    failure = None
+    result = failure = None
     try:
         if is_primary():
-            action()
+            result = action()
     except Exception as error:
         failure = error
     failed, = broadcast_from_primary((failure is not None,))
     if failed:
         raise failure or UserError("process 0 has failed; see its message")
+    return result
 
 
 def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax import models
-from smallgpt_jax.data import DESCRIPTION, Corpus, same_text, tokenizers
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import distributed

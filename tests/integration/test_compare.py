@@ -13,9 +13,10 @@ import pytest
 from conftest import ROOT, call, forward, init, load_config
 from data_helpers import prepare_store
 
-from smallgpt_jax import data, inference, models
+from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import measure, report, results
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare, open_existing
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import millions
@@ -33,7 +34,7 @@ def fake_train(config, folder: str) -> None:
     """Writes the workdir files that comparisons read, with random metrics, instead of training."""
     rng, folder = np.random.default_rng(config.train.seed + config.model.num_layers), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    workdir.initialize(folder, config, data.load_or_prepare(config.data))
+    workdir.initialize(folder, config, load_or_prepare(config.data))
     workdir.append_session(folder, {"devices": 1, "device": "cpu", "argument_bytes": 10**6, "temp_bytes": 10**6})
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(2, config.train.steps + 1, 2):
@@ -64,7 +65,7 @@ def untrained_run(folder, source, **fields):
     """Writes a workdir that has an evaluation at the last step, but no checkpoint. Returns `folder`."""
     config = load_config("gpt", data__source=str(source), **fields)
     folder.mkdir(parents=True, exist_ok=True)
-    workdir.initialize(folder, config, data.load_or_prepare(config.data))
+    workdir.initialize(folder, config, load_or_prepare(config.data))
     with (folder / "metrics.jsonl").open("w") as file:
         file.write(json.dumps({"step": config.train.steps, "split": "eval", "loss": 4.0, "bits_per_byte": 2.0}))
     return folder
@@ -294,7 +295,7 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
     """A batch of `measure_loss` has at most as many tokens as a training microbatch, so it fits into memory."""
     folder = untrained_run(tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2)
     config = workdir.read_config(folder)
-    sample = measure.TextSample(data.open_existing(config.data), config, (1, 2), "own")
+    sample = measure.TextSample(open_existing(config.data), config, (1, 2), "own")
     shapes = []
 
     def eval_step(params, model_state, batch):
@@ -356,7 +357,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
 def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_store, tmp_path):
     (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
     digits = prepare_store(tmp_path / "numbers", tmp_path / "numbers.txt")
-    corpus = data.Corpus([token_store, digits], [0.25, 0.75])
+    corpus = Corpus([token_store, digits], [0.25, 0.75])
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
     of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))

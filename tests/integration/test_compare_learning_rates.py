@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax import data
 from smallgpt_jax.comparison import measure, results, training
 from smallgpt_jax.comparison.planning import Plan
+from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.run import workdir
@@ -40,7 +40,7 @@ class FakeTrain:
 
     def __call__(self, config, folder: str) -> None:
         folder, rate, steps = Path(folder), config.optimizer.learning_rate, config.train.steps
-        corpus = data.load_or_prepare(config.data)
+        corpus = load_or_prepare(config.data)
         with workdir.lock(folder):
             if workdir.is_finished(folder, config, corpus):
                 return
@@ -162,7 +162,7 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
     monkeypatch.setattr(training, "file_lock", waiting_lock)
     config = load_config("gpt", data__source=str(text_file), train__steps=8)
     plan = Plan(tmp_path, {"gpt": Config.of(config)}, range(1, 4), (0.5, 1, 2), 4)
-    text, measured = data.load_or_prepare(config.data), []
+    text, measured = load_or_prepare(config.data), []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(training.train_plan, plan, text, measured.append)
         assert started.wait(60)

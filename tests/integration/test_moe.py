@@ -14,9 +14,10 @@ from conftest import build, forward, init, load_config
 from flax import linen as nn
 from scipy.special import erf
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import count_operations, train_flops_per_token
 from smallgpt_jax.comparison import measure
+from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
@@ -445,5 +446,5 @@ def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
     np.testing.assert_allclose([load.mean() for load in loads], 1, atol=1e-3)
     assert all(line["expert_load_max"] == pytest.approx(load.max(axis=1).mean(), abs=1e-3)
                for line, load in zip(lines, loads))
-    sample = measure.TextSample(data.load_or_prepare(config.data), config, (1,), "own")
+    sample = measure.TextSample(load_or_prepare(config.data), config, (1,), "own")
     assert 0 < measure.measure_loss(tmp_path, sample, 1)["loss"] < 10

@@ -17,7 +17,8 @@ from conftest import ARCHITECTURES, build, forward, load_config
 from data_helpers import random_store
 from flax import linen as nn
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
+from smallgpt_jax.data.corpus import open_mixture
 from smallgpt_jax.data.packing import PACKINGS, Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
@@ -151,7 +152,7 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()
-    small, large = (rows.padding for rows in data.open_mixture(mixture).pack("train", "best_fit", False, 64))
+    small, large = (rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64))
     padding = 0.25 * small + 0.75 * large
     assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
     memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
@@ -162,4 +163,4 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     description = json.loads((tmp_path / "store.json").read_text())["mixture"]
     assert [store["weight"] for store in description] == [0.25, 0.75]
     with pytest.raises(UserError, match=r"store 1: weight: from 0\.25 to 0\.33"):
-        workdir.initialize(tmp_path, config, data.open_mixture(mixture.replace("=3", "=2")))
+        workdir.initialize(tmp_path, config, open_mixture(mixture.replace("=3", "=2")))

@@ -22,7 +22,8 @@ from conftest import ROOT, call, load_config
 from data_helpers import files_of, parquet
 from storage_helpers import LEASE, faults, hold_lock, short_lease  # noqa: F401
 
-from smallgpt_jax import data
+from smallgpt_jax.data import prepare
+from smallgpt_jax.data.corpus import open_existing, open_or_prepare
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import LockHeldError, UserError
@@ -74,7 +75,7 @@ def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
     config = load_config("gpt", data__source=f"{texts[0]}/a.jsonl.gz", data__store=f"{bucket}/store").data
     (texts[0] / "a.jsonl.gz").write_bytes(b"not compressed")
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged, or of another type than its suffix"):
-        data.prepare_corpus(config, log=lambda _: None)
+        open_or_prepare(config, log=lambda _: None)
 
     class Unreachable(io.BytesIO):
         def read(self, size=-1):
@@ -85,17 +86,17 @@ def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(object_storage.file_system(), "open", lambda *_, **__: Unreachable(bytes(1000)))
             with pytest.raises(UserError, match=rf"^{texts[0]}/{name}: request failed \(connection lost\); check"):
-                data.prepare_corpus(config, log=lambda _: None)
+                open_or_prepare(config, log=lambda _: None)
 
 
 def test_a_folder_with_other_files_is_refused_before_tokenizing(texts, bucket, monkeypatch):
     config = load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data
-    monkeypatch.setattr(data, "prepare_store", lambda *_, **__: pytest.fail("tokenized"))
+    monkeypatch.setattr(prepare, "prepare_local_store", lambda *_, **__: pytest.fail("tokenized"))
     for other in (bucket / "store", bucket / "store" / "notes.txt"):
         other.parent.mkdir(parents=True, exist_ok=True)
         other.write_text("other")
         with pytest.raises(UserError, match="store': exists and is not a token store"):
-            data.prepare_corpus(config, log=lambda _: None)
+            open_or_prepare(config, log=lambda _: None)
         other.unlink()
 
 
@@ -113,14 +114,14 @@ def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
     for name in ("validation.bin", "metadata.json"):
         monkeypatch.setattr(storage, "put_file", stop_before(name))
         with pytest.raises(OSError, match="connection lost"):
-            data.prepare_corpus(config, log=lambda _: None)
-        assert (bucket / "store" / "train.bin").exists() and data.open_existing(config) is None
+            open_or_prepare(config, log=lambda _: None)
+        assert (bucket / "store" / "train.bin").exists() and open_existing(config) is None
         with pytest.raises(UserError, match=r"no token store \(no metadata\.json\); prepare it"):
             open_store(bucket / "store")
     monkeypatch.setattr(storage, "put_file", upload)
-    data.prepare_corpus(config, log=lambda _: None)
+    open_or_prepare(config, log=lambda _: None)
     store = open_store(bucket / "store")
-    assert data.open_existing(config).stores[0].train.tokens == len(store.train.stream) > 5000
+    assert open_existing(config).stores[0].train.tokens == len(store.train.stream) > 5000
 
 
 def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from data_helpers import random_store
 
-from smallgpt_jax import data
 from smallgpt_jax.data import batches, packing
+from smallgpt_jax.data.corpus import open_mixture
 from smallgpt_jax.errors import UserError
 
 END_OF_TEXT = 256  # id of the end-of-text token of the tokenizer "bytes"
@@ -128,8 +128,8 @@ def test_best_fit_decreasing(room):
                 left[min(fitting)[1]] -= piece
             else:
                 left.append(room - piece)
-        plan = packing.plan_best_fit(np.cumsum(lengths) - lengths, lengths.sum(), room)
-        filled = np.add.reduceat(plan.lengths, plan.first_piece[:-1])
+        packed = packing.pack_best_fit(np.cumsum(lengths) - lengths, lengths.sum(), room)
+        filled = np.add.reduceat(packed.lengths, packed.first_piece[:-1])
         assert sorted(room - filled) == sorted(left)
 
 
@@ -230,14 +230,14 @@ def two_stores(tmp_path_factory):
 
 def test_number_of_validation_batches_of_a_mixture(two_stores):
     folders = [item.split("=")[0] for item in two_stores.split(",")]
-    corpus = data.open_mixture(",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]]))
+    corpus = open_mixture(",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]]))
     texts = batches.Mixture(corpus.pack("train", "concat", False, 32), corpus.weights)
     assert len(batches.validation_batches(texts, 8, limit=1)) == 1
     assert batches.validation_batches(texts, 8, limit=1)[0].loss_mask_BxT.all()
 
 
 def test_rows_of_a_mixture_follow_its_weights(two_stores):
-    corpus = data.open_mixture(two_stores)
+    corpus = open_mixture(two_stores)
     assert corpus.weights == (0.25, 0.75)
     texts = batches.Mixture(corpus.pack("train", "concat", True, 32), corpus.weights)
     order = batches.train_batches(texts, 16, seed=5)

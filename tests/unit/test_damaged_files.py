@@ -13,10 +13,11 @@ import pytest
 from conftest import build, init, load_config, save_run
 from data_helpers import prepare_store
 
-from smallgpt_jax import data, models
+from smallgpt_jax import models
 from smallgpt_jax.comparison import budget, report, results
 from smallgpt_jax.conversion import model_card
 from smallgpt_jax.data import journal, store, tokenizers
+from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -112,8 +113,8 @@ def folder(tmp_path_factory):
     write_tokenizers(folder)
     identity = {"format": 3, "made_from": {"source": "a"}, "texts": "0", "tokenizer": "1"}
     counts = {"train": {"tokens": 7, "documents": 2, "text_bytes": 5}}
-    progress = journal.Progress(journal.Place(1, 2), "digest", 0.5, {"empty": 1}, counts)
-    journal.Journal(identity, None, progress, progress).write(folder)
+    entry = journal.Entry(journal.Place(1, 2), "digest", 0.5, {"empty": 1}, counts)
+    journal.Journal(identity, None, entry, entry).write(folder)
     return folder
 
 
@@ -150,9 +151,9 @@ def use_config(folder):
 
 def use_store(folder):
     opened = store.open_store(folder / "store")
-    corpus = data.Corpus((opened,), (1.0,))
+    corpus = Corpus((opened,), (1.0,))
     assert corpus.tokenizer.vocab_size == 257
-    data.same_text(corpus.description, store.open_store(folder / "store").metadata)
+    same_text(corpus.description, store.open_store(folder / "store").metadata)
     for split in store.SPLITS:
         assert corpus.bytes_per_token(split) > 0 and len(corpus.fingerprint(split)) >= 0
         for packing in ("concat", "best_fit"):
@@ -161,7 +162,7 @@ def use_store(folder):
 
 
 def use_description(folder):
-    corpus = data.Corpus((store.open_store(folder / "store"),), (1.0,))
+    corpus = Corpus((store.open_store(folder / "store"),), (1.0,))
     workdir.check_same_text(folder / "run", corpus)
 
 

@@ -10,8 +10,9 @@ import grain
 import pytest
 from data_helpers import RULES, parquet, prepare_store, read, write_jsonl, zstd
 
-from smallgpt_jax.data import parts, sources, store, tfrecord
+from smallgpt_jax.data import parts, store, tfrecord
 from smallgpt_jax.data.parts import Place, document_batches
+from smallgpt_jax.data.source import Source
 from smallgpt_jax.errors import UserError
 
 
@@ -31,7 +32,7 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     source = f"hf:{tmp_path}"
     texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40) if i % 9]
     assert read(source) == texts
-    parts = sources.open_source(source, ".txt")
+    parts = Source(source).parts
     assert len(parts) == 3
     rest = document_batches(parts, RULES, Place(1, 30))
     assert [text for batch in rest for text in batch.texts] == texts[texts.index("text 30 of 1"):]
@@ -115,7 +116,7 @@ def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
 def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):
     shards = [[{"text": f"text {i} of {shard}".encode()} for i in range(40)] for shard in range(3)]
     write_tfds(tmp_path, "tfrecord", shards, monkeypatch)
-    parts = sources.open_source("tfds:words", ".txt")
+    parts = Source("tfds:words").parts
     rules = RULES
     rest = list(document_batches(parts, rules, Place(1, 30), size=100))
     texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40)]
@@ -142,7 +143,7 @@ def test_names_damaged_tfrecord_files(tmp_path, monkeypatch):
     one.write_bytes(whole)
     two.unlink()
     with pytest.raises(UserError, match=f"{re.escape(str(two))}: No such file or directory; download this shard"):
-        sources.open_source("tfds:words", ".txt")
+        Source("tfds:words").parts  # noqa: B018
 
 
 def test_prepare_resumes_after_a_damaged_shard_is_replaced(tmp_path, monkeypatch):

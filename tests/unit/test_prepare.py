@@ -13,8 +13,8 @@ import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
-from smallgpt_jax import data
 from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizers
+from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.files import file_lock
 
@@ -234,9 +234,9 @@ def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fields = dict(data__source=str(shards), data__tokenizer="bytes", data__store="")
     with pytest.raises(UserError, match="line 50"):
-        data.prepare_corpus(load_config("gpt", **fields).data, log=lambda _: None)
+        open_or_prepare(load_config("gpt", **fields).data, log=lambda _: None)
     texts = tokenized(monkeypatch)
-    data.prepare_corpus(load_config("gpt", data__invalid_items="skip", **fields).data, log=lambda _: None)
+    open_or_prepare(load_config("gpt", data__invalid_items="skip", **fields).data, log=lambda _: None)
     assert len(texts) <= 160
     assert [path.suffix for path in (tmp_path / "cache/smallgpt_jax/stores").iterdir()] == [""]
 

@@ -4,15 +4,18 @@ import bz2
 import collections
 import gzip
 import json
+import os
 import shutil
 import tracemalloc
 
 import pyarrow
 import pytest
-from data_helpers import RULES, parquet, prepare_store, read, zstd
+from conftest import load_config
+from data_helpers import RULES, parquet, prepare_store, read, write_jsonl, zstd
 
-from smallgpt_jax.data import sources
+from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.data.parts import Rules, document_batches
+from smallgpt_jax.data.source import Source
 from smallgpt_jax.errors import UserError
 
 
@@ -20,7 +23,8 @@ def test_python_stdlib():
     texts = read("python_stdlib")
     assert sum(map(len, texts)) > 5_000_000
     assert any("class JSONDecoder" in text for text in texts)
-    files = sources.find_files("python_stdlib", ".txt")
+    library, = Source("python_stdlib").members
+    files = library.files
     assert files == sorted(set(files))
 
 
@@ -67,6 +71,25 @@ def test_follows_each_linked_folder_once(tmp_path):
         prepare_store(elsewhere / "deep" / "store", source)
 
 
+def test_preparation_walks_a_folder_once(tmp_path, monkeypatch):
+    """All uses of a source see the same files: its size, its fingerprint, its parts and the check of the store's path.
+
+    In the cache, the name of the store depends on the fingerprint.
+    """
+    texts = tmp_path / "texts"
+    (texts / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.jsonl"):
+        write_jsonl(texts / name, [f"document {i}" for i in range(300)])
+    walked, walk = [], os.walk
+    monkeypatch.setattr(os, "walk", lambda folder: walked.append(folder) or walk(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config("gpt", data__source=str(texts), data__tokenizer="bytes", data__store="").data
+    assert open_or_prepare(config, log=lambda _: None)[1]
+    assert walked == [str(texts)]
+    assert not open_or_prepare(config)[1]
+    assert walked == [str(texts)] * 2
+
+
 def test_files_read_by_ending(tmp_path):
     """The messages list the files of a folder by ending. Other endings can be read as text, as the message suggests."""
     for name in ("a/one.md", "a/b/two.MD.gz", "a/.git/three.md", "a/four.zip", "a/five.rst", "a/b/README", "six.txt",
@@ -75,7 +98,7 @@ def test_files_read_by_ending(tmp_path):
         content = json.dumps({"text": name}) if name.endswith("jsonl") else name
         (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
     assert read(tmp_path) == ["a/seven.jsonl", "six.txt"]
-    message, = sources.folder_messages(f"{tmp_path},{tmp_path}/six.txt,python_stdlib", ".txt")
+    message, = Source(f"{tmp_path},{tmp_path}/six.txt,python_stdlib").messages()
     assert message == (
         f"{tmp_path}: files read: 1 .jsonl, 1 .txt; files not read: 2 .md, 1 without ending, 1 .rst, 1 .zip; to read "
         "its 2 .md files as text, set --config.data.text_endings=.txt,.md")
@@ -206,7 +229,7 @@ def test_skips_invalid_items(tmp_path):
         b'{"text": "\xff"}\n{"text": "two"}\n')
     (tmp_path / "b.parquet").write_bytes(parquet({"text": ["three", None, "", "four"]}))
     *_, last = found = list(document_batches(
-        sources.open_source(str(tmp_path), ".txt"), Rules("text", "refuse", "skip", 10**8)))
+        Source(str(tmp_path)).parts, Rules("text", "refuse", "skip", 10**8)))
     assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
     skipped = sum((batch.skipped for batch in found), collections.Counter())
     assert skipped == {"empty": 2, "not JSON": 1, "no string in the field 'text'": 2, "not a JSON object": 1,
@@ -235,7 +258,7 @@ def test_resumes_at_any_place(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"word " * i}"}}\n' for i in range(200)))
     (tmp_path / "b.txt").write_text("paragraph\n\n" * 3000)
     (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
-    parts, rules = sources.open_source(str(tmp_path), ".txt"), RULES
+    parts, rules = Source(str(tmp_path)).parts, RULES
     whole = list(document_batches(parts, rules, size=900))
     assert len(whole) > 50 and [batch.done for batch in whole] == sorted(batch.done for batch in whole)
     for number in range(0, len(whole), 7):
@@ -260,7 +283,7 @@ def test_batches_span_small_files(tmp_path):
     for i in range(50):
         (tmp_path / f"{i:02}.txt").write_text(f"text {i}")
     rules = RULES
-    parts = sources.open_source(str(tmp_path), ".txt")
+    parts = Source(str(tmp_path)).parts
     found = list(document_batches(parts, rules, size=100))
     assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
         f"text {i}" for i in range(50)]

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import load_config
 from data_helpers import prepare_store, write_jsonl
 
-from smallgpt_jax import data
 from smallgpt_jax.data import batches, encoding, store
+from smallgpt_jax.data.corpus import Corpus, open_mixture, same_text
+from smallgpt_jax.data.store_spec import StoreSpec, readable_name
 from smallgpt_jax.errors import UserError
 
 
@@ -39,19 +39,19 @@ def test_fingerprints_identify_content(tmp_path):
         made[name] = prepare_store(tmp_path / name, write_jsonl(tmp_path / f"{name}.jsonl", documents))
     a, b, c = (made[name].metadata for name in "abc")
     assert a["splits"] == b["splits"] == c["splits"] and a["fingerprints"] == b["fingerprints"]
-    assert data.same_text(a, b) and not data.same_text(a, c)
+    assert same_text(a, b) and not same_text(a, c)
     assert a["fingerprints"]["validation"] == c["fingerprints"]["validation"]
-    mixtures = [data.Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
-    assert data.same_text(mixtures[0], mixtures[1]) and not data.same_text(mixtures[0], mixtures[2])
+    mixtures = [Corpus((made[name], made["b"]), (0.5, 0.5)).description for name in "abc"]
+    assert same_text(mixtures[0], mixtures[1]) and not same_text(mixtures[0], mixtures[2])
 
 
 def test_cached_store_depends_on_tokenizer_file(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["text"])
     config = load_config("gpt", data__source=str(source), data__tokenizer=str(tmp_path / "my.model")).data
     (tmp_path / "my.model").write_bytes(b"one")
-    before = data.store_folder(config)
+    before = StoreSpec.of(config).folder
     (tmp_path / "my.model").write_bytes(b"two")
-    assert data.store_folder(config) != before
+    assert StoreSpec.of(config).folder != before
 
 
 def cut(path):
@@ -112,7 +112,7 @@ def test_names_damaged_files(stores, tmp_path, damage, substrings):
 ])
 def test_refuses_bad_mixtures(stores, text, substrings):
     with pytest.raises(UserError) as error:
-        data.open_mixture(text.replace("STORES", str(stores)))
+        open_mixture(text.replace("STORES", str(stores)))
     assert all(s.replace("STORES", str(stores)) in str(error.value) for s in substrings), str(error.value)
 
 
@@ -120,7 +120,7 @@ def test_refuses_bad_mixtures(stores, text, substrings):
     ("my_texts/**/*.md", "my_texts_md"), ("texts/*.txt", "texts_txt"), ("**/*", "text"), ("one.jsonl", "one"),
     ("hf:some/corpus", "corpus"), ("python_stdlib", "python_stdlib")])
 def test_the_names_of_stores_in_the_cache_show_the_source(source, name):
-    assert data.cached_name(SimpleNamespace(source=source)).rpartition("-")[0] == name
+    assert readable_name(source) == name
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -131,7 +131,7 @@ def test_refuses_ids_that_are_not_in_the_vocabulary(stores, tmp_path, packing, d
     for split in store.SPLITS:
         np.fromfile(folder / f"{split}.bin", np.uint16).astype(dtype).tofile(folder / f"{split}.bin")
     set_field(folder, "dtype", dtype)
-    corpus = data.Corpus((store.open_store(folder),), (1.0,))
+    corpus = Corpus((store.open_store(folder),), (1.0,))
     ids = np.memmap(folder / "train.bin", dtype, "r+")
     ids[len(ids) // 2] = foreign  # after opening, which reads only a sample of the ids, but all of this small store
     ids.flush()
@@ -161,10 +161,10 @@ def test_refuses_a_mixture_that_trains_on_validation_documents(tmp_path):
     for names in (("small", "large"), ("large", "small")):
         text = ",".join(f"{tmp_path}/{name}=1" for name in names)
         with pytest.raises(UserError) as error:
-            data.open_mixture(text)
+            open_mixture(text)
         assert str(error.value) == (
             f"config.data.mixture={text!r}: {leaked} of the {train} training documents of '{tmp_path}/small' are "
             f"validation documents of '{tmp_path}/large'; prepare all stores with the same "
             "config.data.validation_fraction")
     for other in ("same", "none"):  # the same fraction, and other text
-        assert len(data.open_mixture(f"{tmp_path}/small=1,{tmp_path}/{other}=1").stores) == 2
+        assert len(open_mixture(f"{tmp_path}/small=1,{tmp_path}/{other}=1").stores) == 2

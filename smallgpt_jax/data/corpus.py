@@ -1,0 +1,136 @@
+"""The text of a run: one token store, or a weighted mixture of several stores with the same tokenizer."""
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.leaks import refuse_leaks
+from smallgpt_jax.data.packing import PACKINGS, Packing
+from smallgpt_jax.data.prepare import prepare_store
+from smallgpt_jax.data.store import METADATA, TokenStore, open_store
+from smallgpt_jax.data.store_spec import StoreSpec
+from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.errors import UserError, command_line, config_arguments
+from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.json_files import POSITIVE
+
+PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
+# The schema of `Corpus.description`.
+DESCRIPTION = ({"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """One token store, or a weighted mixture of several."""
+
+    stores: tuple[TokenStore, ...]
+    weights: tuple[float, ...]  # their sum is 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.stores[0].tokenizer
+
+    @property
+    def description(self) -> dict:
+        """Returns the metadata and weights of the stores, as written to store.json in a workdir."""
+        if len(self.stores) == 1:
+            return self.stores[0].metadata
+        return {"mixture": [{"weight": weight, **store.metadata}
+                            for store, weight in zip(self.stores, self.weights)]}
+
+    def fingerprint(self, split: str) -> str:
+        """Returns a hash that covers the sampling weights of all stores and the content of `split` in each store."""
+        if len(self.stores) == 1:
+            return self.stores[0].fingerprint(split)
+        parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def bytes_per_token(self, split: str) -> float:
+        """Returns the number of bytes of text per token, as the weighted mean over the stores."""
+        return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
+
+    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
+        """Returns the packed rows of `split`, one Packing per store."""
+        return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
+
+
+def same_text(one: dict, other: dict) -> bool:
+    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ."""
+    content, other_content = (
+        [(store.get("weight"), store["splits"], store["fingerprints"])
+         for store in description.get("mixture", [description])] for description in (one, other))
+    return content == other_content
+
+
+def open_existing(data) -> Corpus | None:
+    """Returns the corpus of a config's `data` group, or None if the group's token store does not exist.
+
+    Raises UserError if the store was prepared from another source or with other settings than those in `data`.
+    """
+    return find_corpus(data, StoreSpec.of(data))
+
+
+def load_or_prepare(data) -> Corpus:
+    """Returns the corpus of a config's `data` group. Prepares a missing store if the source is local and under 1 GB.
+
+    For larger and remote sources, raises UserError with the command that prepares the store.
+    """
+    spec = StoreSpec.of(data)
+    if corpus := find_corpus(data, spec):
+        return corpus
+    if not spec.source.is_local or spec.source.num_bytes > PREPARE_LIMIT:
+        raise UserError(
+            f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; prepare it first: "
+            + command_line("prepare", *(config_arguments() or ["--config=…"])))
+    return Corpus((prepare_store(spec),), (1.0,))
+
+
+def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
+    """Returns the corpus of a config's `data` group, and whether its store is new.
+
+    Prepares a missing store, or resumes its preparation.
+    """
+    spec = StoreSpec.of(data)
+    if corpus := find_corpus(data, spec):
+        return corpus, False
+    return Corpus((prepare_store(spec, workers, log),), (1.0,)), True
+
+
+def find_corpus(data, spec: StoreSpec) -> Corpus | None:
+    """Returns the mixture of a config's `data` group, or the existing store of its `spec`, or None."""
+    if data.packing not in PACKINGS:
+        raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
+    if data.mixture:
+        return open_mixture(data.mixture)
+    store = spec.open()
+    return Corpus((store,), (1.0,)) if store else None
+
+
+def open_mixture(text: str) -> Corpus:
+    """Returns the corpus of the mixture `text`, in the format "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
+
+    Raises UserError if the format is wrong, if a store cannot be opened, if the stores have different tokenizers, or if
+    one trains on validation documents of another.
+    """
+    stores, weights = [], []
+    for item in text.split(","):
+        folder, _, weight = item.strip().rpartition("=")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            weights.append(0.0)
+        if not folder or not 0 < weights[-1] < float("inf"):
+            raise UserError(f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
+                            "weight above 0")
+        stores.append(open_store(as_path("config.data.mixture", folder)))
+        fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
+        if fingerprints[-1] != fingerprints[0]:
+            raise UserError(
+                f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and {folder!r} have "
+                "different tokenizers; prepare both with the same one: --config.data.tokenizer="
+                f"{stores[0].folder / 'tokenizer'}")
+    refuse_leaks(f"config.data.mixture={text!r}", stores)
+    return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))

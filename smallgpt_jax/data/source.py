@@ -1,0 +1,125 @@
+"""A text source: what `config.data.source` names. Its documents are always in the same order.
+
+A source is one of:
+
+- `python_stdlib`: the source code of the Python standard library, which needs no download.
+- The path of a file or folder, or a glob: files of JSON lines, Parquet or plain text, optionally compressed. The path
+  is local or a gs:// URL.
+- `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
+- `tfds:NAME`: the training split of a TensorFlow dataset.
+
+A source can also be a list of these, separated by commas.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from smallgpt_jax.data.datasets import DATASETS, Dataset
+from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, FileSet, LocalFiles, RemoteFiles, StandardLibrary
+from smallgpt_jax.data.parts import Part, Rules, document_batches
+from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, ROW_SUFFIXES
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.object_storage import is_remote
+
+PASSAGE_CHARACTERS = (1024, 16_384)  # text files are split into passages; the length limit is in this range
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A text source. Each property is computed once, when it is first needed: a folder is walked once.
+
+    All raise UserError if the source does not exist, has no files or is invalid.
+    """
+
+    value: str  # config.data.source
+    text_endings: str = ".txt"  # config.data.text_endings
+
+    def __str__(self):
+        return self.value
+
+    @cached_property
+    def members(self) -> list[FileSet | Dataset]:
+        """Returns what the names in a comma-separated list stand for."""
+        if not self.value.strip():
+            raise UserError("config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME")
+        # A path that contains commas is allowed if it is the only source.
+        is_path = Path(self.value).expanduser().exists()
+        names = [self.value] if is_path else [name.strip() for name in self.value.split(",") if name.strip()]
+        return [parse_name(name, parse_endings(self.text_endings)) for name in names]
+
+    @cached_property
+    def is_local(self) -> bool:
+        return all(member.is_local for member in self.members)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Returns the total size of the files. Datasets count as 0."""
+        return sum(member.num_bytes for member in self.members)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Returns a hash of the source.
+
+        The hash covers:
+
+        - local files: path, size and modification time
+        - files in object storage: path, size and generation
+        - `python_stdlib`: the Python version
+        - datasets: only the name
+        """
+        described = [entry for member in self.members for entry in member.identity]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+    @cached_property
+    def absolute_names(self) -> list[str]:
+        return [member.absolute_name() for member in self.members]
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        passage = min(max(self.num_bytes // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
+        return [part for member in self.members for part in member.parts(passage)]
+
+    def documents(self, rules: Rules) -> Iterator[str]:
+        """Yields the non-empty texts.
+
+        Raises UserError for the first invalid item, unless `rules` say to skip or repair invalid items.
+        """
+        for batch in document_batches(self.parts, rules):
+            yield from batch.texts
+
+    def messages(self) -> list[str]:
+        """Returns a line for each folder: how many of its files are read and how many are not, by ending."""
+        return [message for member in self.members if (message := member.message())]
+
+    def enclosing_folder(self, path: Path) -> Path | None:
+        """Returns a folder of the source that contains `path`, or None if there is none.
+
+        If there is one, files written to `path` could later be read as text of the source.
+        """
+        folders = (member.enclosing_folder(path) for member in self.members)
+        return next((folder for folder in folders if folder), None)
+
+
+def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset:
+    if name.startswith(tuple(DATASETS)):
+        return Dataset(name)
+    if name == STANDARD_LIBRARY:
+        return StandardLibrary(name, endings)
+    return RemoteFiles(name, endings) if is_remote(name) else LocalFiles(name, endings)
+
+
+def parse_endings(text_endings: str) -> tuple[str, ...]:
+    """Returns the endings of the files in a folder that are read. An ending of compressed files may follow them."""
+    endings = tuple(filter(None, (ending.strip().lower() for ending in text_endings.split(","))))
+    for ending in endings:
+        if not re.fullmatch(r"\.[^./\\\s]+", ending):
+            raise UserError(f"config.data.text_endings={text_endings!r}: {ending!r} is no ending; expected endings "
+                            "such as .txt,.md,.rst")
+        if ending in (*ROW_SUFFIXES, *COMPRESSED_SUFFIXES, *ARCHIVE_SUFFIXES):
+            raise UserError(f"config.data.text_endings={text_endings!r}: {ending} files are not plain text; remove this"
+                            " ending")
+    return (*endings, *ROW_SUFFIXES)

@@ -1,0 +1,103 @@
+"""The token store that a config describes: its text, its settings and its folder."""
+
+import dataclasses
+import glob
+import hashlib
+import re
+from functools import cached_property
+from pathlib import Path
+
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.store import MADE_FROM, METADATA_FILE, TokenStore, open_store
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.files import as_path, cache_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSpec:
+    """The token store that a config's `data` group describes. Nothing is read or checked before it is needed."""
+
+    store: str  # config.data.store; "": in the cache folder
+    source: Source
+    made_from: dict  # the fields of the `data` group that determine the content of a store
+
+    @classmethod
+    def of(cls, data) -> "StoreSpec":
+        """Returns the spec of a config's `data` group."""
+        return cls(data.store, Source(data.source, data.text_endings),
+                   {name: getattr(data, name) for name in MADE_FROM})
+
+    @cached_property
+    def rules(self) -> Rules:
+        return Rules(**{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)})
+
+    def validate(self) -> None:
+        """Raises UserError if a setting is invalid or the source has no files."""
+        if not 0 < self.made_from["validation_fraction"] < 1:
+            raise UserError(f"config.data.validation_fraction={self.made_from['validation_fraction']}: must be above 0 "
+                            "and below 1")
+        _ = self.rules, self.source.parts  # each raises UserError
+
+    def refuse_inside_source(self, folder: Path) -> None:
+        """Raises UserError if `folder` is inside a folder of the source: its files would be read as text."""
+        if enclosing := self.source.enclosing_folder(folder):
+            raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
+                            "a folder outside of it")
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        return tokenizers.spec_fingerprint(self.made_from["tokenizer"])
+
+    @cached_property
+    def folder(self) -> Path:
+        """Returns the folder of the store. In the cache, its name depends on the source and on all settings."""
+        if self.store:
+            return as_path("config.data.store", self.store)
+        return self._cached([self.source.fingerprint, self.tokenizer_fingerprint, *self._settings()])
+
+    def partial_name(self, folder: Path) -> str:
+        """Returns the name of the unfinished store's folder, without ".partial". `folder` is the one of the store.
+
+        In the cache, it stays the same if the content of the source or the handling of invalid items changes, so that
+        preparation can resume.
+        """
+        if self.store:
+            return folder.name
+        return self._cached([self.source.absolute_names, *self._settings(relaxable=False)]).name
+
+    def open(self) -> TokenStore | None:
+        """Opens the store, if it exists. Raises UserError if it was made from another source or with other settings."""
+        if not (self.folder / METADATA_FILE).is_file():
+            return None
+        store = open_store(self.folder)
+        found = store.metadata["made_from"]
+        if different := [field for field, value in self.made_from.items() if value != found[field]]:
+            raise UserError(
+                f"config.data.store={str(self.folder)!r}: was made with "
+                + ", ".join(f"{field}={found[field]!r}" for field in different)
+                + ", but this config has " + ", ".join(f"{field}={self.made_from[field]!r}" for field in different)
+                + "; choose another folder, or use the same settings")
+        return store
+
+    def in_cache(self) -> "StoreSpec":
+        """Returns the spec of the same store in the cache folder."""
+        return dataclasses.replace(self, store="")
+
+    def _settings(self, **marks) -> list:
+        return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)]
+
+    def _cached(self, identity: list) -> Path:
+        """Returns a folder in the cache, named by a readable form of the source and a digest of `identity`."""
+        digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
+        return cache_folder() / "stores" / f"{readable_name(self.source.value)}-{digest}"
+
+
+def readable_name(source: str) -> str:
+    """Returns a name for the store of a source: texts/**/*.md → texts_md."""
+    parts = Path(source).parts
+    pattern = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
+    name = Path(source).stem if pattern is None else "_".join(parts[max(pattern - 1, 0):])
+    return re.sub(r"[\W_]+", "_", name).strip("_")[:60] or "text"

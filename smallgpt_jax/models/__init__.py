@@ -9,19 +9,23 @@ from smallgpt_jax.models.architectures import (
     refuse_custom_code,
 )
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.language_model import (
-    LanguageModel,
+from smallgpt_jax.models.language_model import LanguageModel
+from smallgpt_jax.models.parameters import (
+    Parameter,
     abstract_model_state,
     abstract_params,
     abstract_variables,
+    init_variables,
     num_active_parameters,
     num_parameters,
     require_factors,
 )
 
-__all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "field_names", "find_architecture", "make_config",
-           "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
+__all__ = ["ARCHITECTURES", "BUILT_IN", "LanguageModel", "ModelConfig", "Parameter",
+           "abstract_model_state", "abstract_params", "abstract_variables", "build", "field_names", "find_architecture",
+           "init_variables", "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code",
+           "require_factors"]
+
 
 def build(**fields) -> LanguageModel:
     """Returns the language model for the fields of a config's `model` group.

@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
-import flax.linen as nn
 import jax
 import optax
 from ml_collections import ConfigDict
@@ -37,7 +35,6 @@ class Program:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
-    abstract_params: Any  # models.abstract_params(model), stored because each call traces the model
     teacher: Teacher | None
 
     @functools.cached_property
@@ -171,15 +168,14 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
     validate(config, mesh)
-    variables = models.abstract_variables(model)
-    boxed_params = models.abstract_params(model, variables)
-    models.require_factors(model, boxed_params)
-    optimizer = make_optimizer(boxed_params, config.optimizer)
-    params = sharding.param_shardings(mesh, boxed_params)
-    opt_state = sharding.optimizer_shardings(mesh, optimizer, nn.unbox(boxed_params), params)
-    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model, variables))
-    shardings = TrainState(sharding.replicated(mesh), params, opt_state, model_state)
-    return Program(config, model, mesh, optimizer, shardings, boxed_params, open_teacher(config.train, model, mesh))
+    models.require_factors(model)
+    params = models.abstract_params(model)
+    optimizer = make_optimizer(params, config.optimizer)
+    shardings = TrainState(
+        sharding.replicated(mesh), sharding.param_shardings(mesh, params),
+        sharding.optimizer_shardings(mesh, optimizer, params),
+        jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model)))
+    return Program(config, model, mesh, optimizer, shardings, open_teacher(config.train, model, mesh))
 
 
 def validate(config: Config, mesh: jax.sharding.Mesh) -> None:

@@ -3,14 +3,13 @@
 from typing import Any
 
 import flax
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import exchange_dtype
-from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models import LanguageModel, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import move_biases
 from smallgpt_jax.ops.cross_entropy import cross_entropy
@@ -23,8 +22,7 @@ FEATURES = "features"  # the collection that blocks sow their outputs into; coll
 
 def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """Returns the state before the first update."""
-    tokens = jnp.zeros((1, model.config.context_length), jnp.int32)
-    variables = nn.unbox(model.init(jax.random.key(seed), tokens))
+    variables = init_variables(model, seed)
     params = variables["params"]
     return TrainState(jnp.int32(0), params, optimizer.init(params), variables.get("state", {}))
 

@@ -91,13 +91,16 @@ def trace_variables(model: LanguageModel, trunk: type[nn.Module]):
     time = min(c.context_length, TRACED_POSITIONS) if c.architecture in ARCHITECTURES else c.context_length
     with nn.intercept_methods(name_axes):
         variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
-    return {collection: jax.tree_util.tree_map_with_path(opened, boxed(variables.get(collection, {})), is_leaf=is_box)
-            for collection in ("params", "state")}
+    return {collection: with_axes(variables.get(collection, {})) for collection in ("params", "state")}
 
 
-def opened(path: tuple, box: nn.Partitioned) -> Parameter:
-    return Parameter(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), box.value.shape,
-                     box.value.dtype, tuple(box.names))
+def with_axes(tree):
+    """Returns a tree of `Parameter` for a tree of shapes, with or without boxes."""
+    def opened(path, box) -> Parameter:
+        return Parameter(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), box.value.shape,
+                         box.value.dtype, tuple(box.names))
+
+    return jax.tree_util.tree_map_with_path(opened, boxed(tree), is_leaf=is_box)
 
 
 def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):

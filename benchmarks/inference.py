@@ -70,8 +70,7 @@ def random_model(architecture: str, context: int):
         dtype="float32", scan_layers=True, **architecture_fields)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda x: jnp.asarray(0.02 * rng.standard_normal(x.value.shape, np.float32)),
-        models.abstract_params(model), is_leaf=lambda x: hasattr(x, "names"))
+        lambda p: jnp.asarray(0.02 * rng.standard_normal(p.shape, np.float32)), models.abstract_params(model))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
     return model, params, state
 

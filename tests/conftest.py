@@ -48,7 +48,6 @@ import numpy as np
 import pytest
 from absl import app, flags
 from data_helpers import prepare_store
-from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.data import store
@@ -131,19 +130,18 @@ def build(name: str, **fields) -> models.LanguageModel:
     return models.build(**config.model)
 
 
-def init(model, seed: int = 0, boxed_params=None):
+def init(model, seed: int = 0):
     """Returns random parameters with nonzero biases and with norm scales other than 1.
 
     The parameters are about as large as initial ones. NumPy draws them, since compiling `model.init` takes seconds.
-    `boxed_params` is `abstract_params(model)`, computed by default.
     """
     rng = np.random.default_rng(seed)
 
-    def draw(path, x):
-        center = {"scale": 1.0, "path_logits": 0.5}.get(path[-1].key, 0.0)
-        return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(x.shape)))
+    def draw(p):
+        center = {"scale": 1.0, "path_logits": 0.5}.get(p.name, 0.0)
+        return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(p.shape)))
 
-    return jax.tree_util.tree_map_with_path(draw, nn.unbox(boxed_params or models.abstract_params(model)))
+    return jax.tree.map(draw, models.abstract_params(model))
 
 
 @functools.partial(jax.jit, static_argnums=0)

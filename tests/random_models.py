@@ -62,11 +62,10 @@ def check(seed: int, folder: Path) -> None:
     """Checks the model of a seed: float64 formulas, packed rows, decoding with a cache, four devices, PyTorch."""
     fields, rng = random_fields(seed), np.random.default_rng(seed)
     model = models.build(**fields)
-    variables = models.abstract_variables(model)
-    params = init(model, seed, variables["params"])
-    state = jax.tree_util.tree_map_with_path(
-        lambda path, x: np.float32(rng.uniform(0, 0.3, x.shape) if path[-1].key == "bias" else np.zeros(x.shape)),
-        variables.get("state", {}))
+    params = init(model, seed)
+    state = jax.tree.map(
+        lambda x: np.float32(rng.uniform(0, 0.3, x.shape) if x.name == "bias" else np.zeros(x.shape)),
+        models.abstract_model_state(model))
     documents = [rng.integers(0, VOCABULARY, length) for length in (*ROWS[0], *ROWS[1][1:], *ROWS[2][1:], *ROWS[3])]
     rows = [documents[:3], [documents[0], documents[3]], [documents[1], documents[4]], [documents[5]]]
     tokens = np.stack([np.concatenate(row) for row in rows]).astype(np.int32)
@@ -76,7 +75,7 @@ def check(seed: int, folder: Path) -> None:
         logits for other, logits in zip(documents, expected) if other is document) for document in row])
         for row in rows])
 
-    check_packed_rows(model, variables["params"], params, state, (tokens, segments), expected_rows, seed)
+    check_packed_rows(model, params, state, (tokens, segments), expected_rows, seed)
     check_decoding(model, params, state, [documents[5], documents[1]], [expected[5], expected[1]])
     if model.config.rank_ratio:  # such models cannot be exported
         return
@@ -85,7 +84,7 @@ def check(seed: int, folder: Path) -> None:
         np.testing.assert_allclose(theirs(torch.tensor(documents[5][None])).logits[0], expected[5], **TOLERANCE)
 
 
-def check_packed_rows(model, boxed_params, params, state, rows, expected, seed):
+def check_packed_rows(model, params, state, rows, expected, seed):
     """Each document has the same logits in a packed row as alone, on one device and on four."""
     by_path = [dict(path=2, data=2), dict(path=2, tensor=2)] if getattr(model.config, "num_paths", 1) % 2 == 0 else []
     lengths = random.Random(seed).choice([*MESHES, *by_path])
@@ -98,7 +97,7 @@ def check_packed_rows(model, boxed_params, params, state, rows, expected, seed):
     alone = np.asarray(forward(params, *rows))
     np.testing.assert_allclose(alone, expected, **TOLERANCE)
     with sharding.use_mesh(mesh):
-        sharded = forward(jax.device_put(params, sharding.param_shardings(mesh, boxed_params)),
+        sharded = forward(jax.device_put(params, sharding.param_shardings(mesh, models.abstract_params(model))),
                           *jax.device_put(rows, sharding.batch_sharding(mesh)))
     np.testing.assert_allclose(sharded, alone, rtol=1e-3, atol=5e-5, err_msg=f"on a mesh {lengths}")
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from jax.extend import core
 
-from smallgpt_jax.models import LanguageModel, abstract_model_state, abstract_params
+from smallgpt_jax.models import LanguageModel, abstract_variables
 
 # Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
 UNKNOWN = ("scaled_matmul", "custom_call", "ffi_call", "pallas_call", "pure_callback", "fft", "triangular_solve")
@@ -74,16 +73,15 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
-    variables = {"params": nn.unbox(abstract_params(model)), "state": abstract_model_state(model)}
+    variables = abstract_variables(model)
     return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
     """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products.
 
-    `params` are the parameters or their shapes, with or without axis names.
+    `params` are the parameters or their shapes.
     """
-    params = nn.unbox(params)
     return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
 
 

@@ -86,10 +86,8 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
 
 def sum_of_ranks(model: LanguageModel) -> int:
     """Returns the sum of the ranks of all matrices that are stored as two factors."""
-    first_factors = [box for box in jax.tree.leaves(
-        abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)) if box.names[-1:] == ("rank",)]
-    return sum(math.prod(size for name, size in zip(box.names, box.value.shape) if name in ("layers", "path", "rank"))
-               for box in first_factors)
+    return sum(math.prod(p.shape[:p.module_stacks]) * p.shape[-1] for p in jax.tree.leaves(abstract_params(model))
+               if p.axes[-1:] == ("rank",))
 
 
 def bytes_on_device(tree) -> int:
@@ -120,22 +118,17 @@ class AttentionLayers:
     fallback_reason: str
 
 
-def attention_layers(model: LanguageModel, mesh, separate_documents: bool,
-                     boxed_params=None) -> list[AttentionLayers]:
-    """Returns the attention layers of a model of any architecture. Recognizes them by the axis names of their weights.
-
-    `boxed_params` is `abstract_params(model)`, which is computed if it is not given.
-    """
+def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
+    """Returns the attention layers of a model of any architecture, recognized by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     modules: dict[tuple, dict[str, int]] = {}  # {path of a module: {axis of a weight: size}}
-    for path, box in jax.tree_util.tree_leaves_with_path(
-            boxed_params or abstract_params(model), is_leaf=lambda x: isinstance(x, nn.Partitioned)):
-        modules.setdefault(path[:-1], {}).update(zip(box.names, box.value.shape))
+    for p in jax.tree.leaves(abstract_params(model)):
+        modules.setdefault(p.path[:-1], {}).update(zip(p.axes, p.shape))
     for path, sizes in modules.items():
         if "qkv" not in sizes or "embed" not in sizes:
             continue
-        window = windows.get(tuple(key.key for key in path[:-1]), 0)
+        window = windows.get(path[:-1], 0)
         backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
             dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi",
@@ -192,11 +185,10 @@ def components(model: LanguageModel) -> dict[str, int]:
     built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
     counts = dict.fromkeys(built_in, 0)
     custom = {path: type(mixer).__name__ for path, mixer in mixers(model).items() if type(mixer) is not Attention}
-    for path, x in jax.tree_util.tree_leaves_with_path(nn.unbox(abstract_params(model))):
-        names = tuple(key.key for key in path)
-        mixer = next((name for prefix, name in custom.items() if names[:len(prefix)] == prefix), None)
-        component = mixer or component_of([re.sub(r"_\d+$", "", name) for name in names])
-        counts[component] = counts.get(component, 0) + x.size
+    for p in jax.tree.leaves(abstract_params(model)):
+        mixer = next((name for prefix, name in custom.items() if p.path[:len(prefix)] == prefix), None)
+        component = mixer or component_of([re.sub(r"_\d+$", "", name) for name in p.path])
+        counts[component] = counts.get(component, 0) + p.size
     return {component: count for component, count in counts.items() if count}
 
 

@@ -11,10 +11,8 @@ import dataclasses
 import flax
 import jax
 import numpy as np
-from flax import linen as nn
 
 from smallgpt_jax import models
-from smallgpt_jax.conversion.tensors import STACKED
 
 
 def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
@@ -24,12 +22,12 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     architecture without a layer that can be factored.
     """
     converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
-    models.require_factors(converted, models.abstract_params(converted))
+    models.require_factors(converted)
     arrays = flatten(jax.device_get(params))
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
     for module, stacked in factored_modules(model).items():
         full[*module, "kernel"] = multiply(arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], stacked)
-    shapes = flatten(nn.unbox(models.abstract_params(converted)))
+    shapes = flatten(models.abstract_params(converted))
     for module, stacked in factored_modules(converted).items():
         shape_in, shape_out = shapes[*module, "kernel_in"].shape, shapes[*module, "kernel_out"].shape
         matrix = full.pop((*module, "kernel")).reshape(
@@ -62,8 +60,8 @@ def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.
 
 def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
     """Returns {path of a module with two factors: number of axes along which its layers and paths are stacked}."""
-    return {path[:-1]: sum(name in STACKED for name in box.names)
-            for path, box in flatten(models.abstract_params(model)).items() if path[-1] == "kernel_in"}
+    return {p.path[:-1]: p.module_stacks for p in jax.tree.leaves(models.abstract_params(model))
+            if p.name == "kernel_in"}
 
 
 def flatten(tree) -> dict[tuple[str, ...], object]:

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import flax
 import jax
 import numpy as np
-from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import Parameter
 from smallgpt_jax.models.block import block_numbers, layer_configs
 from smallgpt_jax.models.router import ROUTER_AXES
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
-STACKED = ("layers", "path")
 TABLES = ("token_embedding", "position_embedding", "head")  # parameters without a module of their own
 
 
@@ -77,7 +76,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     if misshapen := [f"{their_name(name)} {tensors[name].shape}, expected {shape}"
                      for name, shape in wanted.items() if tensors[name].shape != shape]:
         refuse("wrong shapes", misshapen)
-    abstract = flax.traverse_util.flatten_dict(nn.unbox(models.abstract_params(model, abstract_variables(model))))
+    abstract = flax.traverse_util.flatten_dict(models.abstract_params(model))
     arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
     for slot in tensor_slots(model):
         arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
@@ -86,14 +85,11 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
 
 def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
     """Returns the model state with the routers' biases in `tensors`, which `to_params` has checked."""
-    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model, abstract_variables(model)))
+    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model))
     arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
     for slot in router_bias_slots(model):
         arrays[slot.path][slot.index] = tensors[slot.name]
     return flax.traverse_util.unflatten_dict(arrays)
-
-
-abstract_variables = functools.cache(models.abstract_variables)  # tracing a model takes seconds if it is deep
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
@@ -111,7 +107,7 @@ def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
     """Returns a slot for every parameter tensor of a model, in the order of its parameters."""
     slots = []
-    for name, part in models.abstract_params(model, abstract_variables(model)).items():
+    for name, part in models.abstract_params(model).items():
         children = part.items() if name == "trunk" else [("", part)]
         for child, tree in children:
             slots += _tensor_slots(model.config, tree, tuple(filter(None, (name, child))), (), "")
@@ -125,10 +121,9 @@ def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], p
     path along each of these axes. `prefix` is the dotted name of the module that contains the subtree. If `prefix` is
     "", the tensor names are derived from `path` alone.
     """
-    boxes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    stacked = {box.names[len(index)] if len(box.names) > len(index) else None for box in boxes}
+    stacks = {p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)}
     name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
-    if len(stacked) == 1 and stacked <= set(STACKED):
+    if len(stacks) == 1 and None not in stacks:
         for number, stack, stack_path, i in stacked_modules(config, tree, path, len(index)):
             yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
     else:
@@ -136,9 +131,8 @@ def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], p
 
 
 def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
-    if isinstance(tree, nn.Partitioned):
-        yield TensorSlot(tensor_name(path[-1], name), path, index, tree.names[len(index):],
-                         tree.value.shape[len(index):])
+    if isinstance(tree, Parameter):
+        yield TensorSlot(tensor_name(path[-1], name), path, index, tree.axes[len(index):], tree.shape[len(index):])
         return
     for child, part in tree.items():
         yield from _tensor_slots(config, part, (*path, child), index, name)

@@ -5,6 +5,7 @@ Modules give the axes of their weights and activations logical names. RULES maps
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from typing import ClassVar
 
@@ -97,11 +98,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def param_shardings(mesh: Mesh, boxed_params):
-    """Returns the sharding of each parameter from its axis names; `boxed_params` contains arrays or shapes."""
-    return jax.tree.map(
-        lambda box: NamedSharding(mesh, divisible_spec(mesh, box.names, box.value.shape)),
-        boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+def param_shardings(mesh: Mesh, params):
+    """Returns the sharding of each parameter. The leaves of `params` have a `shape` and logical `axes`."""
+    return jax.tree.map(lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params)
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
@@ -116,28 +115,49 @@ def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Part
                            for axes, size, length in zip(spec, shape, lengths)))
 
 
-def replicated_dimensions(mesh: Mesh, boxed_params) -> list[str]:
+def replicated_dimensions(mesh: Mesh, params) -> list[str]:
     """Returns one message per weight axis that is replicated because the mesh does not divide it evenly."""
     lines = {}
-    for box in jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)):
-        ruled = nn.logical_to_mesh_axes(box.names, RULES)
-        actual = divisible_spec(mesh, box.names, box.value.shape)
-        for name, size, axis, actual_axis in zip(box.names, box.value.shape, ruled, actual):
+    for p in jax.tree.leaves(params):
+        ruled, actual = nn.logical_to_mesh_axes(p.axes, RULES), divisible_spec(mesh, p.axes, p.shape)
+        for name, size, axis, actual_axis in zip(p.axes, p.shape, ruled, actual):
             if axis != actual_axis:
                 lines[f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does not divide it"] = None
     return list(lines)
 
 
-def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_params,
-                        shardings):
-    """Returns the shardings of the optimizer state: moments are sharded like parameters, counts are replicated.
+def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, params):
+    """Returns the shardings of the optimizer state, whose arrays may have any shapes.
 
-    In place of a parameter's moment, the state may contain optax.MaskedNode or several arrays with the same axes.
+    `params` are as in `param_shardings`, and have a `path`. An array of the state belongs to the parameter whose path
+    is a part of the array's own. Arrays that belong to no parameter, such as counts, are replicated.
     """
-    return optax.tree_map_params(
-        optimizer, lambda moments, sharding: jax.tree.map(lambda _: sharding, moments),
-        jax.eval_shape(optimizer.init, abstract_params), shardings,
-        transform_non_params=lambda _: replicated(mesh), is_leaf=lambda x: not isinstance(x, dict))
+    by_path = {p.path: p for p in jax.tree.leaves(params)}
+
+    def place(path, array):
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        parts = (tuple(keys[start:end]) for start, end in itertools.combinations(range(len(keys) + 1), 2))
+        param = next((by_path[part] for part in parts if part in by_path), None)
+        return param_state_sharding(mesh, param, array.shape) if param else replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
+
+
+def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
+    """Returns the sharding of an array with this shape in the optimizer state of a parameter.
+
+    A dimension that is as long as the parameter's dimension at the same position is sharded like it. If none of them is
+    "embed", which the mesh axis `fsdp` shards, `fsdp` shards the first other dimension that it divides: the matrices of
+    an optimizer can be larger than the weights.
+    """
+    if shape == param.shape:
+        return NamedSharding(mesh, divisible_spec(mesh, param.axes, shape))
+    names = [name if size == length else None
+             for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)][:len(shape)]
+    free = [i for i, size in enumerate(shape) if names[i] is None and size % mesh.shape["fsdp"] == 0]
+    if free and "embed" not in names:
+        names[free[0]] = "embed"
+    return NamedSharding(mesh, divisible_spec(mesh, tuple(names), shape))
 
 
 def auto_axes(mesh) -> set[str]:

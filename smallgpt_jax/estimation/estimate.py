@@ -93,7 +93,7 @@ def estimate(program: "Program", log: Callable[[str], None] = lambda line: None)
     sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
     known = dict(
         parameters=models.num_parameters(model),
-        active_parameters=models.num_active_parameters(model, program.abstract_params), tokens_per_step=tokens,
+        active_parameters=models.num_active_parameters(model), tokens_per_step=tokens,
         flops_per_token=cost.flops, flops_problem=cost.problem,
         flops_per_step=None if cost.flops is None else (
             model_flops + flops.update_flops(state.trained, program.optimizer)),

@@ -14,34 +14,28 @@ products with few rows:
 
 import functools
 
-import flax.linen as nn
 import jax
 
 from smallgpt_jax import models
 
-STACKED = ("layers", "path")
 FLOAT32 = "router"  # weights with this axis stay float32, because routers compute in float32
 
 
 def pack(model: models.LanguageModel, params, model_state=None):
     """Returns the variables of a model, {"params": …, "state": …}, in the layout for decoding."""
-    names = jax.tree.map(
-        lambda x: x.names if isinstance(x, nn.Partitioned) else (), models.abstract_variables(model),
-        is_leaf=lambda x: isinstance(x, nn.Partitioned))
     # One program compiles faster than one program per array.
-    pack_all = jax.jit(functools.partial(_pack, names=names, dtype=model.config.dtype))
+    pack_all = jax.jit(functools.partial(_pack, abstract=models.abstract_variables(model), dtype=model.config.dtype))
     return pack_all({"params": params, "state": model_state or {}})
 
 
-def _pack(variables, names, dtype: str):
-    packed = {collection: jax.tree.map(unstack, tree, names.get(collection, {}))
+def _pack(variables, abstract, dtype: str):
+    packed = {collection: jax.tree.map(lambda p, x: unstack(x, p.module_stacks), abstract[collection], tree)
               for collection, tree in variables.items()}
 
-    def cast(names, stack):
-        return jax.tree.map(
-            lambda x: x if x.ndim < 2 or FLOAT32 in names else x.astype(dtype), stack)
+    def cast(p, stack):
+        return jax.tree.map(lambda x: x if x.ndim < 2 or FLOAT32 in p.axes else x.astype(dtype), stack)
 
-    params = jax.tree.map(cast, names["params"], packed["params"], is_leaf=lambda x: isinstance(x, tuple))
+    params = jax.tree.map(cast, abstract["params"], packed["params"])
     if "head" in params:
         params["head"] = params["head"].T
     return {**packed, "params": params}
@@ -57,11 +51,6 @@ def unpack(packed):
     return {**packed, "params": {**params, "head": params["head"].T} if "head" in params else params}
 
 
-def unstack(x, names: tuple[str, ...]):
-    """Splits an array along its leading axes named "layers" or "path", and returns a (nested) tuple of arrays.
-
-    `names` are the names of the array's axes. An array without such leading axes is returned unchanged.
-    """
-    if not names or names[0] not in STACKED:
-        return x
-    return tuple(unstack(part, names[1:]) for part in x)
+def unstack(x, stacks: int):
+    """Splits an array along its first `stacks` axes, and returns a (nested) tuple of arrays."""
+    return tuple(unstack(part, stacks - 1) for part in x) if stacks else x

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -78,10 +77,9 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
     model = models.LanguageModel(workdir.read_config(folder, trust_custom_code).model)
     step = workdir.find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    variables = models.abstract_variables(model)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-        (nn.unbox(models.abstract_params(model, variables)), models.abstract_model_state(model, variables)))
+        (models.abstract_params(model), models.abstract_model_state(model)))
     checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
     params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()

@@ -8,19 +8,23 @@ from smallgpt_jax.models.architectures import (
 )
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes, refuse_custom_code
-from smallgpt_jax.models.language_model import (
-    LanguageModel,
+from smallgpt_jax.models.language_model import LanguageModel
+from smallgpt_jax.models.parameters import (
+    Parameter,
     abstract_model_state,
     abstract_params,
     abstract_variables,
+    init_variables,
     num_active_parameters,
     num_parameters,
     require_factors,
 )
 
-__all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "make_config",
-           "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
+__all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstract_model_state", "abstract_params",
+           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "init_variables",
+           "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
+
+
 
 def build(**fields) -> LanguageModel:
     """Returns the language model for the fields of a config's `model` group.

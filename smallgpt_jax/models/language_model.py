@@ -1,16 +1,12 @@
 """The language model: embedding, trunk (the architecture), final norm, output head."""
 
-from collections.abc import Mapping
-
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.architectures import find_architecture
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
-from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
@@ -19,8 +15,6 @@ TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 # initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
 # ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
-
-TRACED_POSITIONS = 128
 
 
 class LanguageModel(nn.Module):
@@ -102,92 +96,3 @@ class LanguageModel(nn.Module):
         batch, time, width = x_BxTxW.shape
         logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
-
-
-def abstract_params(model: LanguageModel, variables=None):
-    """Returns the shapes and axis names of the parameters, as a tree of LogicallyPartitioned. Allocates no arrays.
-
-    `variables` are `abstract_variables(model)`. If they are None, they are computed.
-    """
-    return (variables or abstract_variables(model))["params"]
-
-
-def abstract_model_state(model: LanguageModel, variables=None):
-    """Returns the shapes of the variable collection "state", which is part of TrainState; {} for most models.
-
-    `variables` are `abstract_variables(model)`, computed by default.
-    """
-    return nn.unbox((variables or abstract_variables(model)).get("state", {}))
-
-
-def abstract_variables(model: LanguageModel):
-    """Returns the shapes of all variables, {collection: tree}. Each call traces the model.
-
-    Each parameter is in a LogicallyPartitioned with its axis names. A parameter without axis names, such as those of
-    flax's own layers, gets the name None for each of its own axes.
-    """
-    # Trace built-in models with few positions: their variables do not depend on this number. For Qwen3-0.6B, with a
-    # context length of 40,960, this takes 0.5 s instead of 23 s.
-    c = model.config
-    time = c.context_length if custom_classes(c) else min(c.context_length, TRACED_POSITIONS)
-    with nn.intercept_methods(name_axes):
-        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32))
-    return {**variables, "params": boxed(variables["params"])}
-
-
-def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
-    """Calls a module's method, and then boxes the parameters that the module has created without axis names.
-
-    In a box, `nn.scan` and `nn.vmap` record the axes that they add. Otherwise, a stack of vectors would be taken for a
-    matrix.
-    """
-    result, module = call(*arguments, **keywords), method.module
-    own = module.variables.get("params", {}) if module.scope else {}
-    for name, value in own.items():
-        if not isinstance(value, (Mapping, nn.Partitioned)):  # a mapping contains the parameters of a submodule
-            module.put_variable("params", name, boxed(value))
-    return result
-
-
-def boxed(params):
-    """Returns the tree with all arrays in boxes. The axes of arrays that had no box are named None."""
-    return jax.tree.map(lambda x: x if isinstance(x, nn.Partitioned) else PlainAxes(x, names=(None,) * x.ndim), params,
-                        is_leaf=lambda x: isinstance(x, nn.Partitioned))
-
-
-class PlainAxes(nn.LogicallyPartitioned):
-    """A box for a parameter without axis names. Unlike its base class, it accepts added axes without a name."""
-
-    def add_axis(self, index: int, params: dict):
-        return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
-
-    def remove_axis(self, index: int, params: dict):
-        return super().remove_axis(index, {nn.PARTITION_NAME: None, **params})
-
-
-def require_factors(model: LanguageModel, boxed_params) -> None:
-    """Raises UserError if `config.rank_ratio` is set, but no layer uses it.
-
-    Custom architectures use it only through the blocks or the dense layers of this package.
-    `boxed_params` is `abstract_params(model)`.
-    """
-    boxes = jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
-    if model.config.rank_ratio and not any("rank" in box.names for box in boxes):
-        model.config.refuse("rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0")
-
-
-def num_parameters(model: LanguageModel, boxed_params=None) -> int:
-    """Returns the number of parameters. `boxed_params` is `abstract_params(model)`, computed by default."""
-    return sum(x.size for x in jax.tree.leaves(boxed_params or abstract_params(model)))
-
-
-def num_active_parameters(model: LanguageModel, boxed_params=None) -> int:
-    """Returns the number of parameters that one token uses. This excludes experts that were not chosen for the token.
-
-    `boxed_params` is as in `num_parameters`.
-    """
-    boxes = jax.tree.leaves(boxed_params or abstract_params(model),
-                            is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
-    c = model.config
-    return sum(box.value.size * c.experts_per_token // c.num_experts if "expert" in box.names else box.value.size
-               for box in boxes)

@@ -30,9 +30,8 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     """Returns lines that describe the model, devices, steps and data, followed by the `fallback_messages`."""
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
-    parameters, active = (count(model, program.abstract_params)
-                          for count in (models.num_parameters, models.num_active_parameters))
-    lines = [f"{model.config.architecture}, {parameter_count(parameters, active)} parameters, on {mesh.size} "
+    parameters = parameter_count(models.num_parameters(model), models.num_active_parameters(model))
+    lines = [f"{model.config.architecture}, {parameters} parameters, on {mesh.size} "
              f"{device} device{'s' if mesh.size > 1 else ''}"
              + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
              + f": {config.train.steps} steps of {config.train.batch_size} × "
@@ -52,13 +51,12 @@ def fallback_messages(program: Program) -> list[str]:
 
     A weight axis is replicated if the mesh does not divide it evenly.
     """
-    undivided = sharding.replicated_dimensions(program.mesh, program.abstract_params)
+    undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
     backend = program.config.model.attention
     requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
     fallbacks = dict.fromkeys(
         f"{requested}attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
-        for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents,
-                                              program.abstract_params)
+        for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
         if layers.fallback_reason)
     return [*undivided, *fallbacks]
 

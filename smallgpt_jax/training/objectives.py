@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.language_model import boxed, name_axes
+from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 
@@ -137,16 +137,19 @@ class Objective:
         return {name: self.terms[name].constants() for name in self.abstract_constants}
 
     def init_heads(self, seed: int) -> dict[str, Any]:
-        """Returns {name of the term: its initial parameters, with axis names}, without terms that have none."""
+        """Returns {name of the term: its initial parameters}, without terms that have none."""
+        return unboxed(self._init_boxed(seed))
+
+    def _init_boxed(self, seed: int) -> dict[str, Any]:
         key = jax.random.key(seed)
         heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
                  for name, term in self.terms.items()}
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:
-        """Returns the shapes and axis names of `init_heads`."""
+        """Returns `init_heads` as trees of `models.Parameter`."""
         with nn.intercept_methods(name_axes):
-            return boxed(jax.eval_shape(self.init_heads, 0))
+            return with_axes(jax.eval_shape(self._init_boxed, 0))
 
 
 def causal(train: TrainConfig, model: LanguageModel) -> Objective:

@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
-import flax.linen as nn
 import jax
 import optax
 from ml_collections import ConfigDict
@@ -39,7 +37,6 @@ class Program:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     shardings: TrainState
-    abstract_params: Any  # models.abstract_params(model), stored because each call traces the model
     teacher: Teacher | None  # also a term of the objective
 
     @functools.cached_property
@@ -77,8 +74,7 @@ class Program:
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
             initialize = functools.partial(self.objective.init_heads, self.config.train.seed)
-            state = state._replace(heads=jax.jit(
-                lambda: nn.unbox(initialize()), out_shardings=self.shardings.heads)())
+            state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
             state = state._replace(opt_state=self.initial_opt_state(state.trained))
         return state
 
@@ -173,20 +169,17 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     validate(config, mesh)
     teacher = open_teacher(config.train, model, mesh)
     objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
-    variables = models.abstract_variables(model)
-    boxed_params = models.abstract_params(model, variables)
-    models.require_factors(model, boxed_params)
-    boxed_heads = objective.abstract_heads()
-    if taken := boxed_params.keys() & boxed_heads.keys():
+    models.require_factors(model)
+    params, heads = models.abstract_params(model), objective.abstract_heads()
+    if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
-    boxed_trained = {**boxed_params, **boxed_heads}
-    optimizer = make_optimizer(boxed_trained, config.optimizer)
-    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model, variables))
-    shardings = TrainState(sharding.replicated(mesh), sharding.param_shardings(mesh, boxed_params), None, model_state,
-                           sharding.param_shardings(mesh, boxed_heads))
-    shardings = shardings._replace(opt_state=sharding.optimizer_shardings(
-        mesh, optimizer, nn.unbox(boxed_trained), shardings.trained))
-    return Program(config, model, objective, mesh, optimizer, shardings, boxed_params, teacher)
+    trained = {**params, **heads}
+    optimizer = make_optimizer(trained, config.optimizer)
+    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
+    shardings = TrainState(
+        sharding.replicated(mesh), sharding.param_shardings(mesh, params),
+        sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
+    return Program(config, model, objective, mesh, optimizer, shardings, teacher)
 
 
 def validate(config: Config, mesh: jax.sharding.Mesh) -> None:

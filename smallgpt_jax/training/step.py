@@ -4,14 +4,13 @@ import functools
 from typing import Any
 
 import flax
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import exchange_dtype
-from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models import LanguageModel, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import move_biases
 from smallgpt_jax.run.state import TrainState
@@ -25,9 +24,7 @@ EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbat
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
                seed: int) -> TrainState:
     """Returns the state before the first update."""
-    tokens = jnp.zeros((1, model.config.context_length), jnp.int32)
-    variables = nn.unbox(model.init(jax.random.key(seed), tokens))
-    heads = nn.unbox(objective.init_heads(seed))
+    variables, heads = init_variables(model, seed), objective.init_heads(seed)
     state = TrainState(jnp.int32(0), variables["params"], None, variables.get("state", {}), heads)
     return state._replace(opt_state=optimizer.init(state.trained))
 

@@ -8,7 +8,6 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -114,12 +113,11 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
                         "model, except for config.model.rank_ratio")
     model = models.LanguageModel(dataclasses.replace(
         student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none"))
-    params = models.abstract_params(model)
+    params, state = models.abstract_params(model), models.abstract_model_state(model)
     shardings = {"params": sharding.param_shardings(mesh, params),
-                 "state": jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))}
-    variables = jax.tree.map(
-        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
-        {"params": nn.unbox(params), "state": models.abstract_model_state(model)}, shardings)
+                 "state": jax.tree.map(lambda _: sharding.replicated(mesh), state)}
+    variables = jax.tree.map(lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+                             {"params": params, "state": state}, shardings)
     tokens = jax.ShapeDtypeStruct((1, own.context_length), "int32")
     if not jax.eval_shape(lambda variables, tokens: model.apply(
             variables, tokens, method="hidden", mutable=[FEATURES]), variables, tokens)[1]:

@@ -95,7 +95,7 @@ HUGE = [2**31 - 2, 10**12, 10**30, 10**400]
                   "mlp_ratio", "experts_per_token", "num_shared_experts"])])
 def test_huge_sizes_are_compared_with_the_weights(name, fields, exports, tmp_path, bounded, monkeypatch):
     """They are refused before a model is built. The message names the field."""
-    monkeypatch.setattr(models, "abstract_variables", None)
+    monkeypatch.setattr(models, "abstract_params", None)
     for field in fields:
         for value in HUGE:
             folder = shutil.copytree(exports[name], tmp_path / "model")
@@ -118,7 +118,7 @@ def test_huge_numbers_without_weights(name, field, value, exports, tmp_path, bou
 
 def test_sizes_between_those_of_the_weights_and_too_large(exports, tmp_path, bounded, monkeypatch):
     """No single size is larger than the number of weights, but their product, the embedding, is."""
-    monkeypatch.setattr(models, "abstract_variables", None)
+    monkeypatch.setattr(models, "abstract_params", None)
     folder = shutil.copytree(exports["llama"], tmp_path / "model")
     set_config(folder, vocab_size=9_000, hidden_size=9_000, num_attention_heads=1, num_key_value_heads=1)
     assert "vocab_size=9000: the model would have a tensor of 81,000,000 weights" in bounded(read_folder, folder)

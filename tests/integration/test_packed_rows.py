@@ -15,7 +15,6 @@ import optax
 import pytest
 from conftest import ARCHITECTURES, build, forward, load_config
 from data_helpers import random_store
-from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.data.corpus import open_mixture
@@ -35,7 +34,7 @@ from smallgpt_jax.training.step import eval_step, train_step
 def random_params(model):
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape, np.float32),
-                        nn.unbox(models.abstract_params(model)))
+                        models.abstract_params(model))
 
 
 def variants():

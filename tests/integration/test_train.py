@@ -161,7 +161,7 @@ def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monke
     whole = [trunk["plain"]["kernel"], trunk["plain"]["bias"], trunk["rms"]["scale"]]
     assert all(sharding.is_fully_replicated for sharding in whole)
     assert not trunk["blocks"]["mlp"]["up"]["kernel"].is_fully_replicated
-    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), nn.unbox(program.abstract_params))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), models.abstract_params(program.model))
     zeros = jax.tree.map(np.zeros_like, ones)
     state = jax.tree.map(lambda x: np.full(x.shape, x.dtype == np.int32, x.dtype),  # moments 0, counts 1
                          jax.eval_shape(program.optimizer.init, ones))

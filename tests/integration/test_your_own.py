@@ -122,8 +122,8 @@ def test_a_recurrent_mixer(text_file, tmp_path):
     model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     program = build_program(config)
-    mixer = program.abstract_params["trunk"]["blocks"]["mixer"]
-    assert (mixer["memory"].names, mixer["taps"].names) == (("layers", "mlp"), ("layers", "tap", "mlp"))
+    mixer = models.abstract_params(program.model)["trunk"]["blocks"]["mixer"]
+    assert (mixer["memory"].axes, mixer["taps"].axes) == (("layers", "mlp"), ("layers", "tap", "mlp"))
     layers, width = SIZES["num_layers"], SIZES["d_model"]
     flops = 6 * (layers * 11 * width**2 + width * config.model.vocab_size)  # input, gate, output; 8·D² in the MLP
     result = estimate(program)

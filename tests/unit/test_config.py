@@ -2,7 +2,6 @@
 
 import importlib
 
-import flax.linen as nn
 import jax
 import pytest
 from conftest import ARCHITECTURES, ROOT, call, load_config
@@ -29,10 +28,10 @@ def test_every_recipe_builds(recipe, size):
     assert config.is_locked
     model = models.build(**config.model)
     tokens = jax.ShapeDtypeStruct((2, config.model.context_length), "int32")
-    logits, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), tokens)
+    logits, _ = jax.eval_shape(model.init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (2, config.model.context_length, config.model.vocab_size)
-    optimizer = make_optimizer(variables["params"], Config.of(config).optimizer)
-    params = nn.unbox(variables["params"])
+    params = models.abstract_params(model)
+    optimizer = make_optimizer(params, Config.of(config).optimizer)
     state = jax.eval_shape(optimizer.init, params)
     assert 2 * sum(x.size for x in jax.tree.leaves(params)) == sum(x.size for x in jax.tree.leaves(state) if x.ndim)
 

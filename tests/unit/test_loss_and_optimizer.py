@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl import flags
 from conftest import ABSL_FLAGS, ARCHITECTURES, ROOT, build, init, load_config
@@ -22,7 +23,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
-from smallgpt_jax.training.optimizer import is_matrix, make_optimizer
+from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import cross_entropy
 
@@ -108,9 +109,8 @@ def test_learning_rate():
 
 def test_weight_decay_applies_to_matrices_only():
     for architecture in ARCHITECTURES:
-        boxed = models.abstract_params(build(architecture, use_bias=True))
-        for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: hasattr(x, "names")):
-            assert is_matrix(path, box.names) == (path[-1].key not in ("bias", "scale", "path_logits")), path
+        for p in jax.tree.leaves(models.abstract_params(build(architecture, use_bias=True))):
+            assert p.is_matrix == (p.name not in ("bias", "scale", "path_logits")), p
 
 
 class PlainBlock(nn.Module):
@@ -195,7 +195,7 @@ def test_refuses_impossible_optimizers(change, substrings):
 
 def test_axis_rules_place_weights():
     mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=2, tensor=2, path=2))
-    params = nn.unbox(sharding.param_shardings(mesh, models.abstract_params(build("pgpt"))))
+    params = sharding.param_shardings(mesh, models.abstract_params(build("pgpt")))
     P = jax.sharding.PartitionSpec
     blocks = params["trunk"]["paths"]["blocks"]
     assert blocks["mlp"]["up"]["kernel"].spec == P("path", None, "fsdp", "tensor")
@@ -205,6 +205,21 @@ def test_axis_rules_place_weights():
     odd = sharding.param_shardings(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3)))
     assert odd["trunk"]["blocks"]["attention"]["qkv"]["kernel"].spec == P(
         None, "fsdp", None, None, None)
+
+
+@pytest.mark.parametrize("shape, spec", [
+    ((3, 8, 12), (None, "fsdp", "tensor")),  # as the parameter
+    ((3, 8, 8), (None, "fsdp", None)),
+    ((3, 12, 12), (None, "fsdp", "tensor")),  # the parameter's 12 are its last dimension
+    ((3, 12), (None, "fsdp")), ((3, 9, 9), (None, None, None)), ((20,), ("fsdp",)), ((), ())])
+def test_optimizer_state_of_any_shape_is_sharded(shape, spec):
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=4, tensor=2))
+    params = {"mlp": {"up": models.Parameter(("mlp", "up"), (3, 8, 12), "float32", ("layers", "embed", "mlp"))}}
+    optimizer = optax.GradientTransformation(
+        lambda _: {"count": jnp.zeros((4,)), "mlp": {"up": (jnp.zeros(shape), None)}}, None)
+    found = sharding.optimizer_shardings(mesh, optimizer, params)
+    assert found["mlp"]["up"][0].spec == jax.sharding.PartitionSpec(*spec)
+    assert found["count"].is_fully_replicated
 
 
 def test_reports_undivided_dimensions_once():

@@ -8,20 +8,20 @@ import numpy as np
 import optax
 import pytest
 from conftest import ARCHITECTURES, build, init, load_config
-from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import update_flops
 from smallgpt_jax.comparison.budget import cost_per_step
 from smallgpt_jax.run.config import Config, OptimizerConfig
-from smallgpt_jax.training.optimizer import make_optimizer, uses_muon
+from smallgpt_jax.training.muon import uses_muon
+from smallgpt_jax.training.optimizer import make_optimizer
 
 RATE, DECAY = 0.01, 0.1
 SMALL = dict(d_model=16, num_heads=4, num_layers=2, vocab_size=32, context_length=16)
 
 
-def make(boxed_params, name="muon") -> optax.GradientTransformation:
-    return make_optimizer(boxed_params, OptimizerConfig(
+def make(abstract, name="muon") -> optax.GradientTransformation:
+    return make_optimizer(abstract, OptimizerConfig(
         name=name, learning_rate=RATE, warmup_steps=0, decay_steps=10, final_learning_rate=RATE, weight_decay=DECAY,
         clip_norm=0.0))
 
@@ -31,9 +31,9 @@ def gradients_like(params, step: int):
     return jax.tree.map(lambda x: np.float32(rng.standard_normal(x.shape) * 10.0**rng.integers(-3, 3)), params)
 
 
-def update_of(boxed_params, params, steps: int):
+def update_of(abstract, params, steps: int):
     """Computes `steps` updates without changing the parameters. Returns the last one."""
-    optimizer = make(boxed_params)
+    optimizer = make(abstract)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(steps):
         updates, state = update(gradients_like(params, step), state, params)
@@ -123,13 +123,13 @@ def test_updates_match_newton_schulz_steps(architecture, fields, stacked_axes, o
 
 def test_other_parameters_are_updated_as_by_adamw():
     model = build("pgpt", **SMALL, use_bias=True, qk_norm=True)
-    params, boxed = init(model), models.abstract_params(model)
-    adamw = make(boxed, "adamw")
+    params, abstract = init(model), models.abstract_params(model)
+    adamw = make(abstract, "adamw")
     state = adamw.init(params)
     for step in range(2):
         expected, state = jax.jit(adamw.update)(gradients_like(params, step), state, params)
     for (path, update), other in zip(
-            jax.tree_util.tree_leaves_with_path(update_of(boxed, params, steps=2)), jax.tree.leaves(expected)):
+            jax.tree_util.tree_leaves_with_path(update_of(abstract, params, steps=2)), jax.tree.leaves(expected)):
         if path[-1].key == "kernel":
             assert not np.allclose(update, other, rtol=0.1)
         else:
@@ -166,8 +166,9 @@ def test_parameters_are_chosen_by_their_axis_names():
     rng = np.random.default_rng(0)
     params = {name: {"kernel": np.float32(rng.standard_normal([sizes[axis] for axis in axes]))}
               for name, axes in shapes.items()}
-    boxed = {name: {"kernel": nn.LogicallyPartitioned(param["kernel"], shapes[name])} for name, param in params.items()}
-    updates, gradients = update_of(boxed, params, steps=1), gradients_like(params, 0)
+    abstract = {name: {"kernel": models.Parameter((name, "kernel"), param["kernel"].shape, np.dtype("float32"), axes)}
+                for (name, axes), param in zip(shapes.items(), params.values())}
+    updates, gradients = update_of(abstract, params, steps=1), gradients_like(params, 0)
     kinds = {"expert_up": stacked(1, 1), "expert_down": stacked(2, 1), "factor": stacked(0, 1)}
     for name, update in updates.items():
         g, param = gradients[name]["kernel"], params[name]["kernel"]
@@ -180,18 +181,17 @@ def test_parameters_are_chosen_by_their_axis_names():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parameters_of_shipped_architectures(architecture):
     """Muon updates all kernels, and nothing else."""
-    boxed = models.abstract_params(build(architecture, use_bias=True, qk_norm=True))
-    for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: hasattr(x, "names")):
-        assert uses_muon(path, box.names) == (path[-1].key == "kernel"), path
+    for p in jax.tree.leaves(models.abstract_params(build(architecture, use_bias=True, qk_norm=True))):
+        assert uses_muon(p) == (p.name == "kernel"), p
 
 
 @pytest.mark.parametrize("name, reference", [("adamw", optax.adamw), ("lion", optax.lion)])
 def test_adamw_and_lion_are_those_of_optax(name, reference):
     """The updates equal optax's bit for bit."""
     model = build("gpt", **SMALL, use_bias=True)
-    params, boxed = init(model), models.abstract_params(model)
+    params, abstract = init(model), models.abstract_params(model)
     decayed = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
-    both = (make(boxed, name), optax.chain(optax.identity(), reference(
+    both = (make(abstract, name), optax.chain(optax.identity(), reference(
         optax.warmup_cosine_decay_schedule(0.0, RATE, 0, 10, RATE), b1=0.9, b2=0.95, weight_decay=DECAY, mask=decayed)))
     states = [optimizer.init(params) for optimizer in both]
     for step in range(2):

@@ -25,8 +25,8 @@ from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.checkpoint import bit_checksums
+from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.storage.files import as_path, cache_folder, local_path, write_atomically
 from smallgpt_jax.storage.object_storage import is_remote
 
@@ -77,7 +77,7 @@ def main() -> None:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
     model = models.LanguageModel(config)
 
-    folder = as_path("--workdir", _WORKDIR.value) / workdir.EVALUATION_FOLDER
+    folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
     scores = cache_folder() / "scores" if is_remote(folder) else folder  # lm_eval stores scores in a local database
     for created in (folder, scores):
         created.mkdir(parents=True, exist_ok=True)

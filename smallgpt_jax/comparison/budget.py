@@ -21,8 +21,8 @@ from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.files import file_lock, write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.training.optimizer import make_optimizer
@@ -200,7 +200,7 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
     """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # only one process measures at a time
+    with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
         speeds = read_json(path, Each(POSITIVE), "restore it, or use another --output") if path.exists() else {}
         for name, run in runs.items():
             if config_digest(run) not in speeds:

@@ -14,9 +14,19 @@ from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import OptimizerConfig, flatten
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import (
+    CONFIG_FILE,
+    EVALUATION_FOLDER,
+    METRICS_FILE,
+    ORIGIN_FILE,
+    STORE_FILE,
+    TOKENIZER_FOLDER,
+)
+from smallgpt_jax.run.sessions import has_diverged, read_sessions
+from smallgpt_jax.run.training_text import describe_changes, read_description
 from smallgpt_jax.storage.files import as_path, resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
@@ -101,14 +111,14 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    config = workdir.read_config(folder, trust_custom_code)
-    if (folder / workdir.ORIGIN_FILE).exists() and not (folder / workdir.STORE_FILE).exists():
+    config = read_config(folder, trust_custom_code)
+    if (folder / ORIGIN_FILE).exists() and not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     if config.train.teacher:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
     model = models.LanguageModel(config.model)
-    sessions = workdir.read_sessions(folder)
+    sessions = read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
     # Older versions counted padding as tokens and did not record the share of padding.
     padding = sessions[-1].get("padding", 0) if sessions else 0
@@ -125,12 +135,12 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
                      line.get("bits_per_byte"), line.get("targets"))
 
-    evaluations = folder / workdir.EVALUATION_FOLDER
+    evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=config.flat(),
         is_finished=config.train.steps in evaluated,
-        diverged=workdir.has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
+        diverged=has_diverged(folder), is_imported=(folder / ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
         parameters=sum(counts.components.values()), active_parameters=counts.active_parameters,
         components=counts.components, flops_per_token=counts.cost.flops, tokens_per_step=tokens_per_step,
@@ -247,7 +257,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
-        config = flatten(workdir.read_groups(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
+        config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
         while names.setdefault(name, without_seed) != without_seed:
@@ -272,7 +282,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
         first, its = own[0]
         if not data.same_text(text[0], its[0]) or text[1] != its[1]:
             raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
-                            f"({workdir.describe_changes(its[0], text[0])}); report on them separately")
+                            f"({describe_changes(its[0], text[0])}); report on them separately")
     for text in text_names(runs):
         measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
         recorded = [(row, run) for row, run in measured if "fingerprint" in row]
@@ -293,9 +303,9 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 def text_identity(folder: Path) -> tuple[dict, str]:
     """Returns (description of the token store, fingerprint of the tokenizer). Together, they identify a run's text."""
-    if not (folder / workdir.STORE_FILE).exists():
+    if not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: the run has not started; train it first")
-    return workdir.read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
+    return read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / TOKENIZER_FOLDER))
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

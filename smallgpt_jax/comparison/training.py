@@ -12,7 +12,11 @@ from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.planning import Plan, PlannedRun
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.completion import is_finished
+from smallgpt_jax.run.names import LOCK_FILE
+from smallgpt_jax.run.sessions import has_diverged
+from smallgpt_jax.run.training_text import check_same_text
+from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
@@ -43,7 +47,7 @@ def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun]
                     measure_run(run)
         elif awaited := next((run for run in planned if run.in_grid and run.folder in busy), None):
             print(f"waiting for {awaited.folder}, which another process is training", flush=True)
-            with file_lock(awaited.folder / workdir.LOCK_FILE, wait=True):
+            with file_lock(awaited.folder / LOCK_FILE, wait=True):
                 busy.remove(awaited.folder)
         else:
             return losses
@@ -55,11 +59,11 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
     check_existing(run, plan.output, text)
-    if workdir.has_diverged(run.folder):
+    if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)
         return math.inf
-    if workdir.is_finished(run.folder, run.config, text):
+    if is_finished(run.folder, run.config, text):
         return last_loss(run)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
@@ -88,8 +92,8 @@ def last_loss(run: PlannedRun) -> float:
 def check_existing(run: PlannedRun, output: Path, text: data.Corpus) -> None:
     """Raises UserError if the run's folder contains a run with another config or another training text."""
     try:
-        workdir.check_workdir(run.folder, run.config)
-        workdir.check_same_text(run.folder, text)
+        check_workdir(run.folder, run.config)
+        check_same_text(run.folder, text)
     except UserError as error:
         message = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
         raise UserError(f"--output={output}: {message}") from None

@@ -16,8 +16,9 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.pgpt import path_weights, with_paths
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 
@@ -75,17 +76,17 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
         require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    model = models.LanguageModel(workdir.read_config(folder, trust_custom_code).model)
-    step = workdir.find_checkpoint(folder, step)
+    model = models.LanguageModel(read_config(folder, trust_custom_code).model)
+    step = find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     variables = models.abstract_variables(model)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
         (nn.unbox(models.abstract_params(model, variables)), models.abstract_model_state(model, variables)))
-    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
+    checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
     params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()
-    return TrainedModel(model, params, model_state, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
+    return TrainedModel(model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step)
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

@@ -8,12 +8,12 @@ import jax
 
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import Logger
+from smallgpt_jax.run.logger import Logger
 from smallgpt_jax.run.state import TrainState
 
 
-def evaluate(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,
-             clock: RunClock, is_stopped: Callable[[], bool]) -> bool:
+def log_validation_loss(step: int, state: TrainState, *, eval_step: Callable, pipeline: DataPipeline, logger: Logger,
+                        clock: RunClock, is_stopped: Callable[[], bool]) -> bool:
     """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
     with clock.during("evaluate"):
         batches = map(pipeline.to_devices, pipeline.validation_batches)

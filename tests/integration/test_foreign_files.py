@@ -18,7 +18,7 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.workdir import write_imported
 
 library = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -190,7 +190,7 @@ def named_module(tmp_path, monkeypatch) -> Path:
 def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
     """Returns a workdir and an export whose files name the architecture of `named_module`."""
     model = build("gpt", **SMALL)
-    workdir.write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
     described = json.loads((tmp_path / "run" / "config.json").read_text())
     described["model"]["architecture"] = "foreign_module:Own"
     (tmp_path / "run" / "config.json").write_text(json.dumps(described))

@@ -15,7 +15,8 @@ from configs import run as run_config
 from smallgpt_jax import inference
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
-from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.run.completion import evaluated_steps
+from smallgpt_jax.run.workdir import check_workdir, write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
@@ -98,7 +99,7 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
 
     def is_evaluated(eval_steps: int) -> bool:
         config = config_for(text_file, **SMALL, train__eval_steps=eval_steps)
-        return 40 in run_folder.evaluated_steps(workdir, config, corpus)
+        return 40 in evaluated_steps(workdir, config, corpus)
 
     assert is_evaluated(1) and not is_evaluated(4) and not is_evaluated(3)
     lines = metrics.read_lines(path)
@@ -132,7 +133,7 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     short = trained_run("gpt", **fields)
     trained = inference.load_trained(short)
     longer = tmp_path / "longer"
-    run_folder.write_imported(longer, trained.model, trained.params, {}, trained.tokenizer, {})
+    write_imported(longer, trained.model, trained.params, {}, trained.tokenizer, {})
     config = run_config.get_config(str(longer))
     config.data.source = str(text_file)
     config.model.context_length = 64
@@ -145,15 +146,15 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     train(config, str(longer))
     assert list(losses_in(longer)) == [1, 2, 3]
     with pytest.raises(UserError, match=r"context_length was 32, now 64.\n.*convert --from=run"):
-        run_folder.check_workdir(short, config_for(text_file, **{**fields, "model__context_length": 64}))
+        check_workdir(short, config_for(text_file, **{**fields, "model__context_length": 64}))
 
     learned = tmp_path / "learned"
     trained = inference.load_trained(trained_run("gpt", **SMALL))
-    run_folder.write_imported(learned, trained.model, trained.params, {}, trained.tokenizer, {})
+    write_imported(learned, trained.model, trained.params, {}, trained.tokenizer, {})
     config = run_config.get_config(str(learned))
     config.model.context_length = 64
     with pytest.raises(UserError, match=r"model\.context_length was 32, now 64"):
-        run_folder.check_workdir(learned, config)
+        check_workdir(learned, config)
 
 
 @pytest.mark.slow

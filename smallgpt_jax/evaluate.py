@@ -87,7 +87,7 @@ def main() -> None:
         raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     results = run.evaluate(
         lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=model_state), params,
-                         trained.tokenizer, ProgressLine(), _SEED.value, model_state),
+                         trained.tokenizer, ScoringProgress(), _SEED.value, model_state),
         _TASKS.value, data_dir,
         cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, trained.tokenizer)}",
         num_fewshot=_NUM_FEWSHOT.value,
@@ -119,7 +119,7 @@ def join_name_parts(*parts: str | bool | None) -> str:
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
 
 
-class ProgressLine:
+class ScoringProgress:
     """Shows progress on standard error.
 
     On a terminal, one line is updated in place. Elsewhere, a new line is printed every ten seconds.

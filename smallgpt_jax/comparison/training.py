@@ -10,7 +10,7 @@ import jax
 from smallgpt_jax import data
 from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import format_multiple
-from smallgpt_jax.comparison.planning import Plan, PlannedRun
+from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.names import LOCK_FILE
@@ -21,8 +21,9 @@ from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 
-def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
-    """Trains the runs of a plan. Returns {folder: loss} of the finished runs.
+def train_comparison(comparison: Comparison, text: data.Corpus,
+                     measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+    """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
     Skips runs that another process is training. When no other runs are left, waits for the skipped runs of grids,
     because their losses determine which runs follow.
@@ -30,13 +31,14 @@ def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun]
     losses: dict[Path, float] = {}
     measured, busy = set(), set()
     while True:
-        planned = plan.runs(losses)
+        planned = comparison.runs(losses)
         ready = (run for run in planned
                  if run.folder not in busy and run.folder not in (losses if run.in_grid else measured))
         if run := next(ready, None):
             if run.folder not in losses:
                 folders = list(dict.fromkeys(other.folder for other in planned))
-                loss = train_run(run, plan, text, f"[{folders.index(run.folder) + 1}/{plan.num_runs(losses)}]")
+                number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+                loss = train_run(run, comparison, text, number)
                 if loss is None:
                     busy.add(run.folder)
                     continue
@@ -53,12 +55,12 @@ def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun]
             return losses
 
 
-def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> float | None:
+def train_run(run: PlannedRun, comparison: Comparison, text: data.Corpus, number: str) -> float | None:
     """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
 
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
-    check_existing(run, plan.output, text)
+    check_existing(run, comparison.output, text)
     if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)

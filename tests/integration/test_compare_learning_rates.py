@@ -12,7 +12,7 @@ from conftest import call, load_config
 
 from smallgpt_jax import data
 from smallgpt_jax.comparison import measure, results, training
-from smallgpt_jax.comparison.planning import Plan
+from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.run.completion import is_finished
@@ -164,20 +164,20 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
     file_lock, fake = training.file_lock, fake_train(before_end)
     monkeypatch.setattr(training, "file_lock", waiting_lock)
     config = load_config("gpt", data__source=str(text_file), train__steps=8)
-    plan = Plan(tmp_path, {"gpt": Config.of(config)}, range(1, 4), (0.5, 1, 2), 4)
+    comparison = Comparison(tmp_path, {"gpt": Config.of(config)}, range(1, 4), (0.5, 1, 2), 4)
     text, measured = data.load_or_prepare(config.data), []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(training.train_plan, plan, text, measured.append)
+        first = pool.submit(training.train_comparison, comparison, text, measured.append)
         assert started.wait(60)
-        second = pool.submit(training.train_plan, plan, text, measured.append)
+        second = pool.submit(training.train_comparison, comparison, text, measured.append)
         losses = second.result(timeout=120)
         assert isinstance(first.exception(timeout=120), KeyboardInterrupt if is_killed else type(None))
     grid, seeds = ["gpt-seed1-lr0.5x", "gpt-seed1", "gpt-seed1-lr2x", "gpt-seed1-lr4x"], [
         "gpt-seed2-lr2x", "gpt-seed3-lr2x"]
     assert sorted(fake.trained) == sorted([*grid, *seeds, *["gpt-seed1-lr0.5x"] * is_killed])
-    assert plan.grids(losses)["gpt"].best == 2.0
+    assert comparison.grids(losses)["gpt"].best == 2.0
     if not is_killed:
-        assert plan.grids(first.result()) == plan.grids(losses)
+        assert comparison.grids(first.result()) == comparison.grids(losses)
     assert {run.folder.name for run in measured} == {"gpt-seed1-lr2x", *seeds}
 
 

@@ -233,7 +233,8 @@ def save_run(folder: Path, config, params) -> Path:
     folder.mkdir(parents=True)
     initialize_workdir(folder, config, corpus)
     (folder / METRICS_FILE).write_text(json.dumps(
-        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2)}) + "\n")
+        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2),
+         "targets": 64}) + "\n")
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER, keep=1)
     checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}))
     checkpoints.close()

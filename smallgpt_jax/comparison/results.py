@@ -46,7 +46,7 @@ OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
-          "fingerprint": Optional(TEXT)}]
+          "fingerprint": TEXT}]
 DECODING = {"tokens_per_second": POSITIVE}
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
@@ -68,7 +68,7 @@ class Point:
     seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # number of tokens over which `loss` is the mean; None in runs of older versions
+    targets: int  # number of tokens over which `loss` is the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +120,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
     model = models.LanguageModel(config.model)
     sessions = read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
-    # Older versions counted padding as tokens and did not record the share of padding.
-    padding = sessions[-1].get("padding", 0) if sessions else 0
+    padding = sessions[-1]["padding"] if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
     counts = _count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
@@ -133,7 +132,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line.get("bits_per_byte"), line.get("targets"))
+                     line["bits_per_byte"], line["targets"])
 
     evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
@@ -284,18 +283,14 @@ def require_comparable(runs: Sequence[Run]) -> None:
             raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
                             f"({describe_changes(its[0], text[0])}); report on them separately")
     for text in text_names(runs):
-        measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
-        recorded = [(row, run) for row, run in measured if "fingerprint" in row]
-        require_same_content(recorded, "fingerprint")
-        if len(recorded) < len(measured):  # older versions recorded the source of a text, but no fingerprint
-            require_same_content(measured, "source")
+        require_same_content([(row, run) for run in runs for row in run.texts if row["text"] == text])
 
 
-def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if the measured texts differ. `field` is the field to compare: "fingerprint" or "source"."""
+def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
+    """Raises UserError if the measured texts differ."""
     for row, run in measured[1:]:
         first, other = measured[0]
-        if row[field] != first[field]:
+        if row["fingerprint"] != first["fingerprint"]:
             raise UserError(f"{other.workdir} and {run.workdir}: the texts named {row['text']!r} differ ("
                             f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or use "
                             "different names in config.compare.texts")

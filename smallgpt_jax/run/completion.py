@@ -31,4 +31,4 @@ def evaluated_steps(workdir: Path, config: Config, corpus: Corpus) -> set[int]:
     targets = num_validation_targets(
         corpus, config.data, context_length=config.model.context_length, batch_size=config.train.batch_size,
         eval_steps=config.train.eval_steps)
-    return {step for step, line in lines.items() if line.get("targets") == targets}
+    return {step for step, line in lines.items() if line["targets"] == targets}

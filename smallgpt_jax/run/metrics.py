@@ -34,8 +34,8 @@ TRAIN_LINE = {
     "step": integer(0), "split": one_of("train"), "loss": LOGGED, "loss_mean": Optional(LOGGED),
     "tokens_per_second": Optional((NULL, SPEED)), "learning_rate": Optional(LOGGED),
     "expert_load": Optional(Each(Kind("arrays of numbers", is_table)))}
-EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_per_byte": Optional(LOGGED),
-             "targets": Optional(integer(1))}
+EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_per_byte": LOGGED,
+             "targets": integer(1)}
 
 
 def read_lines(path: Path) -> list[dict]:

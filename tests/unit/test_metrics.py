@@ -188,7 +188,7 @@ def test_removed_metrics_do_not_end_a_run(tmp_path, failure):
     if failure == "replaced by a folder":
         path.mkdir()
     writer.write(2, "train", {"loss": 2.0})
-    writer.write(3, "eval", {"loss": 3.0})
+    writer.write(3, "eval", {"loss": 3.0, "bits_per_byte": 2.0, "targets": 8})
     assert len(logged) == (failure != "file removed")
     if failure == "replaced by a folder":
         path.rmdir()
@@ -292,7 +292,7 @@ def test_final_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(messages.inference, "load", lambda folder: SimpleNamespace(
         stream=lambda **settings: iter(["a ", "text"])))
     (workdir / "metrics.jsonl").write_text(
-        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None}) + "\n")
+        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None, "targets": 8}) + "\n")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # the environment is active
     messages.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"

@@ -24,7 +24,7 @@ from smallgpt_jax.training.loop import TrainingRun, train_loop
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.validation import log_validation_loss
+from smallgpt_jax.training.validation import mean_loss
 from smallgpt_jax.training.watchdog import Watchdog
 
 
@@ -73,9 +73,7 @@ class Session:
             batches=map(pipeline.to_devices,
                         read_ahead(pipeline.train_batches, first_step, program.config.data.workers)),
             update=program.with_teacher(program.runnable(train_step)),
-            log_validation_loss=functools.partial(
-                log_validation_loss, eval_step=program.runnable(eval_step), pipeline=pipeline, logger=logger,
-                clock=self.clock, is_stopped=self.stop.is_requested_anywhere),
+            log_validation_loss=functools.partial(self.log_validation_loss, program.runnable(eval_step), logger),
             checkpoints=checkpoints,
             logger=logger,
             guard=NonFiniteGuard(config.on_nonfinite, config.max_nonfinite, pipeline.row_numbers_at,
@@ -95,6 +93,17 @@ class Session:
             peak_tokens_per_second=messages.peak_tokens_per_second(self.program),
             unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [],
             start_tracker=start_tracker)
+
+    def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
+        """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
+        with self.clock.during("evaluate"):
+            batches = map(self.pipeline.to_devices, self.pipeline.validation_batches)
+            found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches,
+                              self.stop.is_requested_anywhere)
+        if found is None:
+            return False
+        logger.log_evaluation(step, *found)
+        return True
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
         """Saves `step`, unless the loop has done so. Raises UserError if this fails, and StoppedError if `stopped`."""

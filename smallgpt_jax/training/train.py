@@ -48,12 +48,10 @@ def train(config: ConfigDict, workdir: str) -> None:
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program)
     with preemption.handle_signals() as stop:
-        pipeline = program.open_pipeline()
-        with open_workdir(folder, config, pipeline.corpus):
-            progress = RunProgress(config.train.steps)
-            with (failures_recorded(config, folder),
-                  open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
-                Session(program, pipeline, spool, stop, clock, progress).run()
+        pipeline, progress = program.open_pipeline(), RunProgress(config.train.steps)
+        with (open_workdir(folder, config, pipeline.corpus), failures_recorded(config, folder),
+              open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
+            Session(program, pipeline, spool, stop, clock, progress).run()
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
     before = path.read_bytes()
 
     def targets() -> list:
-        return [line["targets"] for line in metrics.read_lines(path) if line["step"] == 40][1:]
+        return [line.get("targets") for line in metrics.read_lines(path) if line["step"] == 40][1:]
 
     train(config_for(text_file, **SMALL), str(workdir))
     assert path.read_bytes() == before and ", 40 done" in capsys.readouterr().out

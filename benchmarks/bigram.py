@@ -18,7 +18,9 @@ from smallgpt_jax import cli
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import open_existing
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import metrics, workdir
+from smallgpt_jax.run import metrics
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import METRICS_FILE, STORE_FILE
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 
@@ -51,12 +53,12 @@ def compare(folder: Path) -> dict[str, float]:
     - "model_loss": loss of the run's model in the last evaluation
     - "step": training step of the last evaluation
     """
-    config = workdir.read_config(folder)
+    config = read_config(folder)
     corpus = open_existing(config.data)
-    trained_on = json.loads((folder / workdir.STORE_FILE).read_text())
+    trained_on = json.loads((folder / STORE_FILE).read_text())
     if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
         raise UserError(f"{folder}: the run's token store has changed or is missing; prepare it again")
-    evaluations = [line for line in metrics.read_lines(folder / metrics.METRICS_FILE)
+    evaluations = [line for line in metrics.read_lines(folder / METRICS_FILE)
                    if line["split"] == "eval"]
     if not evaluations:
         raise UserError(f"{folder}: the run has no evaluation yet; train it further")

@@ -39,8 +39,8 @@ from absl import flags, logging
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.run.checkpoint import UNFINISHED_PATTERN, saved_steps
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.run.workdir import CHECKPOINT_FOLDER
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.files import remove_folder
 from smallgpt_jax.storage.object_storage import is_remote

@@ -81,7 +81,8 @@ def measure_parts() -> dict[str, float]:
         seconds[part], started = time.perf_counter() - started, time.perf_counter()
 
     sys.path.insert(0, str(ROOT))
-    from smallgpt_jax import cli, train  # noqa: F401
+    from smallgpt_jax import cli  # noqa: F401
+    from smallgpt_jax.training import train  # noqa: F401
     from smallgpt_jax.training.program import build_program
     end("imports")
     import jax

@@ -28,7 +28,8 @@ from absl import flags
 sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
 from smallgpt_jax import cli
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.training import train
 from smallgpt_jax.training.program import build_program
 

@@ -20,18 +20,19 @@ import sys
 
 from configs import base
 from smallgpt_jax import models
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.config_file import read_groups
+from smallgpt_jax.run.names import TOKENIZER_FOLDER
 from smallgpt_jax.storage.files import as_path
 
 
 def get_config(folder: str):
     path = as_path("--config=configs/run.py", folder)
-    saved = workdir.read_groups(path)
+    saved = read_groups(path)
     # absl reads a recipe before the flags that follow it.
     models.refuse_custom_code(saved["model"], path, "--trust_custom_code" in sys.argv)
     config = base.get_config("paper", saved["model"].get("architecture"))
     if "data" not in saved:
-        config.data.tokenizer, config.data.store = str(path / workdir.TOKENIZER_FOLDER), ""
+        config.data.tokenizer, config.data.store = str(path / TOKENIZER_FOLDER), ""
         config.optimizer.update(learning_rate=3e-5, **base.FOLLOW_STEPS)
         config.train.update(steps=300, batch_size=8, microbatches=1, eval_every=100, checkpoint_every=100)
     for group, fields in saved.items():

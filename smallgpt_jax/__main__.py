@@ -34,12 +34,12 @@ def main() -> None:
         print(f"error: {sys.argv[1]!r}: unexpected argument; use {hint}", file=sys.stderr)
         sys.exit(2)
     for command in COMMANDS:
-        print(f"python -m smallgpt_jax.{command:8}  {summary(command)}")
+        print(f"python -m smallgpt_jax.{command:8}  {first_line(command)}")
     print("\nEach command lists its flags with --help. pip also installs the commands as smallgpt-train (main), "
           "smallgpt-prepare, …")
 
 
-def summary(command: str) -> str:
+def first_line(command: str) -> str:
     """Returns the first line of a command's docstring. The command is not imported, because importing takes seconds."""
     source = Path(__file__).with_name(f"{command}.py").read_text()
     return ast.get_docstring(ast.parse(source)).splitlines()[0]

@@ -20,13 +20,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, measure, planning, results, training
+from smallgpt_jax.comparison import budget, measure, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.planning import PlannedRun
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.names import LOCK_FILE, STORE_FILE
 from smallgpt_jax.storage.files import as_path, file_lock, local_path, resolve
 from smallgpt_jax.storage.object_storage import is_remote, match
 
@@ -59,7 +59,7 @@ def main() -> None:
     read_runs(named_folders)  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
-    with file_lock(output / workdir.LOCK_FILE, wait=True):
+    with file_lock(output / LOCK_FILE, wait=True):
         summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged, grids)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
@@ -81,7 +81,7 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
-    own = output / planning.RUNS_FOLDER
+    own = output / RUNS_FOLDER
     if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
@@ -112,19 +112,19 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
     for name, corpus in corpora.items():
         for config in configs:
             measure.TextSample(corpus, config, compare.contexts, name)
-    plan = budget.plan(_CONFIG.value, output)
-    for run in plan.runs({}):
+    comparison = budget.make_comparison(_CONFIG.value, output)
+    for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
 
     def measure_run(run: PlannedRun) -> None:
-        with file_lock(run.folder / workdir.LOCK_FILE, wait=True):  # another process may be measuring the run
+        with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
                 measure.measure_decoding(run.folder)
 
-    losses = training.train_plan(plan, corpora[results.OWN_TEXT], measure_run)
-    return [(run.name, run.folder) for run in plan.runs(losses)
-            if not run.in_grid and (run.folder / workdir.STORE_FILE).exists()], plan.grids(losses)
+    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run)
+    return [(run.name, run.folder) for run in comparison.runs(losses)
+            if not run.in_grid and (run.folder / STORE_FILE).exists()], comparison.grids(losses)
 
 
 def print_ignored_overrides() -> None:

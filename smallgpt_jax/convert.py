@@ -28,7 +28,7 @@ from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, mode
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.files import as_path, atomic_folder, local_path, removed_on_error, resolve
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 
@@ -149,7 +149,7 @@ def import_model(source: str, folder: Path) -> None:
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
     # orbax checkpoints have another layout in object storage than on a local disk, so a local one cannot be uploaded.
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
-        workdir.write_imported(partial, model, params, model_state, tokenizer, origin)
+        write_imported(partial, model, params, model_state, tokenizer, origin)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"
           f"  {command_line('main', f'--config=run:{folder}')} "

@@ -25,8 +25,8 @@ from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.checkpoint import bit_checksums
+from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.storage.files import as_path, cache_folder, local_path, write_atomically
 from smallgpt_jax.storage.object_storage import is_remote
 
@@ -77,7 +77,7 @@ def main() -> None:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
     model = models.LanguageModel(config)
 
-    folder = as_path("--workdir", _WORKDIR.value) / workdir.EVALUATION_FOLDER
+    folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
     scores = cache_folder() / "scores" if is_remote(folder) else folder  # lm_eval stores scores in a local database
     for created in (folder, scores):
         created.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def main() -> None:
         raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     results = run.evaluate(
         lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=model_state), params,
-                         trained.tokenizer, ProgressLine(), _SEED.value, model_state),
+                         trained.tokenizer, ScoringProgress(), _SEED.value, model_state),
         _TASKS.value, data_dir,
         cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, trained.tokenizer)}",
         num_fewshot=_NUM_FEWSHOT.value,
@@ -119,7 +119,7 @@ def join_name_parts(*parts: str | bool | None) -> str:
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
 
 
-class ProgressLine:
+class ScoringProgress:
     """Shows progress on standard error.
 
     On a terminal, one line is updated in place. Elsewhere, a new line is printed every ten seconds.

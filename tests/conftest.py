@@ -53,9 +53,10 @@ from smallgpt_jax import models
 from smallgpt_jax.data import store
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.devices import compilation_cache
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
@@ -229,10 +230,11 @@ def save_run(folder: Path, config, params) -> Path:
     """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
     corpus, steps = load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
-    workdir.initialize(folder, config, corpus)
-    (folder / workdir.METRICS_FILE).write_text(json.dumps(
-        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2)}) + "\n")
-    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER, keep=1)
+    initialize_workdir(folder, config, corpus)
+    (folder / METRICS_FILE).write_text(json.dumps(
+        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2),
+         "targets": 64}) + "\n")
+    checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER, keep=1)
     checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}))
     checkpoints.close()
     return folder

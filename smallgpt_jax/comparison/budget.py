@@ -16,14 +16,14 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
-from smallgpt_jax.comparison.planning import Plan, run_folder
+from smallgpt_jax.comparison.runs import Comparison, run_folder
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.files import file_lock, write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.training.optimizer import make_optimizer
@@ -34,8 +34,8 @@ SPEEDS_FILE = "speeds.json"  # in a comparison's folder
 SPEED_SECONDS = 5.0  # duration of a speed measurement
 
 
-def plan(config: ConfigDict, output: Path) -> Plan:
-    """Returns the plan of a comparison, with the number of steps of each model.
+def make_comparison(config: ConfigDict, output: Path) -> Comparison:
+    """Returns the comparison of a config, with the number of steps of each model.
 
     Raises UserError for an invalid comparison and for a budget that a run cannot meet.
     """
@@ -52,8 +52,8 @@ def plan(config: ConfigDict, output: Path) -> Plan:
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
     models = {name: Config.of(run) for name, run in runs.items()}
-    return Plan(output, models, range(config.train.seed, config.train.seed + compare.seeds), compare.learning_rates,
-                compare.max_added_learning_rates)
+    seeds = range(config.train.seed, config.train.seed + compare.seeds)
+    return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates)
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -201,7 +201,7 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
     """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / workdir.LOCK_FILE, wait=True):  # only one process measures at a time
+    with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
         speeds = read_json(path, Each(POSITIVE), "restore it, or use another --output") if path.exists() else {}
         for name, run in runs.items():
             if config_digest(run) not in speeds:

@@ -19,8 +19,10 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import EVALUATION_FOLDER
+from smallgpt_jax.run.training_text import read_description
 from smallgpt_jax.storage.files import atomic_folder, cache_folder, file_lock, refuse_url, write_atomically
 from smallgpt_jax.storage.json_files import read_json_or_none
 from smallgpt_jax.training.program import build_program
@@ -117,10 +119,10 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     """
     if not texts and set(contexts) == {1}:
         return
-    path, config = folder / workdir.EVALUATION_FOLDER / TEXTS_FILE, workdir.read_config(folder)
+    path, config = folder / EVALUATION_FOLDER / TEXTS_FILE, read_config(folder)
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
-    if not same_text(found[OWN_TEXT].description, workdir.read_description(folder)):
+    if not same_text(found[OWN_TEXT].description, read_description(folder)):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
     before, rows = read_json_or_none(path, TEXTS) or [], []
@@ -145,7 +147,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     The rows are `multiple` times as long as the run's context length. The keys of the result are "loss" (nats per
     token), "bits_per_byte" and "tokens" (the number of targets).
     """
-    trained, config = inference.load_trained(folder), workdir.read_config(folder)
+    trained, config = inference.load_trained(folder), read_config(folder)
     config = config.replace(model={"context_length": multiple * config.model.context_length},
                             data={"packing": "concat"})  # the packing that TextSample uses
     mesh = build_program(config).mesh
@@ -169,7 +171,7 @@ def measure_decoding(folder: Path, log=print) -> None:
 
     Does nothing if the file contains a speed.
     """
-    path = folder / workdir.EVALUATION_FOLDER / DECODING_FILE
+    path = folder / EVALUATION_FOLDER / DECODING_FILE
     if read_json_or_none(path, DECODING):
         return
     try:

@@ -23,10 +23,8 @@ UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
-# ROWS lists the config fields that determine the validation rows. TARGETS lists the config fields that determine the
-# number of targets.
-ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
-    "train.eval_steps", "train.batch_size")
+# The config fields that determine the validation rows.
+ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 
 
 def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None,
@@ -121,22 +119,18 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     if len({(session["devices"], session["device"]) for run in runs for session in run.sessions}) > 1:
         found.append("The runs were trained on different devices, or on different numbers of devices: their seconds "
                      "and tokens/s are not comparable.")
-    if unrecorded := sorted({row["text"] for run in runs for row in run.texts if "fingerprint" not in row}):
-        found.append(f"An older version measured {', '.join(unrecorded)} and recorded only the source, not the content "
-                     "of the text. Whether the runs were measured on the same content is unknown.")
     for run in runs:
         if others := sum(point.targets != run.last.targets for point in run.curve):
             found.append(f"{run.name}, seed {run.seed}: {others} of {len(run.curve)} evaluations used other rows "
                          "than the last one and are not plotted.")
-    targets = [run.last.targets for run in runs if run.last]
     if aggregation.differ_in_targets(runs):
+        targets = [run.last.targets for run in runs if run.last]
         found.append(f"The last losses are means over different rows, {min(targets):,} to {max(targets):,} targets, "
                      "and are not comparable. To evaluate a finished run again, rerun it with another "
                      "config.train.eval_steps.")
-    fields = ROWS if None not in targets else ROWS + TARGETS
-    same = aggregation.shared_fields(runs, fields)
+    same = aggregation.shared_fields(runs, ROWS)
     return found + [f"The runs differ in config.{field}: their losses are means over different rows of the "
-                    "validation text." for field in fields if field not in same]
+                    "validation text." for field in ROWS if field not in same]
 
 
 def uncounted_work(runs: Sequence[Run]) -> list[str]:

@@ -15,9 +15,19 @@ from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import same_text
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import OptimizerConfig, flatten
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import (
+    CONFIG_FILE,
+    EVALUATION_FOLDER,
+    METRICS_FILE,
+    ORIGIN_FILE,
+    STORE_FILE,
+    TOKENIZER_FOLDER,
+)
+from smallgpt_jax.run.sessions import has_diverged, read_sessions
+from smallgpt_jax.run.training_text import describe_changes, read_description
 from smallgpt_jax.storage.files import as_path, resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
@@ -37,7 +47,7 @@ OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
-          "fingerprint": Optional(TEXT)}]
+          "fingerprint": TEXT}]
 DECODING = {"tokens_per_second": POSITIVE}
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
@@ -59,7 +69,7 @@ class Point:
     seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
-    targets: int | None  # number of tokens over which `loss` is the mean; None in runs of older versions
+    targets: int  # number of tokens over which `loss` is the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +112,16 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    config = workdir.read_config(folder, trust_custom_code)
-    if (folder / workdir.ORIGIN_FILE).exists() and not (folder / workdir.STORE_FILE).exists():
+    config = read_config(folder, trust_custom_code)
+    if (folder / ORIGIN_FILE).exists() and not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     if config.train.teacher:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
     model = models.LanguageModel(config.model)
-    sessions = workdir.read_sessions(folder)
+    sessions = read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
-    # Older versions counted padding as tokens and did not record the share of padding.
-    padding = sessions[-1].get("padding", 0) if sessions else 0
+    padding = sessions[-1]["padding"] if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
     counts = _count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
@@ -124,14 +133,14 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line.get("bits_per_byte"), line.get("targets"))
+                     line["bits_per_byte"], line["targets"])
 
-    evaluations = folder / workdir.EVALUATION_FOLDER
+    evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
     return Run(
         name=name, workdir=str(folder), seed=config.train.seed, config=config.flat(),
         is_finished=config.train.steps in evaluated,
-        diverged=workdir.has_diverged(folder), is_imported=(folder / workdir.ORIGIN_FILE).exists(),
+        diverged=has_diverged(folder), is_imported=(folder / ORIGIN_FILE).exists(),
         steps_done=steps_done(folder),
         parameters=sum(counts.components.values()), active_parameters=counts.active_parameters,
         components=counts.components, flops_per_token=counts.cost.flops, tokens_per_step=tokens_per_step,
@@ -249,7 +258,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
-        config = flatten(workdir.read_groups(folder)) if (folder / workdir.CONFIG_FILE).exists() else {}
+        config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
         while names.setdefault(name, without_seed) != without_seed:
@@ -274,20 +283,16 @@ def require_comparable(runs: Sequence[Run]) -> None:
         first, its = own[0]
         if not same_text(text[0], its[0]) or text[1] != its[1]:
             raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
-                            f"({workdir.describe_changes(its[0], text[0])}); report on them separately")
+                            f"({describe_changes(its[0], text[0])}); report on them separately")
     for text in text_names(runs):
-        measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
-        recorded = [(row, run) for row, run in measured if "fingerprint" in row]
-        require_same_content(recorded, "fingerprint")
-        if len(recorded) < len(measured):  # older versions recorded the source of a text, but no fingerprint
-            require_same_content(measured, "source")
+        require_same_content([(row, run) for run in runs for row in run.texts if row["text"] == text])
 
 
-def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if the measured texts differ. `field` is the field to compare: "fingerprint" or "source"."""
+def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
+    """Raises UserError if the measured texts differ."""
     for row, run in measured[1:]:
         first, other = measured[0]
-        if row[field] != first[field]:
+        if row["fingerprint"] != first["fingerprint"]:
             raise UserError(f"{other.workdir} and {run.workdir}: the texts named {row['text']!r} differ ("
                             f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or use "
                             "different names in config.compare.texts")
@@ -295,9 +300,9 @@ def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> No
 
 def text_identity(folder: Path) -> tuple[dict, str]:
     """Returns (description of the token store, fingerprint of the tokenizer). Together, they identify a run's text."""
-    if not (folder / workdir.STORE_FILE).exists():
+    if not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: the run has not started; train it first")
-    return workdir.read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / workdir.TOKENIZER_FOLDER))
+    return read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / TOKENIZER_FOLDER))
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

@@ -9,16 +9,21 @@ import jax
 
 from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.learning_rates import format_multiple
-from smallgpt_jax.comparison.planning import Plan, PlannedRun
+from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.completion import is_finished
+from smallgpt_jax.run.names import LOCK_FILE
+from smallgpt_jax.run.sessions import has_diverged
+from smallgpt_jax.run.training_text import check_same_text
+from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 
-def train_plan(plan: Plan, text: Corpus, measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
-    """Trains the runs of a plan. Returns {folder: loss} of the finished runs.
+def train_comparison(comparison: Comparison, text: Corpus,
+                     measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+    """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
     Skips runs that another process is training. When no other runs are left, waits for the skipped runs of grids,
     because their losses determine which runs follow.
@@ -26,13 +31,14 @@ def train_plan(plan: Plan, text: Corpus, measure_run: Callable[[PlannedRun], Non
     losses: dict[Path, float] = {}
     measured, busy = set(), set()
     while True:
-        planned = plan.runs(losses)
+        planned = comparison.runs(losses)
         ready = (run for run in planned
                  if run.folder not in busy and run.folder not in (losses if run.in_grid else measured))
         if run := next(ready, None):
             if run.folder not in losses:
                 folders = list(dict.fromkeys(other.folder for other in planned))
-                loss = train_run(run, plan, text, f"[{folders.index(run.folder) + 1}/{plan.num_runs(losses)}]")
+                number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+                loss = train_run(run, comparison, text, number)
                 if loss is None:
                     busy.add(run.folder)
                     continue
@@ -43,23 +49,23 @@ def train_plan(plan: Plan, text: Corpus, measure_run: Callable[[PlannedRun], Non
                     measure_run(run)
         elif awaited := next((run for run in planned if run.in_grid and run.folder in busy), None):
             print(f"waiting for {awaited.folder}, which another process is training", flush=True)
-            with file_lock(awaited.folder / workdir.LOCK_FILE, wait=True):
+            with file_lock(awaited.folder / LOCK_FILE, wait=True):
                 busy.remove(awaited.folder)
         else:
             return losses
 
 
-def train_run(run: PlannedRun, plan: Plan, text: Corpus, number: str) -> float | None:
+def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
     """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
 
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
-    check_existing(run, plan.output, text)
-    if workdir.has_diverged(run.folder):
+    check_existing(run, comparison.output, text)
+    if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)
         return math.inf
-    if workdir.is_finished(run.folder, run.config, text):
+    if is_finished(run.folder, run.config, text):
         return last_loss(run)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
@@ -88,8 +94,8 @@ def last_loss(run: PlannedRun) -> float:
 def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:
     """Raises UserError if the run's folder contains a run with another config or another training text."""
     try:
-        workdir.check_workdir(run.folder, run.config)
-        workdir.check_same_text(run.folder, text)
+        check_workdir(run.folder, run.config)
+        check_same_text(run.folder, text)
     except UserError as error:
         message = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
         raise UserError(f"--output={output}: {message}") from None

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from smallgpt_jax import models
 from smallgpt_jax.formatting import millions
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.config_file import saved_config
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import METRICS_FILE, ORIGIN_FILE
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 DESCRIPTIONS = {
@@ -60,11 +61,11 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     """Returns (name, value) pairs about the training of a workdir's model and the origin of its weights."""
     facts = []
-    origin = folder / workdir.ORIGIN_FILE
+    origin = folder / ORIGIN_FILE
     if origin.is_file():
         facts += [(f"weights from: {key}", str(value)) for key, value in read_json(
             origin, OBJECT, "replace it by {}").items()]
-    if not (config := workdir.saved_config(folder)):  # an imported model that has not been trained
+    if not (config := saved_config(folder)):  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length

@@ -143,28 +143,28 @@ def progress(text: str, log: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.Program | None]:
+def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.HloModule | None]:
     """Returns the compiled training step and its HLO. The HLO is None if it cannot be read."""
     if program.mesh.devices.flat[0].platform != "tpu":
         step = program.compile_train_step()
-        return step, hlo.Program(step.as_text())
+        return step, hlo.HloModule(step.as_text())
     with tempfile.TemporaryDirectory() as dump:
         step = program.compile_train_step({"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
-        return step, read_program(step, Path(dump))
+        return step, read_hlo(step, Path(dump))
 
 
-def read_program(program: jax.stages.Compiled, dump: Path) -> hlo.Program | None:
+def read_hlo(step: jax.stages.Compiled, dump: Path) -> hlo.HloModule | None:
     """Returns the HLO of a compiled training step, or None if it cannot be read.
 
-    Reads the TPU compiler's dump in the folder `dump` if there is one, otherwise `program.as_text()`. Both have the
+    Reads the TPU compiler's dump in the folder `dump` if there is one, otherwise `step.as_text()`. Both have the
     same text. The dump is preferred because `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard
     error (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
-        return hlo.Program(dumped.read_text())
+        return hlo.HloModule(dumped.read_text())
     try:
-        return hlo.Program(program.as_text())
+        return hlo.HloModule(step.as_text())
     except jax.errors.JaxRuntimeError:
         return None
 
@@ -214,13 +214,13 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
 UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
 
 
-def estimate_speed(program: hlo.Program, positions: int, chip: chips.Chip,
+def estimate_speed(module: hlo.HloModule, positions: int, chip: chips.Chip,
                    flops_per_device: float | None) -> dict:
-    """Returns the speed fields of an `Estimate`; all are None if the program calls a kernel of unknown cost."""
-    calls = [(times, kernels.kernel_seconds(call.line, positions, chip)) for times, call in program.kernels()]
+    """Returns the speed fields of an `Estimate`; all are None if the module calls a kernel of unknown cost."""
+    calls = [(times, kernels.kernel_seconds(call.line, positions, chip)) for times, call in module.kernels()]
     if any(seconds is None for _, seconds in calls):
         return UNKNOWN_SPEED
-    cycles, kernel_cycles = program.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in calls))
+    cycles, kernel_cycles = module.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in calls))
     seconds = (cycles + kernel_cycles) / chip.hertz
     return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
                 estimated_mfu=flops_per_device and flops_per_device / (seconds * chip.flops))

@@ -71,7 +71,7 @@ def bits(dtype: str) -> int:
     return int(found[0]) if found else 8 if dtype == "pred" else 0
 
 
-class Program:
+class HloModule:
     """The HLO of a compiled program. `computations` maps the name of each computation to its list of instructions."""
 
     def __init__(self, text: str):
@@ -124,7 +124,7 @@ class Program:
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:
         """Yields (number of executions, instruction) for each instruction of a computation and of those it calls.
 
-        `name` is the computation's name. The default is the entry of the program. `times` is the number of executions
+        `name` is the computation's name. The default is the entry of the module. `times` is the number of executions
         of the computation itself. With `fused`, instructions inside fusions are included.
         """
         for instruction in self.computations[name or self.entry]:

@@ -15,8 +15,9 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.pgpt import path_weights, with_paths
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 
@@ -74,16 +75,16 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
         require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    model = models.LanguageModel(workdir.read_config(folder, trust_custom_code).model)
-    step = workdir.find_checkpoint(folder, step)
+    model = models.LanguageModel(read_config(folder, trust_custom_code).model)
+    step = find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
         (models.abstract_params(model), models.abstract_model_state(model)))
-    checkpoints = Checkpoints(folder / workdir.CHECKPOINT_FOLDER)
+    checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
     params, model_state = checkpoints.restore_model(step, *abstract)
     checkpoints.close()
-    return TrainedModel(model, params, model_state, tokenizers.load(folder / workdir.TOKENIZER_FOLDER), step)
+    return TrainedModel(model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step)
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

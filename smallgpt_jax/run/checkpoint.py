@@ -30,13 +30,14 @@ import orbax.checkpoint as ocp
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import find_errno, short_reason
+from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.files import remove_folder
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.storage.object_storage import is_remote
 
-DAMAGED_FOLDER = "damaged_checkpoints"  # next to the checkpoint folder
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
 REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
 # These errors come from the machine; the checkpoint itself may be undamaged.
@@ -271,6 +272,21 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in paths if path.name.isdecimal())  # ignores copies such as backup_5000
 
 
+def find_checkpoint(workdir: Path, step: int | None = None) -> int:
+    """Returns the newest step that has a checkpoint, or `step` if it is given.
+
+    Raises UserError if `workdir` or the checkpoint does not exist.
+    """
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: no such folder; give the workdir of a run")
+    steps = saved_steps(workdir / CHECKPOINT_FOLDER)
+    if not steps:
+        raise UserError(f"{workdir}: the run has no checkpoint yet; train it first")
+    if step not in (None, *steps):
+        raise UserError(f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
 @functools.cache
 def silence_duplicate_errors() -> None:
     """Silences orbax and tensorstore, so that only `Checkpoints` reports a failed write, and does so once.
@@ -305,29 +321,3 @@ def find_changed_array(saved: dict) -> str | None:
         if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
             return item + changed[0]
     return None
-
-
-def bit_checksums(tree) -> dict[str, int]:
-    """Returns a checksum per array: Σᵢ bitsᵢ · (2i + 1) modulo 2³².
-
-    bitsᵢ are the bits of element i, read as an unsigned integer of at most 32 bits. The checksum does not depend on the
-    sharding. Since all factors are odd, any single flipped bit changes the checksum.
-    """
-    sums = jax.device_get(_bit_checksums(tree))
-    return {jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)}
-
-
-@jax.jit
-def _bit_checksums(tree):
-    def bit_sum(x):
-        if x.dtype != bool:
-            x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        bits = x.astype(jnp.uint32)
-        factors = jnp.ones(bits.shape, jnp.uint32)
-        stride = 2
-        for axis in reversed(range(bits.ndim)):
-            factors += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-            stride *= bits.shape[axis]
-        return jnp.sum(bits * factors, dtype=jnp.uint32)
-
-    return jax.tree.map(bit_sum, tree)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.files import write_atomically
 
-CURVES_FILE = "curves.png"
 DPI = 110
 # Margins are fixed, because computing them with layout="constrained" doubles the time.
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.08, "top": 0.97, "wspace": 0.23, "hspace": 0.12}

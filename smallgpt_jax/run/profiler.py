@@ -6,9 +6,8 @@ import jax
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.run.names import PROFILE_FOLDER
 from smallgpt_jax.run.spool import Spool
-
-PROFILE_FOLDER = "profile"  # in the workdir
 
 
 class Profiler:

@@ -15,7 +15,7 @@ from pathlib import Path
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.run.metrics import METRICS_FILE
+from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.files import file_lock, removed_on_error, write_atomically
 from smallgpt_jax.storage.object_storage import is_remote

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.run.names import TRACKER_FILE
 from smallgpt_jax.storage.files import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json
 
 TRACKERS = ("wandb", "trackio")
-TRACKER_FILE = "tracker.json"  # in the workdir: the id of the run
 
 
 def require_installed(name: str) -> None:

@@ -9,8 +9,9 @@ import jax
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.run.metrics import Logger, NonFiniteGuard
+from smallgpt_jax.run.logger import Logger
 from smallgpt_jax.run.profiler import Profiler
+from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.preemption import StopRequest
 
 
@@ -21,7 +22,7 @@ class TrainingRun:
     config: TrainConfig
     batches: Iterable  # on the devices, from the first step on
     update: Callable[[Any, Any], tuple[Any, dict]]  # (state, batch) → (next state, metrics)
-    evaluate: Callable[[int, Any], bool]  # (step, state) → False if stopped
+    log_validation_loss: Callable[[int, Any], bool]  # (step, state) → False if stopped
     checkpoints: Checkpoints
     logger: Logger
     guard: NonFiniteGuard
@@ -61,7 +62,7 @@ def train_loop(run: TrainingRun, state, first_step: int) -> tuple[Any, int, bool
             with run.clock.during("save"):
                 run.checkpoints.save(step, state, run.logger.losses)
         if evaluates:
-            stopped = not run.evaluate(step, state)
+            stopped = not run.log_validation_loss(step, state)
         if stopped:
             break
     return state, step, stopped

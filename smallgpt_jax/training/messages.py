@@ -17,9 +17,9 @@ from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.run.curves import CURVES_FILE
-from smallgpt_jax.run.metrics import METRICS_FILE, read_lines
-from smallgpt_jax.run.workdir import read_config
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.training.program import Program
 

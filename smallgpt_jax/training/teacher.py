@@ -16,9 +16,10 @@ from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.files import local_path
 from smallgpt_jax.training.objectives import Examples, Outputs, Term
 
@@ -37,7 +38,7 @@ class Teacher(Term):
 
     def constants(self):
         """Restores the variables. Raises UserError if the checkpoint cannot be read."""
-        checkpoints = Checkpoints(self.folder / workdir.CHECKPOINT_FOLDER)
+        checkpoints = Checkpoints(self.folder / CHECKPOINT_FOLDER)
         params, state = checkpoints.restore_model(
             self.step, self.abstract_constants["params"], self.abstract_constants["state"])
         checkpoints.close()
@@ -65,11 +66,11 @@ class Teacher(Term):
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Raises UserError if the teacher has another tokenizer."""
-        own = tokenizers.load(self.folder / workdir.TOKENIZER_FOLDER)
+        own = tokenizers.load(self.folder / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(own) != tokenizers.fingerprint(tokenizer):
             raise UserError(f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({own.kind}, "
                             f"{own.vocab_size:,} entries) than this run ({tokenizer.kind}, {tokenizer.vocab_size:,} "
-                            f"entries); set --config.data.tokenizer={self.folder / workdir.TOKENIZER_FOLDER}")
+                            f"entries); set --config.data.tokenizer={self.folder / TOKENIZER_FOLDER}")
 
 
 def with_teacher_step(config: Config) -> Config:
@@ -83,7 +84,7 @@ def with_teacher_step(config: Config) -> Config:
             raise UserError(f"config.train.teacher_step={train.teacher_step}: needs config.train.teacher")
         return config
     try:
-        step = workdir.find_checkpoint(local_path("config.train.teacher", train.teacher),
+        step = find_checkpoint(local_path("config.train.teacher", train.teacher),
                                        None if train.teacher_step == AT_START else train.teacher_step)
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
@@ -100,7 +101,7 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        own = workdir.read_config(folder).model  # the student's architecture is imported already
+        own = read_config(folder).model  # the student's architecture is imported already
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     fields, student_fields = dataclasses.asdict(own), dataclasses.asdict(student.config)

@@ -20,7 +20,7 @@ from data_helpers import parquet, prepare_store, zstd
 from smallgpt_jax import inference
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir as run_folder
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training.train import train
 
@@ -338,12 +338,12 @@ def test_commands_refuse_urls(field, command, tmp_path):
 def test_refuses_two_runs_in_one_workdir(good_run, tmp_path):
     copy_run(good_run, tmp_path)
     config = load_config("gpt", train__steps=2, **replace_here(tmp_path, GOOD))
-    with file_lock(tmp_path / "run" / run_folder.LOCK_FILE), pytest.raises(UserError) as error:
+    with file_lock(tmp_path / "run" / LOCK_FILE), pytest.raises(UserError) as error:
         train(config, str(tmp_path / "run"))
     assert re.fullmatch(rf"--workdir={tmp_path}/run: in use by process \d+ on \S+; wait for it, or use another "
                         "--workdir", str(error.value))
     train(config, str(tmp_path / "run"))
-    assert not (tmp_path / "run" / run_folder.LOCK_FILE).exists()
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize("size, character", [(50_000_000, "word "), (3_000_000, "x"), (4_000_000, "漢")])

@@ -11,13 +11,16 @@ import pytest
 from conftest import call, load_config
 
 from smallgpt_jax.comparison import measure, results, training
-from smallgpt_jax.comparison.planning import Plan
+from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import CONFIG_FILE
+from smallgpt_jax.run.sessions import append_session, has_diverged
+from smallgpt_jax.run.workdir import check_workdir, initialize_workdir, lock_workdir
 from smallgpt_jax.training import train
 
 STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",
@@ -41,16 +44,16 @@ class FakeTrain:
     def __call__(self, config, folder: str) -> None:
         folder, rate, steps = Path(folder), config.optimizer.learning_rate, config.train.steps
         corpus = load_or_prepare(config.data)
-        with workdir.lock(folder):
-            if workdir.is_finished(folder, config, corpus):
+        with lock_workdir(folder):
+            if is_finished(folder, config, corpus):
                 return
-            if workdir.has_diverged(folder):  # another process trained the run just now; a resumed run diverges again
+            if has_diverged(folder):  # another process trained the run just now; a resumed run diverges again
                 raise DivergenceError("training has diverged")
             self.trained.append(folder.name)
-            workdir.initialize(folder, config, corpus)
+            initialize_workdir(folder, config, corpus)
             self.before_end(folder.name)
             if rate > 3 * OWN_RATE:
-                workdir.append_session(folder, {"diverged": "loss"})
+                append_session(folder, {"diverged": "loss"})
                 raise DivergenceError("training has diverged")
             loss = abs(math.log2(rate / BEST[config.model.architecture])) + config.train.seed / 1e5
             targets = num_validation_targets(corpus, config.data, context_length=config.model.context_length,
@@ -161,20 +164,20 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
     file_lock, fake = training.file_lock, fake_train(before_end)
     monkeypatch.setattr(training, "file_lock", waiting_lock)
     config = load_config("gpt", data__source=str(text_file), train__steps=8)
-    plan = Plan(tmp_path, {"gpt": Config.of(config)}, range(1, 4), (0.5, 1, 2), 4)
+    comparison = Comparison(tmp_path, {"gpt": Config.of(config)}, range(1, 4), (0.5, 1, 2), 4)
     text, measured = load_or_prepare(config.data), []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(training.train_plan, plan, text, measured.append)
+        first = pool.submit(training.train_comparison, comparison, text, measured.append)
         assert started.wait(60)
-        second = pool.submit(training.train_plan, plan, text, measured.append)
+        second = pool.submit(training.train_comparison, comparison, text, measured.append)
         losses = second.result(timeout=120)
         assert isinstance(first.exception(timeout=120), KeyboardInterrupt if is_killed else type(None))
     grid, seeds = ["gpt-seed1-lr0.5x", "gpt-seed1", "gpt-seed1-lr2x", "gpt-seed1-lr4x"], [
         "gpt-seed2-lr2x", "gpt-seed3-lr2x"]
     assert sorted(fake.trained) == sorted([*grid, *seeds, *["gpt-seed1-lr0.5x"] * is_killed])
-    assert plan.grids(losses)["gpt"].best == 2.0
+    assert comparison.grids(losses)["gpt"].best == 2.0
     if not is_killed:
-        assert plan.grids(first.result()) == plan.grids(losses)
+        assert comparison.grids(first.result()) == comparison.grids(losses)
     assert {run.folder.name for run in measured} == {"gpt-seed1-lr2x", *seeds}
 
 
@@ -184,12 +187,12 @@ def test_another_process_starts_a_run_during_the_check(tmp_path, monkeypatch):
 
     def exists_before_the_start(path: Path) -> bool:
         found = exists(path)
-        if path.name == workdir.CONFIG_FILE:
+        if path.name == CONFIG_FILE:
             path.write_text("{}")
         return found
 
     monkeypatch.setattr(Path, "exists", exists_before_the_start)
-    workdir.check_workdir(tmp_path, load_config("gpt"))
+    check_workdir(tmp_path, load_config("gpt"))
 
 
 def test_refuses_a_grid_for_existing_runs(tmp_path):

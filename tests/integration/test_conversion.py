@@ -25,7 +25,7 @@ from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training import train
 from smallgpt_jax.training.objectives import Objective
@@ -349,13 +349,13 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if line["split"] == "train"]
     assert len(losses) == 3
     # Training starts from the imported weights, so the first loss is theirs.
-    program = on_one_device(workdir.read_config(folder))
+    program = on_one_device(read_config(folder))
     batch = program.open_pipeline().train_batches[0]
     total, targets = eval_step(
         with_large_embedding(init(model)), {}, batch, model=model, objective=Objective(), microbatches=1)
     expected = total / targets
     assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 7
-    assert workdir.read_config(folder).model.activation == "gelu_tanh"
+    assert read_config(folder).model.activation == "gelu_tanh"
     trained = inference.load_trained(folder)
     assert trained.step == 3 and trained.model.config.use_bias
     again = call("main", recipe, f"--workdir={folder}", "--config.train.steps=4")

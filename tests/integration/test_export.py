@@ -14,7 +14,7 @@ from smallgpt_jax.conversion import hugging_face, smallgpt
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.workdir import write_imported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -172,7 +172,7 @@ def test_commands_keep_the_biases_of_experts(tmp_path):
     model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
     model_state, run = random_state(model), tmp_path / "run"
     run.mkdir()
-    workdir.write_imported(run, model, init(model), model_state, tokenizers.Bytes(), {})
+    write_imported(run, model, init(model), model_state, tokenizers.Bytes(), {})
     biases = np.asarray(model_state["trunk"]["paths"]["blocks"]["mlp"]["router"]["bias"])
     for flag, paths in (("all", [0, 1]), ("1", [1])):
         out, back = tmp_path / f"out {flag}", tmp_path / f"back {flag}"

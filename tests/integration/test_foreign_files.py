@@ -18,7 +18,8 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.workdir import write_imported
 
 library = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -192,7 +193,7 @@ def named_module(tmp_path, monkeypatch) -> Path:
 def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
     """Returns a workdir and an export whose files name the architecture of `named_module`."""
     model = build("gpt", **SMALL)
-    workdir.write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
     described = json.loads((tmp_path / "run" / "config.json").read_text())
     described["model"]["architecture"] = "foreign_module:Own"
     (tmp_path / "run" / "config.json").write_text(json.dumps(described))
@@ -227,7 +228,7 @@ def test_the_module_of_a_mixer_is_not_imported(command, foreign, named_module, t
     result = call(*command.replace("RUN", str(foreign["run"])).replace("NEW", str(tmp_path / "new")).split())
     assert result.returncode != 0 and "config.model.mixers='foreign_module:Mixer' is not built in" in result.stderr
     assert not named_module.exists() and not (tmp_path / "new").exists()
-    model = workdir.read_config(foreign["run"], trust_custom_code=True).model
+    model = read_config(foreign["run"], trust_custom_code=True).model
     assert named_module.exists() and model.mixers == ("attention", "foreign_module:Mixer")
 
 

@@ -268,7 +268,7 @@ def test_eight_devices_match_one_device(recipe, fields):
 def test_rows_do_not_move_between_devices():
     """With data parallelism, devices exchange only gradients and loads, by all-reduces. They exchange no tokens."""
     program, _ = compiled_program(8, "gpt", tuple(mesh(data=8).items()))
-    traffic = hlo.Program(program.compile_train_step().as_text()).collectives()
+    traffic = hlo.HloModule(program.compile_train_step().as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024

@@ -23,8 +23,8 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.config import POSITIONS
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
@@ -158,8 +158,8 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     assert messages.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(padding)
     message = messages.startup_message(program, pipeline, 0)
     assert "small, best_fit: " in message and "large, best_fit: " in message and "of the documents split" in message
-    workdir.initialize(tmp_path, config, pipeline.corpus)
+    initialize_workdir(tmp_path, config, pipeline.corpus)
     description = json.loads((tmp_path / "store.json").read_text())["mixture"]
     assert [store["weight"] for store in description] == [0.25, 0.75]
     with pytest.raises(UserError, match=r"store 1: weight: from 0\.25 to 0\.33"):
-        workdir.initialize(tmp_path, config, open_mixture(mixture.replace("=3", "=2")))
+        initialize_workdir(tmp_path, config, open_mixture(mixture.replace("=3", "=2")))

@@ -136,7 +136,7 @@ def test_z_loss_is_added_to_the_training_loss():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_data_parallel_traffic_is_the_gradients_alone(microbatches):
     program, step = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
-    traffic = hlo.Program(step.as_text()).collectives()
+    traffic = hlo.HloModule(step.as_text()).collectives()
     assert set(traffic) == {"all-reduce"}
     gradient_bytes = 4 * models.num_parameters(program.model)
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # up to 16 bytes are scalars, such as the loss
@@ -170,7 +170,7 @@ def test_paths_are_joined_by_one_all_reduce():
     with sharding.use_mesh(program.mesh):
         forward = jax.jit(lambda params, tokens: program.model.apply(
             {"params": params}, tokens, method="hidden")).lower(params, tokens).compile()
-    assert hlo.Program(forward.as_text()).collectives() == {
+    assert hlo.HloModule(forward.as_text()).collectives() == {
         "all-reduce": {"count": 1, "bytes": 4 * 8 * 32 * config.model.d_model}}
 
 

@@ -24,7 +24,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation.estimate import estimate
 from smallgpt_jax.models import layers, parameters
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.run import workdir
+from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
@@ -34,7 +34,7 @@ SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__
 
 def write_teacher(folder, model, params) -> str:
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
-    workdir.write_imported(folder, model, params, state, tokenizers.from_spec("bytes", []), {})
+    write_imported(folder, model, params, state, tokenizers.from_spec("bytes", []), {})
     return str(folder)
 
 

@@ -112,7 +112,7 @@ def test_unknown_flops(trunk, reason, known_chip, capsys, tmp_path):
     comparison = base.comparison(load_config("gpt"), {
         "gpt": {}, "own": {"model": {"architecture": program.model.config.architecture}}}, budget="flops")
     with pytest.raises(UserError, match=f"budget='flops': .*{trunk.__name__}: .*{reason}.*another budget"):
-        budget.plan(comparison, tmp_path)
+        budget.make_comparison(comparison, tmp_path)
 
 
 @pytest.mark.slow

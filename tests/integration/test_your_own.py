@@ -131,7 +131,7 @@ def test_a_recurrent_mixer(text_file, tmp_path):
     assert f"{flops:,.0f} FLOPs per token" in format_plan(program, result)
     comparison = importlib.import_module("configs.compare.base").comparison(
         load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": config.model.to_dict()}}, budget="flops")
-    steps = {run.name: run.config.train.steps for run in budget.plan(comparison, tmp_path).runs({})}
+    steps = {run.name: run.config.train.steps for run in budget.make_comparison(comparison, tmp_path).runs({})}
     gpt = 6 * (4 * 12 * 64**2 + 64 * 512) + 4 * 12 * 64 * 64
     assert steps == {"gpt": 1000, "own": round(1000 * gpt / flops)}
 

@@ -25,7 +25,7 @@ FAULTY = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.run.metrics import Logger
+from smallgpt_jax.run.logger import Logger
 
 fault, _, step = os.environ["FAULT"].partition(":")
 

@@ -27,8 +27,10 @@ from smallgpt_jax.data.corpus import open_existing, open_or_prepare
 from smallgpt_jax.data.store import open_store
 from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import LockHeldError, UserError
-from smallgpt_jax.run import spool, workdir
+from smallgpt_jax.run import spool
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.names import SESSIONS_FILE
+from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import files, object_lock, object_storage
 from smallgpt_jax.storage.files import file_lock, local_copy
@@ -257,11 +259,11 @@ def test_a_write_whose_answer_is_lost_is_repeated(bucket, faults):  # noqa: F811
 def test_a_torn_line_does_not_swallow_the_next_session(place, request):
     folder = request.getfixturevalue(place) / "run"
     folder.mkdir()
-    workdir.append_session(folder, {"step": 1})
-    path = folder / workdir.SESSIONS_FILE
+    append_session(folder, {"step": 1})
+    path = folder / SESSIONS_FILE
     path.write_text(path.read_text() + '{"step": 2, "proc')
     for step in (3, 4):
-        workdir.append_session(folder, {"step": step})
+        append_session(folder, {"step": step})
     first, torn, *others = path.read_text().splitlines()
     assert torn == '{"step": 2, "proc' and [json.loads(line)["step"] for line in (first, *others)] == [1, 3, 4]
 

@@ -18,8 +18,8 @@ from run_helpers import assert_equal, read_untimed_metrics, state_of
 from storage_helpers import hold_lock, name_of, short_lease  # noqa: F401
 
 from smallgpt_jax.run import spool
-from smallgpt_jax.run import workdir as run_folder
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.files import write_atomically
 from smallgpt_jax.training import train
@@ -61,14 +61,14 @@ def remote_run(emulated_storage, text_file, short_lease):  # noqa: F811
     assert (folder / "checkpoints" / "20" / "params" / "manifest.ocdbt").exists()  # step 20 is not committed
     assert saved_steps(folder / "checkpoints") == Checkpoints(folder / "checkpoints").steps() == [10]
     assert {line["step"] for line in read_untimed_metrics(folder)} == {5, 10, 15, 20}
-    assert (folder / run_folder.LOCK_FILE).exists()
+    assert (folder / LOCK_FILE).exists()
     before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
 
     resumed = call("main", *flags)
     assert resumed.returncode == 0 and "10 done" in resumed.stdout, resumed.stderr
     assert "waiting until it renews or loses the lock" in resumed.stderr
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) == before  # of the killed session
-    assert not (folder / run_folder.LOCK_FILE).exists()
+    assert not (folder / LOCK_FILE).exists()
     return folder
 
 
@@ -83,7 +83,7 @@ def test_a_killed_run_ends_like_a_local_run(remote_run, local_run):
 
 
 def test_a_second_process_is_refused(remote_run, text_file):
-    with hold_lock(remote_run / run_folder.LOCK_FILE) as holder:
+    with hold_lock(remote_run / LOCK_FILE) as holder:
         second = call("main", f"--config=run:{remote_run}", f"--workdir={remote_run}", "--config.train.steps=50")
     assert second.returncode == 1 and second.stderr.splitlines()[-1] == (
         f"error: --workdir={remote_run}: in use by {name_of(holder)}; wait for it, or use another --workdir")

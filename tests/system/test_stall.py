@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT, XLA_FLAGS
 
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 
 pytestmark = pytest.mark.slow
 
@@ -46,4 +46,4 @@ def test_a_stalled_run_ends(text_file, tmp_path, fault, status):
     assert result.returncode == status, result.stderr
     stalled = "error: no training step has finished for 3 seconds (config.train.stall_seconds); " in result.stderr
     assert stalled == ("in freeze" in result.stderr) == (fault == "frozen data")
-    assert Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER).steps()[-1] == (10 if stalled else 40)
+    assert Checkpoints(tmp_path / "run" / CHECKPOINT_FOLDER).steps()[-1] == (10 if stalled else 40)

@@ -15,7 +15,8 @@ from ml_collections.config_flags import config_path
 from configs.compare import base
 from smallgpt_jax import cli, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import budget, measure, parameters, planning
+from smallgpt_jax.comparison import budget, measure, parameters
+from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
@@ -37,7 +38,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
     config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice as many tokens per step as in the other runs
-    planned = budget.plan(config, tmp_path).runs({})
+    planned = budget.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
     assert len({run.folder for run in planned}) == 12
@@ -56,18 +57,18 @@ def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
     for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
         config = base.comparison(
             common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1)
-        planned = budget.plan(config, tmp_path).runs({})
+        planned = budget.make_comparison(config, tmp_path).runs({})
         assert {run.name: run.config.train.steps for run in planned} == {"joined": 200, "whole": steps}
 
 
 def flops(config) -> float:
-    """Returns the FLOPs of a run, as `plan` counts them."""
+    """Returns the FLOPs of a run, as `make_comparison` counts them."""
     model = models.LanguageModel(Config.of(config).model)
     return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
 
 
 def test_flops_are_equal_within_one_percent(tmp_path):
-    planned = budget.plan(comparison(compare__budget="flops", train__steps=2000), tmp_path).runs({})[:4]
+    planned = budget.make_comparison(comparison(compare__budget="flops", train__steps=2000), tmp_path).runs({})[:4]
     target = flops(load_config("gpt", train__steps=2000))
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
@@ -87,7 +88,7 @@ def test_equal_flops_include_those_of_the_optimizer(tmp_path):
     """
     common = load_config("gpt", model__context_length=16, train__steps=1000)
     config = base.comparison(common, {"adamw": {}, "muon": {"optimizer": {"name": "muon"}}}, budget="flops", seeds=1)
-    planned = {run.name: run.config for run in budget.plan(config, tmp_path).runs({})}
+    planned = {run.name: run.config for run in budget.make_comparison(config, tmp_path).runs({})}
     D, layers = 64, 4
     step = flops(planned["adamw"]) / planned["adamw"].train.steps
     square, wide = (5 * (2 * D * D * n + 2 * D**3 + 2 * D * D * n) for n in (D, 4 * D))
@@ -104,7 +105,7 @@ def test_equal_flops_include_those_of_the_optimizer(tmp_path):
 def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
     config.runs.cgpt.model.conv_kernel = 1  # as in configs/compare/paper.py
-    planned = budget.plan(config, tmp_path).runs({})
+    planned = budget.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == names.split(",")
     tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
               for run in planned}
@@ -160,20 +161,20 @@ def test_digests_of_older_versions():
 def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
-    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [90, 60] * 2
+    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [90, 60] * 2
     monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
-    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [90, 60] * 2
+    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [90, 60] * 2
     config.compare.seconds = 60.0
-    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [180, 120] * 2
+    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [180, 120] * 2
     config.model.d_model = 128  # the configs are new, so their speeds are measured again
-    assert [run.config.train.steps for run in budget.plan(config, tmp_path).runs({})] == [300, 300] * 2
+    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
-        budget.plan(config, tmp_path)
+        budget.make_comparison(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
-    planning.run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
+    run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
     with pytest.raises(UserError, match="contains a run pgpt with another budget or config"):
-        budget.plan(config, tmp_path)
+        budget.make_comparison(config, tmp_path)
 
 
 def test_speed_excludes_the_first_two_steps(monkeypatch):
@@ -193,7 +194,7 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
 def test_names_with_dots_and_spaces(tmp_path):
     """Covers run names such as "lr 0.001", as in the learning rate example of configs/compare/base.py."""
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
-    planned = budget.plan(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path).runs({})
+    planned = budget.make_comparison(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path).runs({})
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
         ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
 
@@ -233,7 +234,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
 def test_refuses_invalid_comparisons(fields, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        budget.plan(comparison(**fields), tmp_path)
+        budget.make_comparison(comparison(**fields), tmp_path)
 
 
 @pytest.mark.parametrize("runs, message", [
@@ -252,7 +253,7 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
     ({}, "the comparison has no runs")])
 def test_refuses_invalid_runs(runs, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)):
-        budget.plan(base.comparison(load_config("gpt"), runs), tmp_path)
+        budget.make_comparison(base.comparison(load_config("gpt"), runs), tmp_path)
 
 
 def test_refuses_parameters_that_no_width_has(tmp_path):
@@ -262,7 +263,7 @@ def test_refuses_parameters_that_no_width_has(tmp_path):
     with pytest.raises(UserError, match=r"deep has no width that gives 266,816 parameters within 2%; the nearest "
                                         r"width gives [\d,]+ \([+-][\d.]+%\), with "
                                         r"model.d_model=\d+, model.num_heads=\d+"):
-        budget.plan(config, tmp_path).runs({})
+        budget.make_comparison(config, tmp_path).runs({})
 
 
 def test_refuses_misspelt_comparison_fields():
@@ -281,7 +282,7 @@ def validate(config: ConfigDict) -> None:
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "build_program", validate)
     config = importlib.import_module(f"configs.compare.{name}").get_config(size)
-    planned = budget.plan(config, tmp_path).runs({})
+    planned = budget.make_comparison(config, tmp_path).runs({})
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
     if name == "stages":  # the first run has the model of lgpt's recipe

@@ -8,7 +8,7 @@ from conftest import load_config
 
 from smallgpt_jax.comparison import figures, learning_rates, report
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.planning import Plan, run_folder
+from smallgpt_jax.comparison.runs import Comparison, run_folder
 from smallgpt_jax.run.config import Config
 
 INF = math.inf
@@ -47,37 +47,37 @@ def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, ed
     assert grid.has_diverged == all(loss == INF for loss in known)
 
 
-def plan(folder: Path, *, seeds: int = 2, multiples=(0.5, 1, 2), max_added: int = 4) -> Plan:
+def comparison(folder: Path, *, seeds: int = 2, multiples=(0.5, 1, 2), max_added: int = 4) -> Comparison:
     config = Config.of(load_config("gpt", optimizer__learning_rate=0.01, optimizer__final_learning_rate=0.001))
-    return Plan(folder, {"a": config, "b": config}, range(7, 7 + seeds), multiples, max_added)
+    return Comparison(folder, {"a": config, "b": config}, range(7, 7 + seeds), multiples, max_added)
 
 
-def run_plan(plan: Plan, losses: dict[str, dict]) -> list[str]:
-    """Returns the folders of a plan's runs in training order. `losses` contains {name: {multiple: loss}}."""
+def run_comparison(comparison: Comparison, losses: dict[str, dict]) -> list[str]:
+    """Returns the folders of the runs in training order. `losses` contains {name: {multiple: loss}}."""
     known, order = {}, []
-    while run := next((run for run in plan.runs(known) if run.folder not in known), None):
-        assert run.folder == run_folder(plan.output, run.name, run.config.train.seed, run.multiple)
+    while run := next((run for run in comparison.runs(known) if run.folder not in known), None):
+        assert run.folder == run_folder(comparison.output, run.name, run.config.train.seed, run.multiple)
         known[run.folder] = losses[run.name][run.multiple]
         order.append(run.folder.name)
-        assert len(order) <= plan.num_runs(known)
-    assert len(order) == plan.num_runs(known)
-    assert all(run.folder in known for run in plan.runs(known))
+        assert len(order) <= comparison.num_runs(known)
+    assert len(order) == comparison.num_runs(known)
+    assert all(run.folder in known for run in comparison.runs(known))
     return order
 
 
 def test_grids_are_trained_before_further_seeds(tmp_path):
     """The best rate of model a is at the edge of its grid, so the grid is extended. That of b is in the middle."""
     losses = {"a": parabola(2), "b": parabola(1)}
-    assert run_plan(plan(tmp_path, seeds=3), losses) == [
+    assert run_comparison(comparison(tmp_path, seeds=3), losses) == [
         "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr4x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
         "a-seed8-lr2x", "b-seed8", "a-seed9-lr2x", "b-seed9"]
-    assert run_plan(plan(tmp_path, seeds=3, multiples=()), losses) == [
+    assert run_comparison(comparison(tmp_path, seeds=3, multiples=()), losses) == [
         "a-seed7", "b-seed7", "a-seed8", "b-seed8", "a-seed9", "b-seed9"]
 
 
 def test_a_model_that_always_diverges_is_not_trained_with_further_seeds(tmp_path):
     losses = {"a": {2.0**n: INF for n in range(-9, 9)}, "b": parabola(1)}
-    assert run_plan(plan(tmp_path, max_added=1), losses) == [
+    assert run_comparison(comparison(tmp_path, max_added=1), losses) == [
         "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr0.25x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
         "b-seed8"]
 
@@ -87,9 +87,9 @@ def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
 
     The multiple of a run scales its learning rate and its final learning rate.
     """
-    folder = plan(tmp_path).output
+    folder = comparison(tmp_path).output
     known = {run_folder(folder, "b", 7, multiple): loss for multiple, loss in parabola(1).items()}
-    runs = plan(tmp_path).runs(known)
+    runs = comparison(tmp_path).runs(known)
     assert [(run.name, run.multiple, run.config.train.seed) for run in runs if not run.in_grid] == [
         ("b", 1.0, 7), ("b", 1.0, 8)]
     scaled = {run.multiple: (run.config.optimizer.learning_rate, run.config.optimizer.final_learning_rate)

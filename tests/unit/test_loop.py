@@ -7,8 +7,9 @@ import pytest
 
 from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.run.metrics import NonFiniteGuard, StepMetrics
+from smallgpt_jax.run.logger import StepMetrics
 from smallgpt_jax.training.loop import train_loop
+from smallgpt_jax.training.nonfinite import NonFiniteGuard
 
 
 class Run:
@@ -75,8 +76,7 @@ class Run:
         assert step == state
         self.events.append(f"save {step}")
 
-    # Fake of the function `train.evaluate`.
-    def evaluate(self, step, state):
+    def log_validation_loss(self, step, state):
         assert step == state
         self.events.append(f"evaluate {step}")
         return step != self._stop_in_evaluation
@@ -140,7 +140,7 @@ def test_a_run_stopped_during_evaluation(step, is_saved):
     run = Run(stop_in_evaluation=step)
     assert run.loop(steps=6, eval_every=2, checkpoint_every=4) == (step, step, True)
     assert run.events[-1] == f"evaluate {step}"
-    # The loop saves step 4, a multiple of checkpoint_every, before the evaluation. It does not save step 2: `train.run`
+    # The loop saves step 4, a multiple of checkpoint_every, before the evaluation. It does not save step 2: `Session`
     # does so after the loop.
     assert (f"save {step}" in run.events) == is_saved
 

@@ -18,8 +18,11 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import clock as run_clock
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import Logger, MetricsWriter, NonFiniteGuard, Progress, StepMetrics, read_lines
+from smallgpt_jax.run.logger import Logger, StepMetrics
+from smallgpt_jax.run.metrics import MetricsWriter, read_lines
+from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.training import messages
+from smallgpt_jax.training.nonfinite import NonFiniteGuard
 
 LOSSES = [5 / step for step in range(1, 21)]
 
@@ -32,7 +35,7 @@ def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list
     timer = RunClock()
     clock.now += 7
     timer.start_training()
-    logger = Logger(workdir, first_step, Progress(20), timer, log_every=log_every, tokens_per_step=512,
+    logger = Logger(workdir, first_step, RunProgress(20), timer, log_every=log_every, tokens_per_step=512,
                     bytes_per_token=1.0, peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
     for step in range(first_step + 1, 21):
         values = {"loss": LOSSES[step - 1], "grad_norm": 1.0, "is_finite": True}
@@ -185,7 +188,7 @@ def test_removed_metrics_do_not_end_a_run(tmp_path, failure):
     if failure == "replaced by a folder":
         path.mkdir()
     writer.write(2, "train", {"loss": 2.0})
-    writer.write(3, "eval", {"loss": 3.0})
+    writer.write(3, "eval", {"loss": 3.0, "bits_per_byte": 2.0, "targets": 8})
     assert len(logged) == (failure != "file removed")
     if failure == "replaced by a folder":
         path.rmdir()
@@ -289,7 +292,7 @@ def test_final_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(messages.inference, "load", lambda folder: SimpleNamespace(
         stream=lambda **settings: iter(["a ", "text"])))
     (workdir / "metrics.jsonl").write_text(
-        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None}) + "\n")
+        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None, "targets": 8}) + "\n")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # the environment is active
     messages.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"

@@ -234,7 +234,7 @@ def test_plan_of_a_step_that_does_not_fit(monkeypatch):
     (SPLASH_PROGRAM, None)])
 def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
     program, known = compiled
-    read = hlo.Program(text) if text else None
+    read = hlo.HloModule(text) if text else None
     monkeypatch.setattr(estimate, "compile_and_read", lambda program: (program.compile_train_step(), read))
     monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v4"])
     planned = estimate.estimate(program)
@@ -320,22 +320,22 @@ class UnreadableProgram:
 
 def test_reads_the_dump_of_a_program_without_text(tmp_path):
     readable = jax.jit(lambda x: x).lower(1.0).compile()
-    assert estimate.read_program(readable, tmp_path).computations
-    assert estimate.read_program(UnreadableProgram(), tmp_path) is None
+    assert estimate.read_hlo(readable, tmp_path).computations
+    assert estimate.read_hlo(UnreadableProgram(), tmp_path) is None
     (tmp_path / "module_0000.jit_train_step.cl_1.after_codegen.txt").write_text(PROGRAM)
     (tmp_path / "module_0002.extracted.cl_1.after_codegen.txt").write_text("")
-    assert estimate.read_program(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
+    assert estimate.read_hlo(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
 
 
 def test_reading_a_program():
-    program = hlo.Program(PROGRAM)
+    program = hlo.HloModule(PROGRAM)
     assert program.cycles() == 7 + 6 * 50  # the cycles of a fusion include those of its instructions
     assert [times for times, _ in program.kernels()] == [6]
     assert program.collectives() == {
         "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
         "all-gather": {"count": 7, "bytes": 8 * 4 + 6 * 2 * 8 * 16}}
     noted = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"4"}}')
-    assert hlo.Program(noted).cycles() == 7 + 4 * 50
+    assert hlo.HloModule(noted).cycles() == 7 + 4 * 50
 
 
 def test_roofline_of_a_kernel():

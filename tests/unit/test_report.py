@@ -200,9 +200,6 @@ def test_warns_of_different_validation_rows():
         (20.0, aggregation.Spread(4., 4., 4., 1))]
     warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
     assert "differ in config.data.packing" in warning and "different rows" in warning
-    # Older versions did not record the number of targets of an evaluation.
-    warning, = warnings_and_conclusion(None, None, **{"train.eval_steps": 8})[0]
-    assert "differ in config.train.eval_steps" in warning and "different rows" in warning
 
 
 def test_parses_texts():

@@ -16,8 +16,9 @@ from configs import run as run_recipe
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config_group import ConfigGroup
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
+from smallgpt_jax.run.config_file import FORMAT, read_config
+from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
 
 
@@ -84,24 +85,24 @@ def test_a_new_field_does_not_stop_an_old_run(tmp_path, monkeypatch):
     config = Config.of(load_config("gpt"))
     groups = config.to_dict()
     del groups["optimizer"]["clip_norm"], groups["model"]["norm"], groups["train"]["stall_seconds"]
-    (tmp_path / "config.json").write_text(json.dumps({"format": workdir.FORMAT, **groups}))
+    (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, **groups}))
     (tmp_path / "store.json").write_text("{}")
-    assert workdir.read_config(tmp_path) == config
-    workdir.check_workdir(tmp_path, config)
+    assert read_config(tmp_path) == config
+    check_workdir(tmp_path, config)
     with pytest.raises(UserError, match=r"optimizer\.clip_norm was 1\.0, now 0\.5"):
-        workdir.check_workdir(tmp_path, config.replace(optimizer={"clip_norm": 0.5}))
+        check_workdir(tmp_path, config.replace(optimizer={"clip_norm": 0.5}))
 
 
 def test_configs_of_unreleased_versions_are_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(Config.of(load_config("gpt")).to_dict()))
     with pytest.raises(UserError, match=r"config.json: was written by another version") as error:
-        workdir.read_config(tmp_path)
+        read_config(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_the_recipe_of_a_run_is_its_config(tmp_path):
     config = Config.of(load_config("pgpt", model__num_paths=4, model__num_layers=4))
-    (tmp_path / "config.json").write_text(json.dumps({"format": workdir.FORMAT, **config.to_dict()}))
+    (tmp_path / "config.json").write_text(json.dumps({"format": FORMAT, **config.to_dict()}))
     assert Config.of(run_recipe.get_config(str(tmp_path))) == config
 
 

@@ -48,11 +48,14 @@ def rows(monkeypatch):
     return rows
 
 
+EVALUATION = {"bits_per_byte": 1.5, "targets": 8}
+
+
 def session(folder, first_step, lines):
     """Writes lines (step, split, loss) like a run that resumes after `first_step`. Returns the writer."""
     writer = MetricsWriter(folder, first_step, start_tracker=lambda old: Tracker("wandb", folder, {}, old))
     for step, split, loss in lines:
-        writer.write(step, split, {"loss": loss})
+        writer.write(step, split, {"loss": loss} | (EVALUATION if split == "eval" else {}))
     return writer
 
 
@@ -60,7 +63,8 @@ def expected(folder):
     """Returns {step: row} according to metrics.jsonl."""
     found = {}
     for line in read_lines(folder / "metrics.jsonl"):
-        found.setdefault(line["step"], {})[f"{line['split']}/loss"] = line["loss"]
+        row = found.setdefault(line["step"], {})
+        row |= {f"{line['split']}/{name}": line[name] for name in ("loss", *EVALUATION) if name in line}
     return found
 
 
@@ -85,7 +89,8 @@ def test_each_step_is_sent_once_across_kills(tmp_path, rows, lost):
 def test_an_evaluation_after_a_stop_is_sent_with_the_next_step(tmp_path, rows):
     session(tmp_path, 0, [(1, "train", 1.0)]).close()
     session(tmp_path, 1, [(1, "eval", 2.0), (2, "train", 3.0)]).close()
-    assert rows == {1: {"train/loss": 1.0}, 2: {"eval/loss": 2.0, "train/loss": 3.0}}
+    assert rows == {1: {"train/loss": 1.0},
+                    2: {"eval/loss": 2.0, "eval/bits_per_byte": 1.5, "eval/targets": 8, "train/loss": 3.0}}
 
 
 def test_only_numbers_are_sent(tmp_path, rows):
@@ -132,7 +137,7 @@ writer = MetricsWriter(folder, first, start_tracker=lambda old: Tracker(name, fo
 for step in range(first + 1, last + 1):
     writer.write(step, "train", {"loss": 1 / step})
     if step % 4 == 0:
-        writer.write(step, "eval", {"loss": 2 / step})
+        writer.write(step, "eval", {"loss": 2 / step, "bits_per_byte": 1.5, "targets": 8})
 if kill == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 writer.close()

@@ -24,7 +24,7 @@ class PlannedRun(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Comparison:
     """The models of a comparison, and the seeds and learning rates to train them with."""
 
     output: Path
@@ -34,7 +34,7 @@ class Plan:
     max_added: int  # maximum number of learning rates that are added to a model's grid
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
-        """Returns {name: grid}, or {} if the plan has no multiples.
+        """Returns {name: grid}, or {} if the comparison has no multiples.
 
         `losses` maps the folders of finished runs to their losses; see `Grid.losses`.
         """

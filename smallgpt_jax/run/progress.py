@@ -1,0 +1,33 @@
+"""The progress of a run on standard output."""
+
+import sys
+
+
+class RunProgress:
+    """Prints the progress of a run. On a terminal, one line is updated in place; elsewhere, each update adds a line."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self._in_place = sys.stdout.isatty()
+        self._open = False
+
+    def update(self, step: int, text: str) -> None:
+        self._print(step, text, end="" if self._in_place else "\n")
+        self._open = self._in_place
+
+    def print_line(self, step: int, text: str) -> None:
+        """Prints a line that later updates do not overwrite."""
+        self._print(step, text, end="\n")
+        self._open = False
+
+    def message(self, text: str) -> None:
+        """Prints text without the step number."""
+        print(f"{self._clear()}{text}", flush=True)
+        self._open = False
+
+    def _print(self, step: int, text: str, end: str) -> None:
+        counter = f"step {step:>{len(str(self.steps))}}/{self.steps}"
+        print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
+
+    def _clear(self) -> str:
+        return "\r\x1b[K" if self._open else ""

@@ -1,0 +1,39 @@
+"""sessions.jsonl: the devices, versions and commit of each start, resumption or divergence of a run."""
+
+import contextlib
+import datetime
+import json
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax.devices import distributed
+from smallgpt_jax.run.names import SESSIONS_FILE
+from smallgpt_jax.run.provenance import software
+from smallgpt_jax.storage.files import append_line
+from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, integer, read_json_lines
+
+# What the readers of sessions.jsonl rely on.
+SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
+           "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1)}
+
+
+def append_session(workdir: Path, facts: dict) -> None:
+    """Appends `facts` about a start, resumption or divergence to sessions.jsonl. Ignores write errors."""
+    if not distributed.is_primary():
+        return
+    line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "processes": jax.process_count(), **software()}
+    with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+        append_line(workdir / SESSIONS_FILE, json.dumps(line))
+
+
+def read_sessions(workdir: Path) -> list[dict]:
+    """Returns the lines of sessions.jsonl about a start or resumption."""
+    return read_json_lines(workdir / SESSIONS_FILE, SESSION)
+
+
+def has_diverged(workdir: Path) -> bool:
+    """Whether the run's last session ended in divergence."""
+    sessions = read_json_lines(workdir / SESSIONS_FILE, {"time": TEXT})
+    return bool(sessions) and "diverged" in sessions[-1]

@@ -1,0 +1,73 @@
+"""Whether a run continues on its own training text."""
+
+from pathlib import Path
+
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.names import ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
+from smallgpt_jax.storage.json_files import read_json
+
+
+def check_same_text(workdir: Path, corpus: Corpus) -> None:
+    """Raises UserError if the existing run was trained on a text other than `corpus`, or with another tokenizer.
+
+    For an imported model that has not been trained, compares only the tokenizer.
+    """
+    now = corpus.description
+    if (workdir / STORE_FILE).exists():
+        before = read_description(workdir)
+        kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        if not same_text(before, now) or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
+            raise UserError(
+                f"--workdir={workdir}: the training text has changed since the run started "
+                f"({describe_changes(before, now)}); restore the original text, or use another --workdir")
+    elif (workdir / ORIGIN_FILE).exists():
+        given = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
+            raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
+                            f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
+
+
+def read_description(workdir: Path) -> dict:
+    """Returns the `Corpus.description` of a run's training text. Raises UserError if it is missing or damaged."""
+    return read_json(workdir / STORE_FILE, DESCRIPTION, "replace it by the metadata.json of the run's token store")
+
+
+def describe_changes(before: dict, now: dict) -> str:
+    """Formats the first three differences between two `Corpus.description`s for an error message."""
+    def flat_entries(value, path=()):
+        if isinstance(value, dict | list):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from flat_entries(part, (*path, str(key)))
+        else:
+            yield path, value
+
+    def format_value(path, value):
+        if value is None:  # this description lacks the entry
+            return "0" if "skipped" in path else "none"
+        return f"{value:,}" if type(value) is int else repr(value)
+
+    entries_before, entries_now = dict(flat_entries(before)), dict(flat_entries(now))
+    different = [path for path in sorted(entries_before.keys() | entries_now.keys())
+                 if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path]
+    listed = [f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "
+              f"to {format_value(path, entries_now.get(path))}"
+              for path in different[:3]]
+    return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
+        "its tokenizer" if same_text(before, now) else "other content of the same size")
+
+
+def entry_name(path: tuple[str, ...]) -> str:
+    """Returns the name of an entry of `Corpus.description` for an error message."""
+    match path:
+        case ("mixture", number, *rest):
+            return f"store {int(number) + 1}: {entry_name(tuple(rest))}"
+        case ("made_from", field):
+            return f"config.data.{field}"
+        case ("skipped", reason):
+            return f"skipped items ({reason})"
+        case ("splits", split, count):
+            what = {"text_bytes": "bytes of text"}.get(count, count)
+            return f"{what} for {'training' if split == 'train' else split}"
+    return " ".join(path).replace("_", " ")

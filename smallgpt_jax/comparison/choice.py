@@ -243,10 +243,16 @@ def _refuse_extrapolation(limit: float, low: float, high: float, nearest: float)
 
 
 def _contender_rows(contenders: Sequence[Candidate], draws: np.ndarray) -> list[Row]:
-    shares = np.bincount(draws.argmin(0), minlength=len(contenders)) / draws.shape[1]
+    shares = best_shares(draws)
     intervals = np.quantile(draws, [0.1, 0.9], axis=1).T
     return [_row(candidate, tuple(map(float, interval)), float(share))
             for candidate, interval, share in zip(contenders, intervals, shares)]
+
+
+def best_shares(draws: np.ndarray) -> np.ndarray:
+    """Returns each row's share of the draws, (rows, draws), in which it is the lowest. Equal rows divide a draw."""
+    is_lowest = draws == draws.min(0)
+    return (is_lowest / is_lowest.sum(0)).mean(-1)
 
 
 def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarray:
@@ -318,8 +324,7 @@ def rank_by_law(fits: Sequence[scaling.Fit], candidates: Sequence[Candidate], bu
     rows, nearest = [], {}
     frontiers = [scaling.frontier(fitted, np.array([limit]), budget) for fitted in fits]
     draws = np.stack([frontier.draws[:, 0] for frontier in frontiers])
-    shares = np.bincount(draws.argmin(0), minlength=len(fits)) / draws.shape[1]
-    for frontier, draw, share in zip(frontiers, draws, shares):
+    for frontier, draw, share in zip(frontiers, draws, best_shares(draws)):
         size, tokens = frontier.sizes[0], frontier.tokens[0]
         trained = [candidate for candidate in candidates if candidate.model == frontier.name]
         near = min(trained, key=lambda one: (abs(np.log(one.runs[0]["parameters"] / size)),

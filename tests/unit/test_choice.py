@@ -72,6 +72,8 @@ def test_a_tie_names_the_models(ask):
     assert "the intervals of " in answer.reason and "c" not in answer.reason.split(" overlap")[0].split()
     assert sum(row.probability for row in answer.contenders) == pytest.approx(1)
     assert choice.format_answer(answer).splitlines()[2].startswith("Cannot tell, because the intervals of")
+    assert [row.probability for row in ask(make_runs({"a": 3.0, "b": 3.0}, noise=0), "bytes", 4e6).contenders] == [
+        0.5, 0.5]
 
 
 def test_runs_of_one_seed_are_compared_with_each_other():

@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare")
+COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose")
 
 
 def run_script(command: str) -> None:
@@ -24,7 +24,7 @@ def run_script(command: str) -> None:
 
 
 # The functions that setup.py names in console_scripts.
-train, prepare, generate, plan, evaluate, convert, compare = (
+train, prepare, generate, plan, evaluate, convert, compare, choose = (
     functools.partial(run_script, command) for command in COMMANDS)
 
 

@@ -52,3 +52,9 @@ def parameter_count(total: int, active: int) -> str:
     if it equals `total`.
     """
     return f"{total:,}" + (f" ({active:,} active)" if active != total else "")
+
+
+def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line per row. The first column is aligned on the left, all others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from smallgpt_jax.formatting import aligned_rows
 from smallgpt_jax.run import plotting
 
 
@@ -42,13 +43,8 @@ class Plot:
 
 def aligned_table(table: Table) -> str:
     """Returns a table as plain text with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
-
-    return "\n".join([line(table.head), *(
-        line(row) + "  ← best" * (i == table.best) for i, row in enumerate(table.rows))])
+    head, *rows = aligned_rows([table.head, *table.rows])
+    return "\n".join([head, *(row + "  ← best" * (i == table.best) for i, row in enumerate(rows))])
 
 
 # ------------------------------------------------------------------ Markdown

@@ -1,0 +1,40 @@
+"""Chooses a model for a budget from the results of a comparison, or says why they do not tell.
+
+    python -m smallgpt_jax.choose --results=runs/scaling/results.json --flops=1e15
+    python -m smallgpt_jax.choose --results=runs/paper/results.json --decode_ms=2
+
+Give one budget. --flops and --seconds are budgets of training; the others limit the trained model. Prints the Pareto
+front of the loss against this cost, the probability of each model of being the best, and the command that trains the
+chosen one.
+"""
+
+import dataclasses
+import json
+import math
+
+from absl import flags
+
+from smallgpt_jax import cli
+from smallgpt_jax.comparison import choice
+from smallgpt_jax.storage.files import as_path
+
+_RESULTS = flags.DEFINE_string("results", None, "results.json of a comparison.")
+_BUDGETS = {name: flags.DEFINE_float(name, None, f"Budget: {budget.label}.") for name, budget in choice.BUDGETS.items()}
+_JSON = flags.DEFINE_bool("json", False, "Print the answer as one JSON object.")
+flags.mark_flag_as_required("results")
+
+
+def main() -> None:
+    given = {name: flag.value for name, flag in _BUDGETS.items() if flag.value is not None}
+    if len(given) != 1:
+        found = f"{' and '.join(f'--{name}' for name in given)} cannot be combined; " if given else ""
+        cli.fail(f"{found}give one of {', '.join(f'--{name}' for name in _BUDGETS)}", status=2)
+    (budget, limit), = given.items()
+    if not 0 < limit < math.inf:
+        cli.fail(f"--{budget}={limit}: must be a finite number above 0", status=2)
+    answer = choice.choose(as_path("--results", _RESULTS.value), budget, limit)
+    print(json.dumps(dataclasses.asdict(answer)) if _JSON.value else choice.format_answer(answer))
+
+
+if __name__ == "__main__":
+    cli.run(main)

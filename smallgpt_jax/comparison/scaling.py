@@ -1,0 +1,332 @@
+"""Scaling laws of several models: predictions with intervals, compute multipliers, budgets at which the order changes.
+
+Functions of plain records. Each model has its own law (`power_law`), and its uncertainty is a bootstrap over runs.
+Between models, the bootstraps are independent, which ignores that runs of one seed share their batches. The intervals
+of differences are therefore wide rather than narrow.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from smallgpt_jax.comparison import power_law
+from smallgpt_jax.comparison.power_law import Law
+from smallgpt_jax.errors import UserError
+
+DRAWS = 4000
+INTERVAL = 0.8
+CERTAIN = 0.975  # probability from which one model is called better than another: a two-sided error of 5%
+MIN_RUNS, MIN_SIZES, MIN_HORIZONS = 6, 3, 3  # of a fit, which has five parameters
+MIN_RATIO = 1.5  # between the most and the fewest tokens per parameter; at an equal ratio, α and β are one exponent
+GRID = 32  # budgets, and sizes, at which a law is evaluated
+SIZES = ("parameters", "non_embedding_parameters", "active_parameters")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One loss of a run after its schedule has ended. A trunk with several decays has several records of one `run`."""
+
+    name: str  # of the model, at all sizes
+    run: str
+    seed: int
+    parameters: int
+    non_embedding_parameters: int
+    active_parameters: int  # that one token uses
+    tokens: float
+    flops: float  # of all training steps, with the head and the optimizer
+    loss: float  # nats per token
+    seconds: float | None = None  # of training
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A model's law, the same law fitted to bootstrap samples of its runs, and the records that were fitted."""
+
+    name: str
+    size: str  # the field of `Record` that is N
+    law: Law
+    draws: Law
+    records: tuple[Record, ...]
+    noise: np.ndarray  # residuals of the records, scaled up by the degrees of freedom
+
+    def values(self, field: str) -> np.ndarray:
+        return np.array([getattr(record, field) for record in self.records], float)
+
+
+def group_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.name, []).append(record)
+    return groups
+
+
+def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
+    """Returns the runs that one model lacks for a fit, such as "2 more runs, 1 more size", or ""."""
+    sizes = {getattr(record, size) for record in records}
+    needs = {"run": MIN_RUNS - len({record.run for record in records}),
+             "size": MIN_SIZES - len(sizes),
+             "number of tokens": MIN_HORIZONS - len({record.tokens for record in records})}
+    missing = [f"{count} more {noun.replace('number', 'number' + 's' * (count > 1))}"
+               + "s" * (count > 1 and noun != "number of tokens") for noun, count in needs.items() if count > 0]
+    ratios = [record.tokens / getattr(record, size) for record in records]
+    if not missing and max(ratios) < MIN_RATIO * min(ratios):
+        missing = [f"runs whose tokens per parameter differ by a factor of {MIN_RATIO:g} or more"]
+    return ", ".join(missing)
+
+
+def fit(records: Sequence[Record], size: str = "parameters", draws: int = DRAWS, seed: int = 0) -> Fit:
+    """Returns the law of one model. Raises UserError if its runs are too few.
+
+    Args:
+      records: all of one name.
+      size: which number of parameters is N, one of SIZES.
+      draws: number of bootstrap samples. Each draws whole runs with replacement.
+      seed: of the samples.
+    """
+    name = records[0].name
+    if missing := missing_for_fit(records, size):
+        raise UserError(f"{name}: too few runs for a scaling law; train {missing}")
+    data = [np.array([getattr(record, field) for record in records], float) for field in (size, "tokens", "loss")]
+    law = power_law.fit(*data)
+    rng = np.random.default_rng([seed, *name.encode()])  # of another name: independent samples
+    found = power_law.bootstrap(law, *data, _sample_runs(records, size, draws, rng))
+    degrees = max(1, len(records) - len(law))
+    noise = (data[2] - law.loss(*data[:2])) * np.sqrt(len(records) / degrees)
+    return Fit(name, size, law, found, tuple(records), noise)
+
+
+def _sample_runs(records: Sequence[Record], size: str, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns how often each record is in each bootstrap sample, shape (draws, records).
+
+    A sample has one run fewer than the data, because the spread of samples of the same size is too narrow for few runs
+    (Rao and Wu, 1988). Samples without MIN_SIZES sizes or MIN_HORIZONS numbers of tokens are drawn again: they
+    determine no law.
+    """
+    kept, left = [], draws
+    runs = np.unique([record.run for record in records], return_inverse=True)[1]
+    count = runs.max() + 1
+    while left > 0:
+        counts = rng.multinomial(count - 1, np.full(count, 1 / count), size=2 * left)[:, runs]
+        usable = np.ones(len(counts), bool)
+        for field, least in ((size, MIN_SIZES), ("tokens", MIN_HORIZONS)):
+            values = np.array([getattr(record, field) for record in records])
+            usable &= sum((counts[:, values == value] > 0).any(-1) for value in np.unique(values)) >= least
+        kept.append(counts[usable][:left])
+        left -= len(kept[-1])
+    return np.concatenate(kept)
+
+
+# ------------------------------------------------------------------ predictions
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The predicted loss of one run, with an interval that includes the noise of a run."""
+
+    name: str
+    size: float
+    tokens: float
+    loss: float
+    low: float
+    high: float
+
+
+def predict(fitted: Fit, sizes: Sequence[float], tokens: Sequence[float], interval: float = INTERVAL,
+            seed: int = 0) -> list[Prediction]:
+    """Returns a prediction for each pair of `sizes` and `tokens`."""
+    draws = fitted.draws.loss(sizes, tokens)
+    draws = draws + np.random.default_rng(seed).choice(fitted.noise, size=draws.shape)
+    low, high = _bounds(draws, interval)
+    losses = np.broadcast_to(fitted.law.loss(sizes, tokens), low.shape)
+    return [Prediction(fitted.name, *map(float, row)) for row in zip(sizes, tokens, losses, low, high)]
+
+
+def _bounds(draws: np.ndarray, interval: float) -> np.ndarray:
+    return np.quantile(draws, [(1 - interval) / 2, (1 + interval) / 2], axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A held-out loss (mean over seeds) beside its prediction."""
+
+    prediction: Prediction
+    loss: float
+    seeds: int
+
+    @property
+    def error(self) -> float:
+        return self.loss - self.prediction.loss
+
+    @property
+    def is_covered(self) -> bool:
+        return self.prediction.low <= self.loss <= self.prediction.high
+
+
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """How well a ranking of models agrees with the held-out losses."""
+
+    ranking: tuple[str, ...]  # lowest loss first
+    accuracy: float  # share of the pairs of models in the held-out order
+    regret: float  # held-out loss of the first model, minus the lowest one
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutCheck:
+    outcomes: tuple[Outcome, ...]
+    coverage: float  # share of the outcomes inside their interval
+    by_law: Decisions
+    at_one_size: Decisions  # the baseline: the ranking of the most expensive runs that were fitted
+
+
+def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCheck:
+    """Returns the errors of the predictions for runs that were not fitted. Every fit needs held-out records."""
+    groups = group_by_name(held_out)
+    if absent := [fitted.name for fitted in fits if fitted.name not in groups]:
+        raise UserError(f"{absent[0]}: no held-out run; train one, or leave the model out")
+    if len(fits) < 2:
+        raise UserError(f"{fits[0].name}: the only model; decisions need at least two")
+    outcomes = [outcome for fitted in fits for outcome in _outcomes(fitted, groups[fitted.name])]
+    actual, predicted = ({fitted.name: float(np.mean([value(outcome) for outcome in outcomes
+                                                      if outcome.prediction.name == fitted.name])) for fitted in fits}
+                         for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
+    baseline = {fitted.name: _loss_of_largest(fitted.records) for fitted in fits}
+    return HeldOutCheck(tuple(outcomes), float(np.mean([outcome.is_covered for outcome in outcomes])),
+                        decisions(predicted, actual), decisions(baseline, actual))
+
+
+def _outcomes(fitted: Fit, held_out: Sequence[Record]) -> list[Outcome]:
+    losses: dict[tuple, list[float]] = {}
+    for record in held_out:
+        losses.setdefault((getattr(record, fitted.size), record.tokens), []).append(record.loss)
+    return [Outcome(prediction, float(np.mean(values)), len(values))
+            for prediction, values in zip(predict(fitted, *zip(*losses)), losses.values())]
+
+
+def _loss_of_largest(records: Sequence[Record]) -> float:
+    """Returns the mean loss, over seeds, of the runs with the most FLOPs."""
+    largest = max(record.flops for record in records)
+    return float(np.mean([record.loss for record in records if record.flops > 0.99 * largest]))
+
+
+def decisions(scores: Mapping[str, float], actual: Mapping[str, float]) -> Decisions:
+    """Returns how well the order of `scores` agrees with that of the `actual` losses. Lower is better in both."""
+    ranking = tuple(sorted(scores, key=scores.__getitem__))
+    pairs = list(itertools.combinations(ranking, 2))
+    return Decisions(ranking, sum(actual[a] <= actual[b] for a, b in pairs) / len(pairs),
+                     actual[ranking[0]] - min(actual.values()))
+
+
+# ------------------------------------------------------------------ compute
+def cost_per_token(fitted: Fit, sizes: np.ndarray, cost: str = "flops") -> np.ndarray:
+    """Returns the training cost per token at each size: the trained ones' mean, interpolated in logarithms.
+
+    `cost` is a field of the records.
+    """
+    trained, per_token = fitted.values(fitted.size), np.log(fitted.values(cost) / fitted.values("tokens"))
+    known = np.unique(trained)
+    return np.exp(np.interp(np.log(sizes), np.log(known), [per_token[trained == size].mean() for size in known]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The lowest loss of a model at each budget, over the trained range of sizes and of tokens."""
+
+    name: str
+    budgets: np.ndarray  # (budgets,)
+    losses: np.ndarray  # (budgets,)
+    draws: np.ndarray  # (draws, budgets)
+    sizes: np.ndarray  # (budgets,) of the lowest loss
+    tokens: np.ndarray  # (budgets,)
+
+
+def trained_range(fits: Sequence[Fit], cost: str = "flops") -> tuple[float, float]:
+    """Returns the budgets, from and to, at which all models were trained."""
+    costs = [fitted.values(cost) for fitted in fits]
+    return float(max(map(np.min, costs))), float(min(map(np.max, costs)))
+
+
+def frontier(fitted: Fit, budgets: np.ndarray, cost: str = "flops") -> Frontier:
+    trained, horizons = fitted.values(fitted.size), fitted.values("tokens")
+    sizes = np.union1d(np.geomspace(trained.min(), trained.max(), GRID), trained)
+    tokens = np.asarray(budgets, float)[:, None] / cost_per_token(fitted, sizes, cost)  # (budgets, sizes)
+    is_trained = (tokens > 0.99 * horizons.min()) & (tokens < 1.01 * horizons.max())
+    is_trained |= ~is_trained.any(-1, keepdims=True)  # beyond the trained range: all sizes
+    losses = np.where(is_trained, fitted.law.loss(sizes, tokens), np.inf)
+    best = losses.argmin(-1)
+    draws = np.stack([np.where(allowed, fitted.draws.loss(sizes, row), np.inf).min(-1)
+                      for allowed, row in zip(is_trained, tokens)], -1)
+    rows = np.arange(len(tokens))
+    return Frontier(fitted.name, np.asarray(budgets, float), losses[rows, best], draws, sizes[best],
+                    tokens[rows, best])
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplier:
+    """The compute of `base` divided by that of `name`, at equal loss. Above 1, `name` needs less."""
+
+    name: str
+    base: str
+    loss: float
+    ratio: float
+    low: float
+    high: float
+
+
+def compute_multipliers(base: Fit, other: Fit, interval: float = INTERVAL, levels: int = 5) -> list[Multiplier]:
+    """Returns multipliers at losses that both models reach in the range of budgets that both were trained on."""
+    low, high = trained_range([base, other])
+    if low >= high:
+        return []
+    budgets = np.geomspace(low, high, GRID)
+    ours, theirs = (frontier(fitted, budgets) for fitted in (other, base))
+    worst, best = (pick(limit(ours.losses), limit(theirs.losses)) for pick, limit in ((min, np.max), (max, np.min)))
+    if best >= worst:
+        return []
+    found = []
+    for level in np.linspace(worst, best, levels + 2)[1:-1]:
+        ratio, draws = (np.exp(_log_budget(a, budgets, level) - _log_budget(b, budgets, level))
+                        for a, b in ((theirs.losses[None], ours.losses[None]), (theirs.draws, ours.draws)))
+        found.append(Multiplier(other.name, base.name, float(level), float(ratio[0]), *map(
+            float, _bounds(draws, interval))))
+    return found
+
+
+def _log_budget(losses: np.ndarray, budgets: np.ndarray, level: float) -> np.ndarray:
+    """Returns the logarithm of the budget at which each row of `losses`, (draws, budgets), falls to `level`.
+
+    Interpolates linearly in the logarithm, and extrapolates the first and last pieces.
+    """
+    falling = np.minimum.accumulate(losses, -1)
+    after = np.clip((falling > level).sum(-1), 1, len(budgets) - 1)
+    rows, logs = np.arange(len(losses)), np.log(budgets)
+    high, low = falling[rows, after - 1], falling[rows, after]
+    share = (high - level) / np.maximum(high - low, 1e-12)
+    return logs[after - 1] + share * (logs[after] - logs[after - 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A range of budgets in which one of two models is better, or in which it cannot be told (better is None)."""
+
+    low: float
+    high: float
+    better: str | None
+
+
+def order(one: Fit, other: Fit, certain: float = CERTAIN, cost: str = "flops") -> list[Segment]:
+    """Returns the better of two models over the range of budgets that both were trained on.
+
+    The order changes where two segments name different models. Returns [] if the ranges do not overlap.
+    """
+    low, high = trained_range([one, other], cost)
+    if low >= high:
+        return []
+    budgets = np.geomspace(low, high, GRID)
+    wins = (frontier(one, budgets, cost).draws < frontier(other, budgets, cost).draws).mean(0)
+    better = [one.name if share >= certain else other.name if share <= 1 - certain else None for share in wins]
+    segments = []
+    for name, group in itertools.groupby(zip(budgets, better), key=lambda pair: pair[1]):
+        reached = [float(budget) for budget, _ in group]
+        segments.append(Segment(segments[-1].high if segments else reached[0], reached[-1], name))
+    return segments

@@ -1,0 +1,201 @@
+"""Tests of the choice of a model, on constructed records: winner, tie, extrapolation, missing measure, experts."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from conftest import call
+
+from smallgpt_jax.comparison import choice
+from smallgpt_jax.errors import UserError
+
+
+def make_run(name: str, seed: int, loss: float, parameters: int = 1_000_000, tokens: int = 20_000_000, **fields):
+    point = {"step": 100, "tokens": tokens, "flops": 6.0 * parameters * tokens, "seconds": tokens / 1e5, "loss": loss}
+    return {"name": name, "workdir": f"runs/{name}-seed{seed}", "seed": seed, "is_finished": True, "diverged": False,
+            "config": {"model.d_model": 64, "train.steps": 100, "optimizer.decay_steps": 100},
+            "parameters": parameters, "active_parameters": parameters, "components": {"token embedding": 1000},
+            "curve": [{**point, "step": 0, "tokens": 0, "flops": 0.0, "loss": 9.0}, point],
+            "memory_bytes": 4 * parameters, "decoding": {"tokens_per_second": 500.0}, **fields}
+
+
+def make_runs(losses: dict[str, float], noise: float = 0.005, seeds: int = 3, seed: int = 0, **fields) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    return [make_run(name, i, loss + noise * rng.standard_normal(), **fields)
+            for name, loss in losses.items() for i in range(seeds)]
+
+
+@pytest.fixture
+def ask(tmp_path):
+    def answer(runs: list[dict], budget: str, limit: float, **results) -> choice.Answer:
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps({"title": "t", "format": 7, **results, "runs": runs}))
+        return choice.choose(path, budget, limit)
+
+    return answer
+
+
+def test_a_clear_winner(ask):
+    runs = make_runs({"a": 3.10, "b": 3.0, "c": 3.2}) + make_runs({"small": 3.5}, parameters=500_000, seed=1)
+    answer = ask(runs, "parameters", 1e6, command="python -m smallgpt_jax.compare --config='my c.py' --output=x")
+    assert answer.chosen == "b" and "probability of 1.00" in answer.reason
+    assert [row.name for row in answer.contenders] == ["b", "a", "c", "small"]
+    assert answer.contenders[0].low < answer.contenders[0].loss < answer.contenders[0].high
+    assert [(row.name, row.cost) for row in answer.front] == [("small", 5e5), ("b", 1e6)]
+    assert answer.notes == ("Losses after unequal training, 6e+13 to 1.2e+14 FLOPs.",)
+    assert answer.config["model.d_model"] == 64
+    assert answer.command.endswith("compare '--config=my c.py' --output=x --config.compare.names=b")
+    text = choice.format_answer(answer)
+    assert "Choose b: its loss is the lowest" in text and "Pareto front" in text
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
+    assert ask(runs, "parameters", 6e5).reason == "it is the only model within the budget"
+
+
+def test_a_tie_is_called_a_tie():
+    """Of two equally good models with three seeds, one is chosen in about 5% of the draws."""
+    def is_tie(seed: int) -> bool:
+        candidates, _ = choice.read_candidates(make_runs({"a": 3.0, "b": 3.0}, seed=seed), choice.BUDGETS["flops"])
+        try:
+            choice.decide(choice.rank_by_runs(candidates, choice.BUDGETS["flops"], 1.2e14, [])[0])
+        except choice.CannotTellError as error:
+            assert str(error).startswith("the intervals of ")
+            return True
+        return False
+
+    assert np.mean([is_tie(seed) for seed in range(200)]) >= 0.9
+
+
+def test_a_tie_names_the_models(ask):
+    answer = ask(make_runs({"a": 3.0, "b": 3.0, "c": 3.3}, noise=0.02), "bytes", 4e6)
+    assert answer.chosen is None and not answer.command
+    assert "the intervals of " in answer.reason and "c" not in answer.reason.split(" overlap")[0].split()
+    assert sum(row.probability for row in answer.contenders) == pytest.approx(1)
+    assert choice.format_answer(answer).splitlines()[2].startswith("Cannot tell, because the intervals of")
+    assert [row.probability for row in ask(make_runs({"a": 3.0, "b": 3.0}, noise=0), "bytes", 4e6).contenders] == [
+        0.5, 0.5]
+
+
+def test_runs_of_one_seed_are_compared_with_each_other():
+    """A spread that all models share, because the runs of one seed have the same batches, does not hide an order."""
+    common = {0: 0.0, 1: 0.3, 2: -0.4}
+    shared = [make_run(name, seed, loss + common[seed] + own) for name, loss, owns in (
+        ("a", 3.0, (0.001, 0, -0.001)), ("b", 3.02, (0, -0.001, 0.001))) for (seed, own) in enumerate(owns)]
+    candidates, _ = choice.read_candidates(shared, choice.BUDGETS["flops"])
+    draws = choice.loss_draws(candidates)
+    assert (draws[0] < draws[1]).mean() > 0.95
+    lacking_a_seed, _ = choice.read_candidates(shared[:-1], choice.BUDGETS["flops"])
+    draws = choice.loss_draws(lacking_a_seed)
+    assert (draws[0] < draws[1]).mean() < 0.9
+
+
+@pytest.mark.parametrize("budget, limit, reason", [
+    ("flops", 1.2e16, "beyond the validated range, 1.2e+14 to 1.2e+14, by a factor of 100"),
+    ("parameters", 3e6, "beyond the validated range, 1e+06 to 1e+06, by a factor of 3"),
+    ("parameters", 1e5, "no model is within the budget; the cheapest takes 1e+06 parameters, 10 times as much"),
+    ("seconds", 2000, "by a factor of 10"),
+])
+def test_budgets_that_were_not_measured(ask, budget, limit, reason):
+    answer = ask(make_runs({"a": 3.0, "b": 3.1}), budget, limit)
+    assert answer.chosen is None and reason in answer.reason and answer.front and not answer.config
+
+
+def test_a_training_budget_between_the_trained_ones(ask):
+    """Runs with a tenth of the budget do not say which model is the best with all of it."""
+    runs = make_runs({"a": 3.0, "b": 3.1}) + make_runs({"c": 3.3, "d": 3.2}, tokens=2_000_000, seed=1)
+    answer = ask(runs, "flops", 6e13)
+    assert answer.reason == ("no run was trained near the budget; the nearest budget below it is 1.2e+13, by a factor "
+                             "of 5")
+    at_larger = ask(runs, "flops", 1.2e14)
+    assert at_larger.chosen == "a" and "Not trained near this budget: c, d." in at_larger.notes
+    assert "a needs 3 more runs, 2 more sizes" in at_larger.notes[0]
+
+
+def test_a_missing_measure(ask):
+    runs = make_runs({"a": 3.0}) + make_runs({"b": 2.9}, decoding=None, seed=1) + make_runs({"c": 3.4}, seed=2)
+    answer = ask(runs, "decode_ms", 2)
+    assert answer.chosen is None
+    assert answer.reason == ("b may be the best, but its ms per decoded token at batch size 1 were not measured: rerun "
+                             "compare with config.compare.decoding=true")
+    runs = make_runs({"a": 3.0}) + make_runs({"b": 3.3}, decoding=None, seed=1) + make_runs({"c": 3.4}, seed=2)
+    assert ask(runs, "decode_ms", 2).chosen == "a"  # b cannot be the best
+    runs = make_runs({"a": 3.0, "b": 3.1}, memory_bytes=None)
+    assert ask(runs, "memory", 1e9).reason.startswith("no run has measured bytes of memory")
+    assert "spread of the losses is unknown" in ask(make_runs({"a": 3.0, "b": 3.1}, seeds=1), "bytes", 4e6).reason
+
+
+def test_experts_count_with_all_their_parameters(ask):
+    """A limit on parameters or bytes counts all experts; the FLOPs are those of the active ones."""
+    runs = make_runs({"dense": 3.1}) + make_runs({"experts": 3.0}, seed=1, parameters=4_000_000,
+                                                 active_parameters=1_000_000)
+    for run in runs[3:]:
+        run["curve"][-1]["flops"] /= 4
+    assert ask(runs, "parameters", 1e6).chosen == ask(runs, "bytes", 4e6).chosen == "dense"
+    assert ask(runs, "parameters", 4e6).chosen == ask(runs, "flops", 1.2e14).chosen == "experts"
+    text = choice.format_answer(ask(runs, "parameters", 4e6))
+    assert "4,000,000 (1,000,000 active)" in text
+
+
+def test_unfinished_and_diverged_runs_do_not_count(ask):
+    runs = make_runs({"a": 3.0}) + make_runs({"b": 3.1}, seed=1) + make_runs({"c": 2.0}, diverged=True) + make_runs(
+        {"d": 2.0}, is_finished=False) + [make_run("e", 0, float("nan"))]
+    answer = ask(runs, "flops", 1.2e14)
+    assert answer.chosen == "a" and "7 of 13 runs are unfinished or have diverged." in answer.notes
+    with pytest.raises(UserError, match="no finished run; finish the comparison"):
+        ask(runs[6:], "flops", 1.2e14)
+
+
+def ladder(laws: dict[str, tuple[float, float]], noise: float = 0.005, workdir=None) -> list[dict]:
+    """Returns runs of four sizes, three horizons and three seeds per model; `laws` has the constants A and α."""
+    rng = np.random.default_rng(0)
+    return [make_run(f"{name}@{size}-{horizon}", seed, 1.5 + a * size**-alpha + 60 * (size * horizon)**-0.28
+                     + noise * rng.standard_normal(), size, size * horizon, **({"workdir": workdir} if workdir else {}))
+            for name, (a, alpha) in laws.items() for size in (300_000, 700_000, 1_600_000, 3_500_000)
+            for horizon in (5, 10, 20) for seed in range(3)]
+
+
+def test_scaling_laws_answer_between_the_trained_budgets(ask, tmp_path):
+    """Model b wins at large budgets, although no run was trained with exactly this budget."""
+    workdir = tmp_path / "a run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text("{}")
+    runs = ladder({"a": (60, 0.34), "b": (547, 0.5)}, workdir=str(workdir))
+    large, small = ask(runs, "flops", 6e14), ask(runs, "flops", 5e12)
+    assert (large.chosen, small.chosen) == ("b", "a")
+    best = large.contenders[0]
+    assert best.low < best.loss < best.high and best.parameters > 1_600_000
+    assert 6 * best.parameters * best.tokens == pytest.approx(6e14, rel=1e-3)
+    # The nearest run, at 3.5M parameters and 10 tokens per parameter, took 7.35e14 FLOPs in 100 steps.
+    assert large.command.endswith(
+        f"'--config=run:{workdir}' --config.train.steps=82 --config.optimizer.decay_steps=82 --workdir=runs/chosen"
+    )
+    beyond = ask(runs, "flops", 1e17)
+    assert beyond.reason == "the budget is beyond the validated range, 2.7e+12 to 1.47e+15, by a factor of 68"
+    assert not beyond.chosen and not beyond.notes
+    assert ask(ladder({"a": (60, 0.34), "b": (60, 0.34)}), "flops", 6e14).chosen is None
+    text = choice.format_answer(large)
+    assert len(text.splitlines()) <= 24 and f"Config of {large.run}: d_model=64" in text
+    assert large.run == "b@3500000-10"
+    shown = [row.name for row in large.front if row.name in text]
+    assert shown == [row.name for row in large.front][-6:]  # those near the budget
+
+
+def test_an_answer_takes_less_than_two_seconds(ask):
+    runs = ladder({f"model {i}": (60 + i, 0.34) for i in range(8)})
+    started = time.process_time()
+    ask(runs, "flops", 6e14)
+    assert time.process_time() - started < 2
+
+
+def test_bad_input(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"runs": make_runs({"a": 3.0, "b": 3.2})}))
+    both = call("choose", f"--results={path}", "--flops=1e14", "--seconds=3")
+    assert both.returncode == 2 and "--flops and --seconds cannot be combined; give one of --flops" in both.stderr
+    unknown = call("choose", f"--results={tmp_path}/none.json", "--flops=1e14")
+    assert unknown.returncode == 1 and "none.json: No such file or directory; give the results.json" in unknown.stderr
+    good = call("choose", f"--results={path}", "--flops=1.2e14", "--json")
+    assert good.returncode == 0 and json.loads(good.stdout)["chosen"] == "a"
+    path.write_text(json.dumps({"runs": [{"name": 3}]}))
+    with pytest.raises(UserError, match=r"runs\[0\]"):
+        choice.choose(path, "flops", 1e14)

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from smallgpt_jax.run import plotting
 
+MISSING = "–"
+
 
 @dataclasses.dataclass(frozen=True)
 class Heading:

@@ -50,7 +50,7 @@ def train_plan(plan: Plan, text: data.Corpus, measure_run: Callable[[PlannedRun]
 
 
 def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> float | None:
-    """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
+    """Trains a run to its last step, unless it is finished. Returns its loss, as in `last_loss`.
 
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
@@ -60,7 +60,7 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
               flush=True)
         return math.inf
     if workdir.is_finished(run.folder, run.config, text):
-        return last_loss(run)
+        return last_loss(run, plan.averaged)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
     try:
@@ -76,12 +76,12 @@ def train_run(run: PlannedRun, plan: Plan, text: data.Corpus, number: str) -> fl
     finally:
         gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
         jax.clear_caches()  # frees the run's compiled programs
-    return last_loss(run)
+    return last_loss(run, plan.averaged)
 
 
-def last_loss(run: PlannedRun) -> float:
-    """Returns the loss of a finished run's last evaluation, or infinity if the loss is not finite."""
-    loss = results.read_run(run.name, run.folder).last.loss
+def last_loss(run: PlannedRun, averaged: int) -> float:
+    """Returns the mean loss of a finished run's last evaluations, or infinity if it is not finite."""
+    loss = results.read_run(run.name, run.folder, averaged=averaged).final("loss")
     return math.inf if loss is None else loss
 
 

@@ -101,10 +101,13 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             speeds.append(8 * 8 * TIME / sum(seconds))
             ends.append(sum(seconds))
             assert f"| {name} | {seed} | 8 | {losses[-1]:.4f} |" in markdown
-        cells = [name, f"{sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f})", f"{sum(bits) / 2:.4f}", "2",
-                 millions(models.num_parameters(model)), millions(round(flops)),
-                 f"{sum(speeds) / 2:,.0f}", f"{sum(ends) / 2:,.0f}"]
-        assert "| " + " | ".join(cells) + " |" in markdown.replace("**", "")
+        cells = [f"{sum(bits) / 2:.4f}", "2", millions(models.num_parameters(model)), millions(round(flops))]
+        for values in (speeds, ends):
+            low, median, high = (f"{value:,.0f}" for value in np.percentile(values, (25, 50, 75)))
+            cells.append(median + f" ({low} to {high})" * (low != high))
+        assert f"| {name} | {sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f}) | " in (
+            markdown.replace("**", ""))
+        assert " | " + " | ".join(cells) + " |" in markdown.replace("**", "")
         assert "".join(f"<td>{cell}</td>" for cell in cells) in page
     assert "Lowest validation loss: " in markdown
     # The report lists the config fields that have the same value in all runs.

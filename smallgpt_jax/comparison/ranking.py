@@ -67,7 +67,9 @@ def conclusion(groups: Mapping[str, list[Run]], ranking: Ranking) -> str:
         return text
     if not ranking.not_distinguishable:
         return text + f" {first} is lower than every other run."
-    return text + f" Not distinguishable from {first}: {', '.join(ranking.not_distinguishable)}."
+    higher = [name for name in (second, *others) if name not in ranking.not_distinguishable]
+    return (text + f" Not distinguishable from {first}: {', '.join(ranking.not_distinguishable)}."
+            + (f" Higher: {', '.join(higher)}." if higher else ""))
 
 
 def evidence(groups: Mapping[str, list[Run]]) -> str:

@@ -25,6 +25,7 @@ from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.files import safe_name, write_atomically
 
+SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
@@ -69,6 +70,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     if grids:
         blocks += grid_blocks(grids, runs)
     blocks += measurement_blocks(groups, runs)
+    if has_seeds:
+        blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
     if shared := aggregation.shared_fields(runs, SHARED) if runs else {}:
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
@@ -90,7 +93,7 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
                 f"Against {order.reference}: from paired differences over seeds, at a level of 5% with Holm's "
                 "correction; in parentheses, the number of seeds that would decide. ")
             + "tokens/s: training throughput without evaluation and padding, on the machine named below. Memory: per "
-            "device, of the compiled training step. " + has_seeds * "Speed and memory: median (quartiles). "
+            "device, of the compiled training step. " + has_seeds * "Speed and memory: medians over the seeds. "
             + "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores "
             "included. M: millions.")
 
@@ -234,12 +237,13 @@ def summary_table(groups: dict[str, list[Run]], order: Ranking) -> Table:
         head.append(f"against {order.reference}")
         for row, name in zip(rows, names):
             verdict = order.verdict(name)
-            row.append(ranking.format_verdict(verdict) if verdict else MISSING)
+            row.append("reference" if name == order.reference else
+                       ranking.format_verdict(verdict) if verdict else MISSING)
     for row, name in zip(rows, names):
         row[0] += unfinished_note(groups[name])
         row += measures(groups[name])
-    return Table((*head, "bits per byte", "seeds", "parameters", "FLOPs/token", "tokens/s", "seconds", "memory MB",
-                  "decoding tokens/s"), tuple(map(tuple, rows)), best=0 if len(ranked) > 1 else None)
+    return Table((*head, "bits per byte", "seeds", "parameters", "FLOPs/token", *SPEEDS), tuple(map(tuple, rows)),
+                 best=0 if len(ranked) > 1 else None)
 
 
 def losses_cell(group: list[Run]) -> str:
@@ -250,15 +254,12 @@ def measures(group: list[Run]) -> tuple[str, ...]:
     """Returns the cells of a model in the summary table after those about its loss."""
     first = group[0]
     bits = None if unfinished_note(group) else aggregation.final_spread(group, "bits_per_byte")
-    has_one_end = len({run.last and run.last.step for run in group}) == 1
+    speeds = (aggregation.quartiles(values) for values in speed_values(group).values())
     active = f" ({millions(first.active_parameters)} active)" * (first.active_parameters != first.parameters)
     return (
         f"{bits.mean:.4f}" if bits else MISSING, f"{len(group)}", millions(first.parameters) + active,
         MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
-        format_quartiles([run.tokens_per_second for run in group], "{:,.0f}"),
-        format_quartiles([run.last and run.last.seconds for run in group] if has_one_end else [], "{:,.0f}"),
-        format_quartiles([run.memory_bytes and run.memory_bytes / 1e6 for run in group], "{:,.1f}"),
-        format_quartiles([run.decoding and run.decoding["tokens_per_second"] for run in group], "{:,.0f}"))
+        *(format(found.median, form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
 
 
 def unfinished_note(group: list[Run]) -> str:
@@ -282,12 +283,27 @@ def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
             + (f", {numbers.count} of {seeds} seeds" if numbers.count < seeds else ""))
 
 
-def format_quartiles(values: Sequence[float | None], form: str) -> str:
-    """Returns the median and the quartiles, without the quartiles if they are the same: '1,234 (1,200 to 1,250)'."""
-    if (found := aggregation.quartiles(values)) is None:
-        return MISSING
-    median, low, high = map(form.format, (found.median, found.low, found.high))
-    return median if low == high else f"{median} ({low} to {high})"
+def speed_values(group: list[Run]) -> dict[str, list[float | None]]:
+    """Returns {column of SPEEDS: one value per run}."""
+    has_one_end = len({run.last and run.last.step for run in group}) == 1
+    return dict(zip(SPEEDS, (
+        [run.tokens_per_second for run in group],
+        [run.last and run.last.seconds for run in group] if has_one_end else [],
+        [run.memory_bytes and run.memory_bytes / 1e6 for run in group],
+        [run.decoding and run.decoding["tokens_per_second"] for run in group])))
+
+
+def speed_table(groups: dict[str, list[Run]]) -> Table:
+    """Returns a table of the medians and quartiles over seeds, such as "1,234 (1,200 to 1,250)"."""
+    def cell(values: list[float | None], form: str) -> str:
+        if (found := aggregation.quartiles(values)) is None:
+            return MISSING
+        median, low, high = (format(value, form) for value in (found.median, found.low, found.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+    return Table(("run", "seeds", *SPEEDS), tuple(
+        (name, f"{len(group)}", *(cell(values, SPEEDS[column]) for column, values in speed_values(group).items()))
+        for name, group in groups.items()))
 
 
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:

@@ -90,7 +90,7 @@ def test_merging_gives_the_report_of_one_comparison(tmp_path):
 
 
 @pytest.mark.parametrize("other, message", [
-    (run("lgpt", 1, 3.0, fingerprint="other"), "two.json: cannot be compared, since their texts differ (other content of the"),
+    (run("lgpt", 1, 3.0, fingerprint="other"), "two.json: cannot be compared, since their texts differ (other"),
     (run("lgpt", 1, 3.0, targets=1024), "means over different rows (targets 512 and 1024)"),
     (run("lgpt", 1, 3.0, data__packing="best_fit"), "different rows (config.data.packing 'concat' and 'best_fit')"),
     (run("lgpt", 1, 3.0, averaged=2), "means over 1 and 2 evaluations"),

@@ -81,12 +81,12 @@ def test_models_not_distinguishable_from_the_best(tmp_path):
         ("a", "not distinguishable"), ("c", "higher")]
     assert {row.comparisons for row in order.neighbors} == {3}  # all pairs, because the losses chose the neighbors
     assert {row.comparisons for row in order.against_reference} == {2}
-    assert conclusion(groups).endswith("Not distinguishable from a: b.")
+    assert conclusion(groups).endswith("Not distinguishable from a: b. Higher: c.")
     assert conclusion({**groups, "b": with_losses("b", 3.1 + noise / 2)}).endswith("a is lower than every other run.")
 
     text = write(tmp_path, [run for group in groups.values() for run in group], reference="b")
     first, second, third = (" ".join(line.split()) for line in text.splitlines()[-3:])
-    assert first.startswith("a 3.0000 (2.9900 to 3.0100) not distinguishable (≈ ") and " – " in second
+    assert first.startswith("a 3.0000 (2.9900 to 3.0100) not distinguishable (≈ ") and " reference " in second
     assert third.startswith("c 3.2000 (3.1950 to 3.2050) higher 1.0000 5 ")
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["format"] == 1 and found["reference"] == "b"
@@ -113,7 +113,8 @@ def test_speed_and_memory_have_medians_and_quartiles(tmp_path):
     runs = [dataclasses.replace(make_run(seed), tokens_per_second=speed, memory_bytes=2 * 10**6)
             for seed, speed in enumerate((1000.0, 1100.0, 1200.0, 9000.0))]
     row = write(tmp_path, runs).splitlines()[-1]
-    assert "1,150 (1,075 to 3,150)" in row and " 2.0 " in row
+    assert " 1,150 " in row and " 2.0 " in row
+    assert "| a | 4 | 1,150 (1,075 to 3,150) | 2 | 2.0 | – |" in (tmp_path / "report.md").read_text()
     assert aggregation.quartiles([1.0, None]) is None and aggregation.quartiles([]) is None
 
 

@@ -114,15 +114,18 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
                 if other_path != path:
                     require_mergeable(f"{other_path} and {path}", other, run)
             merged.setdefault((run.name, run.seed), (path, run))
-    runs = tuple(run for _, run in merged.values())
+    runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))  # as `compare` trains them
     results.require_comparable(runs)
-    grids = {name: grid for _, record in reversed(records) for name, grid in record.grids.items()}
-    order, (_, first) = aggregation.group_by_name(runs), records[0]
+    grids: dict[str, Grid] = {}
+    for _, record in records:
+        for name, grid in record.grids.items():  # keeps a name's first grid, or one that the report must warn of
+            if name not in grids or (name, grid.seed) in merged:
+                grids[name] = grid
+    names, (_, first) = dict.fromkeys(run.name for run in runs), records[0]
     budgets = dict.fromkeys(record.budget for _, record in records)
-    return Record(first.title if len(records) == 1 else f"{len(order)} models, from {len(records)} records",
-                  " ".join(budgets), command, first.reference,
-                  tuple(run for group in order.values() for run in sorted(group, key=lambda run: run.seed)),
-                  {name: grids[name] for name in order if name in grids})
+    title = first.title if len(records) == 1 else f"{len(names)} models, from {len(records)} records"
+    return Record(title, " ".join(budgets), command, first.reference, runs,
+                  {name: grids[name] for name in (*names, *grids) if name in grids})
 
 
 def require_mergeable(where: str, one: Run, other: Run) -> None:

@@ -54,7 +54,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     runs, grids = record.runs, record.grids
     groups = aggregation.group_by_name(runs)
     order = ranking.rank(groups, record.reference)
-    blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids)),
+    blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
               summary_table(groups, order), Paragraph(legend(runs, order)),
@@ -198,9 +198,12 @@ def uncounted_work(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def grid_warnings(grids: dict[str, Grid]) -> list[str]:
-    """Returns warnings about models whose best learning rate may lie outside their grid."""
-    return [f"{name} has diverged at every learning rate of its grid." if grid.has_diverged else
+def grid_warnings(grids: dict[str, Grid], runs: Sequence[Run]) -> list[str]:
+    """Returns warnings about models whose best learning rate may be outside their grid or whose mean is biased."""
+    seeds = {(run.name, run.seed) for run in runs}
+    found = [f"{name}: seed {grid.seed} chose the learning rate and is also in the mean, which is therefore too low."
+             for name, grid in grids.items() if (name, grid.seed) in seeds]
+    return found + [f"{name} has diverged at every learning rate of its grid." if grid.has_diverged else
             f"{name}: the best learning rate is the {grid.edge} of its grid; a rate beyond it may be better. To extend "
             "the grid, increase config.compare.max_added_learning_rates."
             for name, grid in grids.items() if grid.edge]

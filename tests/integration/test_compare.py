@@ -114,6 +114,15 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
 
 
+def test_results_json_gives_the_same_report(compared, tmp_path):
+    done = call("compare", f"--results={compared / 'results.json'}", f"--output={tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    before, now = ((folder / "report.md").read_text().split("```")[0] for folder in (compared, tmp_path))
+    assert now == before
+    before, now = (json.loads((folder / "results.json").read_text()) for folder in (compared, tmp_path))
+    assert {**now, "command": ""} == {**before, "command": ""}
+
+
 def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
     partial, source = tmp_path / "partial", compared / "runs" / "gpt-seed1337"
     partial.mkdir()

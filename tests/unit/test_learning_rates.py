@@ -128,7 +128,7 @@ def test_report_of_grids():
                           ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)", "–", "–"),
                           ("diverged", "0.01", "diverged", "diverged", "–", "–", "–", "–"),
                           ("lower", "0.01", "3.1000", "3.0000", "3.3000", "0.01 (× 1)", "0.00841", "+0.2000"))
-    first, second = report.grid_warnings(grids)
+    first, second = report.grid_warnings(grids, [])
     assert "edge: the best learning rate is the highest" in first and "diverged has diverged at every" in second
     plot, = figures.loss_against_learning_rate(grids, []).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.lines}

@@ -26,6 +26,9 @@ TEXT = {"description": {
     "tokenizer": "0" * 64}
 
 
+LOSSES = {0.5: 3.0, 1.0: 2.5, 2.0: 2.75}  # of a grid
+
+
 def run(name: str, seed: int, loss: float, fingerprint: str = "v", targets: int = 512, averaged: int = 1,
         **fields) -> Run:
     config = Config.of(load_config("gpt", train__seed=seed, train__steps=2, **fields))
@@ -70,7 +73,7 @@ def test_a_record_is_read_back(tmp_path):
 
 def test_merging_gives_the_report_of_one_comparison(tmp_path):
     """Half of the seeds was trained elsewhere. The merged report has the rows of a comparison with all seeds."""
-    runs = [run(name, seed, loss + seed / 100) for name, loss in (("gpt", 3.0), ("pgpt", 2.9)) for seed in (1, 2, 3, 4)]
+    runs = [run(name, seed, loss + seed / 100) for seed in (1, 2, 3, 4) for name, loss in (("gpt", 3.0), ("pgpt", 2.9))]
     one, two, whole = (tmp_path / name / "results.json" for name in ("one", "two", "whole"))
     saved(one, *(run for run in runs if run.seed < 3))
     saved(two, *(run for run in runs if run.seed > 1), budget="Other budget.")  # seed 2 is in both
@@ -80,7 +83,7 @@ def test_merging_gives_the_report_of_one_comparison(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     found, expected = (json.loads(path.read_text()) for path in (output / "results.json", whole))
     assert [(run["name"], run["seed"]) for run in found["runs"]] == [
-        (name, seed) for name in ("gpt", "pgpt") for seed in (1, 2, 3, 4)]
+        (name, seed) for seed in (1, 2, 3, 4) for name in ("gpt", "pgpt")]
     assert found["ranking"] == expected["ranking"] and found["runs"] == expected["runs"]
     assert (found["title"], found["reference"]) == ("2 models, from 2 records", "gpt")
     assert found["budget"] == "Other budget. Equal tokens." and f"--results={two},{one}" in found["command"]
@@ -101,6 +104,16 @@ def test_refuses_to_merge(other, message, tmp_path):
     with pytest.raises(UserError) as refused:
         merged(one, two)
     assert message in str(refused.value), refused.value
+
+
+def test_warns_of_a_seed_that_chose_the_learning_rate(tmp_path):
+    """The grid of the second record has a seed that is in the first record's mean."""
+    one = saved(tmp_path / "one.json", run("gpt", 2, 3.0), run("gpt", 3, 3.0), grids={"gpt": Grid(1, 0.003, LOSSES)})
+    two = saved(tmp_path / "two.json", run("gpt", 4, 3.0), grids={"gpt": Grid(3, 0.003, LOSSES)})
+    both = merged(one, two)
+    warning, = report.grid_warnings(both.grids, both.runs)
+    assert warning == "gpt: seed 3 chose the learning rate and is also in the mean, which is therefore too low."
+    assert merged(one).grids["gpt"].seed == 1 and not report.grid_warnings(merged(one).grids, merged(one).runs)
 
 
 def test_machines_may_differ(tmp_path):

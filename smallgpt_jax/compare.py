@@ -2,14 +2,17 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
     python -m smallgpt_jax.compare --workdirs=runs/gpt,runs/pgpt --output=runs/report
+    python -m smallgpt_jax.compare --results=a/results.json,b/results.json --output=runs/merged
 
 The first form trains the runs of a comparison one after another, each in its own workdir under --output. Rerun the same
 command to resume. Several processes with the same command divide the runs among themselves. The second form reports on
-one or more existing runs. Both write report.html, report.md and results.json.
+one or more existing runs. The third form merges the results of comparisons, without the workdirs of their runs. All
+write report.html, report.md and results.json.
 
 smallgpt_jax/comparison/config.py documents the fields of a comparison: its budget, seeds and measurements.
 """
 
+import functools
 import glob
 import os
 import shlex
@@ -20,8 +23,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, measure, results, training
+from smallgpt_jax.comparison import budget, measure, records, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
@@ -33,6 +37,7 @@ from smallgpt_jax.storage.object_storage import is_remote, match
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
                               "expanded.")
+_RESULTS = flags.DEFINE_list("results", None, "results.json files of comparisons to merge, instead of --config.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
 _LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss. It contains losses that "
                               "the paper's authors logged (524,288 tokens per step). They are added to the plot of "
@@ -51,24 +56,40 @@ BUDGET_DESCRIPTIONS = {
 def main() -> None:
     from smallgpt_jax.comparison import figures, report  # here, because they import matplotlib, which takes time
 
-    if (_CONFIG.value is None) == (_WORKDIRS.value is None):
-        cli.fail("give either --config (a comparison to train) or --workdirs (existing runs)", status=2)
+    if sum(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS)) != 1:
+        cli.fail("give either --config (a comparison to train), --workdirs (existing runs) or --results (results to "
+                 "merge)", status=2)
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
     output = as_path("--output", _OUTPUT.value)
-    named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
-    read_runs(named_folders)  # raises UserError before the folder is created
+    if _RESULTS.value is not None:
+        read_record = functools.partial(merge_results, output)
+    else:
+        named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
+        read_record = functools.partial(record_of, named_folders, grids)
+    read_record()  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
     with file_lock(output / LOCK_FILE, wait=True):
-        summary = report.write_report(output, read_runs(named_folders), report_facts(named_folders), logged, grids)
+        summary = report.write_report(output, read_record(), logged)
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
-def read_runs(named_folders: list[tuple[str, Path]]) -> list[results.Run]:
-    """Returns the results of the runs. Raises UserError if a folder has no run, or if the runs are not comparable."""
-    runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code) for name, folder in named_folders]
+def record_of(named_folders: list[tuple[str, Path]], grids: dict[str, Grid]) -> Record:
+    """Returns the record of the runs. Raises UserError if a folder has no run, or if the runs are not comparable."""
+    averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
+    runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code, averaged) for name, folder in named_folders]
     results.require_comparable(runs)
-    return runs
+    return Record(**report_facts(named_folders), runs=tuple(runs), grids=grids)
+
+
+def merge_results(output: Path) -> Record:
+    """Returns the merged record of --results. Raises UserError if `output` contains the report of other runs."""
+    paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
+    if not paths:
+        raise UserError("--results: the list is empty; name at least one results.json")
+    if (output / RUNS_FOLDER).is_dir() and (output / results.RESULTS_FILE).exists():
+        raise UserError(f"--output={output}: contains the report of other runs; use another --output")
+    return records.merge([(path, records.read(path)) for path in paths], repeating_command())
 
 
 def find_runs(output: Path) -> list[tuple[str, Path]]:
@@ -139,16 +160,21 @@ def print_ignored_overrides() -> None:
 
 
 def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
-    """Returns {"title": …, "budget": …, "command": …} for the report. The budget is described in a sentence."""
-    command = shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
+    """Returns the fields of a Record besides its runs. Without --config, the reference is the first run."""
+    command = repeating_command()
     if _CONFIG.value is None:
-        names = dict.fromkeys(name for name, _ in named_folders)
-        return {"title": "Comparison" if len(names) > 1 else next(iter(names)), "command": command,
+        first, *others = dict.fromkeys(name for name, _ in named_folders)
+        return {"title": "Comparison" if others else first, "command": command, "reference": first,
                 "budget": "Separately trained runs, each with its own config." if len(named_folders) > 1
                           else "A single run."}
     compare, count = _CONFIG.value.compare, len(budget.run_names(_CONFIG.value))
     return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
-            "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command}
+            "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command,
+            "reference": compare.reference}
+
+
+def repeating_command() -> str:
+    return shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Aggregates of runs: means and ranges over seeds, and the config fields that runs share."""
+"""Aggregates of runs: means, ranges and quartiles over seeds, and the config fields that runs share."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,55 @@ def spread(values: Sequence[float | None]) -> Spread | None:
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
 
 
-def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range of `field` over the last evaluations of the runs.
+@dataclasses.dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles of one number."""
 
-    Returns None if these evaluations are at different steps, or if a value is missing.
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def quartiles(values: Sequence[float | None]) -> Quartiles | None:
+    """Returns median and quartiles, linear between the values; None if a value is missing."""
+    if not values or any(value is None for value in values):
+        return None
+    low, median, high = map(float, np.percentile(values, (25, 50, 75)))
+    return Quartiles(median, low, high, len(values))
+
+
+def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
+    """Returns the mean and range of `field`, "loss" or "bits_per_byte", over the ends of the runs.
+
+    Returns None if the last evaluations are at different steps, or if a value is missing.
     """
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
-    return spread([getattr(run.last, field) for run in runs])
+    return spread([run.final(field) for run in runs])
+
+
+def last_losses(groups: Mapping[str, list[Run]]) -> dict[str, dict[int, float]]:
+    """Returns {name: {seed: loss at the end}} of the models whose runs are all finished."""
+    return {name: {run.seed: run.final("loss") for run in group} for name, group in groups.items()
+            if all(run.is_finished for run in group) and final_spread(group, "loss")}
+
+
+def common_seeds(losses: Mapping[str, Mapping[int, float]]) -> set[int]:
+    return set.intersection(*map(set, losses.values())) if losses else set()
+
+
+def mean_losses(groups: Mapping[str, list[Run]]) -> dict[str, float]:
+    """Returns {name: mean loss at the end} in ascending order of the loss, or {} if the losses are not comparable.
+
+    Runs with the same seed read the same batches, so the means are over the common seeds, if there are any.
+    """
+    losses = last_losses(groups)
+    if differ_in_targets([run for name in losses for run in groups[name]]):
+        return {}
+    seeds = common_seeds(losses)
+    means = {name: float(np.mean([own[seed] for seed in seeds or own])) for name, own in losses.items()}
+    return {name: means[name] for name in sorted(means, key=means.get)}
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:

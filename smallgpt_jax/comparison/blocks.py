@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from smallgpt_jax.formatting import aligned_rows
 from smallgpt_jax.run import plotting
 
+MISSING = "–"
+
 
 @dataclasses.dataclass(frozen=True)
 class Heading:
@@ -72,7 +74,7 @@ def to_markdown(title: str, blocks: Sequence) -> str:
 # ------------------------------------------------------------------ HTML
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 80rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 90rem;
        padding: 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 p { max-width: 46rem; }

@@ -22,7 +22,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.files import file_lock, write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
@@ -52,8 +52,18 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
     models = {name: Config.of(run) for name, run in runs.items()}
+    for name, model in models.items():
+        require_evaluations(name, model.train, compare.averaged_evaluations)
     seeds = range(config.train.seed, config.train.seed + compare.seeds)
-    return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates)
+    return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
+                      compare.averaged_evaluations)
+
+
+def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
+    """Raises UserError if a run has fewer evaluations than its loss is averaged over."""
+    if (count := -(-train.steps // train.eval_every)) < averaged:
+        raise UserError(f"config.compare.averaged_evaluations={averaged}: {name} has only {count} evaluations; "
+                        "decrease config.train.eval_every")
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -74,6 +84,9 @@ def validate_comparison(config: ConfigDict) -> None:
                         "or list existing runs in --workdirs")
     compare = CompareConfig.from_fields(config.compare)
     compare.validate()
+    if compare.learning_rates and config.train.seed < 1:
+        raise UserError(f"config.train.seed={config.train.seed}: must be at least 1 with "
+                        "config.compare.learning_rates, whose runs have the seed before it")
     if invalid := [name for name in config.runs if "," in name or name != name.strip()]:
         raise UserError(f"config.runs: {invalid[0]!r}: names cannot contain commas or start or end with spaces")
     if not run_names(config):

@@ -25,13 +25,15 @@ class CompareConfig(ConfigGroup):
     seconds: float = 0.0
     # number of seeds that each run is trained with: train.seed, train.seed + 1, …
     seeds: int = 2
-    # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). The first seed is trained
-    # at all multiples. The other seeds are trained only at the best one, which has the lowest validation loss after the
-    # last step. (): only the runs' own rates
+    # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs with the seed
+    # train.seed - 1 are trained at all multiples and choose the best one, which has the lowest validation loss at the
+    # end. The seeds of the comparison are trained only at the best one. (): only the runs' own rates
     learning_rates: tuple[float, ...] = ()
     # maximum number of multiples that are added per run. As long as the best multiple is the lowest or the highest, the
     # next one beyond it is added
     max_added_learning_rates: int = 4
+    # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation after the last step
+    averaged_evaluations: int = 1
     # finished runs are also evaluated at these multiples of their context length
     contexts: tuple[int, ...] = (1,)
     # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
@@ -41,7 +43,7 @@ class CompareConfig(ConfigGroup):
 
     def validate(self) -> None:
         self.validate_choice("budget", BUDGETS)
-        self.validate_range("seeds", least=1)
+        self.validate_range("seeds", "averaged_evaluations", least=1)
         if self.budget == "seconds" and not 0 < self.seconds < math.inf:
             self.refuse("seconds", "must be above 0 with budget 'seconds'")
         if self.budget != "seconds" and self.seconds:

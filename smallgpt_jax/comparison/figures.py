@@ -51,9 +51,9 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
     """Returns a plot of the last validation loss against the number of parameters, with a marker per finished run."""
     figure, plot = new_plot("parameters", "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
-        finished = [run for run in group if run.is_finished and run.last.loss is not None]
+        finished = [run for run in group if run.is_finished and run.final("loss") is not None]
         if finished:
-            plot.plot([run.parameters for run in finished], [run.last.loss for run in finished], style["marker"],
+            plot.plot([run.parameters for run in finished], [run.final("loss") for run in finished], style["marker"],
                       color=style["color"], markerfacecolor="none", label=name)
     plot.margins(x=0.15)
     return finish_plot(figure, plot)
@@ -62,8 +62,9 @@ def loss_against_parameters(runs: Sequence[Run]) -> Figure:
 def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> Figure:
     """Returns a plot of the last validation loss against the learning rate, with a line for each grid.
 
-    The best rate has a filled marker. A rate at which the run has diverged has a cross near the top. `runs` are the
-    runs at the best rates, with all seeds. A vertical line shows the range of their losses.
+    The best rate has a filled marker. A dotted line shows the parabola of `Grid.minimum`. A rate at which the run has
+    diverged has a cross near the top. `runs` are the runs at the best rates, with the seeds of the comparison. A
+    vertical line shows the range of their losses.
     """
     figure, plot = new_plot("learning rate", "validation loss, nats per token")
     groups = aggregation.group_by_name(runs)
@@ -78,6 +79,10 @@ def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> F
         if not grid.has_diverged and grid.best is not None:
             best = grid.best * grid.learning_rate
             plot.plot(best, finite[best], style["marker"], color=color)
+            if minimum := grid.minimum:
+                x = np.linspace(-1, 1, 41) * math.log(2)
+                plot.plot(minimum.multiple * grid.learning_rate * np.exp(x),
+                          minimum.loss + minimum.curvature * x**2 / 2, color=color, linestyle=":", linewidth=1)
             if spread := aggregation.final_spread(groups.get(name, []), "loss"):
                 plot.vlines(best, spread.low, spread.high, color=color, linewidth=3, alpha=0.4)
     plot.set_xscale("log")

@@ -1,69 +1,65 @@
 """Writes reports: builds content blocks from the results of runs."""
 
-import dataclasses
-import json
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from smallgpt_jax.comparison import aggregation, figures, results
+from smallgpt_jax.comparison import aggregation, figures, ranking, records, results
 from smallgpt_jax.comparison.aggregation import Spread
-from smallgpt_jax.comparison.blocks import Code, Heading, Paragraph, Plot, Table, aligned_table, to_html, to_markdown
+from smallgpt_jax.comparison.blocks import (
+    MISSING,
+    Code,
+    Heading,
+    Paragraph,
+    Plot,
+    Table,
+    aligned_table,
+    to_html,
+    to_markdown,
+)
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
-from smallgpt_jax.comparison.results import OWN_TEXT, Run
+from smallgpt_jax.comparison.ranking import Ranking
+from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
 from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.files import safe_name, write_atomically
 
-MISSING = "–"
+SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
-COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
-# The config fields that determine the validation rows.
-ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 
 
-def write_report(output: Path, runs: Sequence[Run], about: dict[str, Any], logged: dict[str, list] | None = None,
-                 grids: dict[str, Grid] | None = None) -> str:
+def write_report(output: Path, record: Record, logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
 
-    `about` has the keys "title", "budget" (a sentence about the budget of the runs) and "command" (the command that
-    repeats the comparison). `logged` contains additional curves for the plot of the loss against tokens. `grids`
-    maps the names of the runs to their learning-rate grids. With grids, `runs` are the runs at the best learning rates.
+    `logged` contains additional curves for the plot of the loss against tokens.
 
     Returns the report as plain text, up to and including the first table.
     """
-    blocks = report_blocks(runs, about, logged, grids or {})
+    blocks = report_blocks(record, logged)
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
-    write_atomically(output / results.RESULTS_FILE, json.dumps(
-        {**about, **({"learning_rates": {name: grid_facts(grid) for name, grid in grids.items()}} if grids else {}),
-         "runs": [dataclasses.asdict(run) for run in runs]}, indent=1) + "\n")
-    write_atomically(output / "report.md", to_markdown(about["title"], blocks))
-    write_atomically(output / "report.html", to_html(about["title"], blocks))
+    records.write(record, output / results.RESULTS_FILE)
+    write_atomically(output / "report.md", to_markdown(record.title, blocks))
+    write_atomically(output / "report.html", to_html(record.title, blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
     return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned_table(blocks[first_table])])
 
 
-def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | None, grids: dict[str, Grid]) -> list:
+def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
+    runs, grids = record.runs, record.grids
     groups = aggregation.group_by_name(runs)
-    blocks = [Paragraph(about["budget"]), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids)),
-              *([Paragraph(conclusion(groups)), Paragraph(evidence(groups))] if len(groups) > 1 else []),
-              summary_table(groups)]
+    order = ranking.rank(groups, record.reference)
+    blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
+              *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
+                if len(groups) > 1 else []),
+              summary_table(groups, order), Paragraph(legend(runs, order)),
+              *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
-    blocks += [Paragraph(
-        "Loss: nats per token on the validation split after the last step"
-        + has_seeds * "; mean over the seeds (lowest to highest)"
-        + ". tokens/s: training throughput without evaluation and padding, on the machine named below. "
-        "Memory: per device, of the compiled training step. "
-        "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores included. M: "
-        "millions."),
-        Heading("Validation loss")]
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."
                     + has_seeds * " Lines: means over seeds; bands: range over seeds.")
@@ -72,13 +68,70 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
                            "Last validation loss against parameters, one marker per finished run."))
     if grids:
-        blocks += [Heading("Learning rates"), Paragraph(
-            f"With seed {min(run.seed for run in runs)}, each run was trained at several multiples of its own learning "
-            "rate; with the other seeds, only at the best one. The table shows the validation loss after the last step "
-            "with this seed. All other sections use only the runs at the best learning rate."),
-            Plot("loss-learning-rate", figures.loss_against_learning_rate(grids, runs),
-                 "Validation loss against the learning rate, with one seed. Filled: best rate. Crosses: diverged. "
-                 "Vertical lines: range over seeds at the best rate."), grid_table(grids)]
+        blocks += grid_blocks(grids, runs)
+    blocks += measurement_blocks(groups, runs)
+    if has_seeds:
+        blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
+    blocks += [Heading("Parameters by component"), components_table(groups)]
+    if shared := aggregation.shared_fields(runs, SHARED) if runs else {}:
+        blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
+            ("field", "value"), tuple((field, MISSING if value is None else str(value))
+                                      for field, value in shared.items()))]
+    if fields := aggregation.different_fields(runs):
+        blocks += [Heading("Config differences"), differences_table(groups, fields)]
+    return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, record.command)]
+
+
+def legend(runs: Sequence[Run], order: Ranking) -> str:
+    """Returns text that explains the columns of the summary table."""
+    has_seeds = len({run.name for run in runs}) < len(runs)
+    averaged = max((run.averaged for run in runs), default=1)
+    return ("Loss: nats per token on the validation split, "
+            + (f"mean over the last {averaged} evaluations" if averaged > 1 else "after the last step")
+            + has_seeds * "; mean over the seeds (lowest to highest)" + ". "
+            + bool(order.against_reference) * (
+                f"Against {order.reference}: from paired differences over seeds, at a level of 5% with Holm's "
+                "correction; in parentheses, the number of seeds that would decide. ")
+            + "tokens/s: training throughput without evaluation and padding, on the machine named below. Memory: per "
+            "device, of the compiled training step. " + has_seeds * "Speed and memory: medians over the seeds. "
+            + "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores "
+            "included. M: millions.")
+
+
+def differences_blocks(order: Ranking) -> list:
+    """Returns the tables of paired differences over seeds. They are empty with a single model."""
+    if not order.neighbors:
+        return []
+    blocks = [Heading("Differences over seeds"), Paragraph(
+        "Differences of the loss, paired by seed: runs with the same seed read the same batches. 95% interval: of the "
+        "mean difference, from the t-distribution. p: two-sided, with Holm's correction. Verdict: lower or higher if p "
+        "is below 0.05. Seeds to decide: for 80% power at the observed difference and spread. One seed gives no "
+        "interval.")]
+    if order.against_reference:
+        blocks += [Paragraph(f"Against {order.reference}, corrected for {len(order.against_reference)} comparisons:"),
+                   ranking.differences_table(order.against_reference)]
+    if len(order.means) > 2 or not order.against_reference:
+        count = math.comb(len(order.means), 2)
+        blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs:"),
+                   ranking.differences_table(order.neighbors)]
+    return blocks
+
+
+def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
+    seeds = ", ".join(map(str, sorted({grid.seed for grid in grids.values()})))
+    return [Heading("Learning rates"), Paragraph(
+        f"With seed {seeds}, each model was trained at several multiples of its own learning rate; with the seeds of "
+        "the comparison, only at the best one. The table shows the validation loss with the seed of the grid, which is "
+        "in no other section. Minimum: of the parabola in ln(learning rate) through the best rate and its neighbors. "
+        "Rise: how much higher the parabola is at half and at twice that rate."),
+        Plot("loss-learning-rate", figures.loss_against_learning_rate(grids, runs),
+             "Validation loss against the learning rate, with the seed of the grid. Filled: best rate. Dotted: "
+             "parabola. Crosses: diverged. Vertical lines: range over the seeds of the comparison."), grid_table(grids)]
+
+
+def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
+    """Returns the blocks about further texts, longer contexts, benchmarks and experts."""
+    blocks = []
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)
@@ -96,18 +149,13 @@ def report_blocks(runs: Sequence[Run], about: dict, logged: dict[str, list] | No
             f"experts-{safe_name(run.name)}", figures.expert_load(run),
             f"{run.name}, seed {run.seed}: tokens per expert in the last logged step, relative to the block's mean.")
             for run in with_experts)]
-    blocks += [Heading("Parameters by component"), components_table(groups)]
-    if shared := aggregation.shared_fields(runs, SHARED):
-        blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
-            ("field", "value"), tuple((field, MISSING if value is None else str(value))
-                                      for field, value in shared.items()))]
-    if fields := aggregation.different_fields(runs):
-        blocks += [Heading("Config differences"), differences_table(groups, fields)]
-    return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, about)]
+    return blocks
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
     """Returns warnings about runs that are incomplete or not comparable."""
+    if not runs:
+        return ["The comparison has no runs."]
     found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
              f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
     found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
@@ -146,9 +194,12 @@ def uncounted_work(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def grid_warnings(grids: dict[str, Grid]) -> list[str]:
-    """Returns warnings about models whose best learning rate may lie outside their grid."""
-    return [f"{name} has diverged at every learning rate of its grid." if grid.has_diverged else
+def grid_warnings(grids: dict[str, Grid], runs: Sequence[Run]) -> list[str]:
+    """Returns warnings about models whose best learning rate may be outside their grid or whose mean is biased."""
+    seeds = {(run.name, run.seed) for run in runs}
+    found = [f"{name}: seed {grid.seed} chose the learning rate and is also in the mean, which is therefore too low."
+             for name, grid in grids.items() if (name, grid.seed) in seeds]
+    return found + [f"{name} has diverged at every learning rate of its grid." if grid.has_diverged else
             f"{name}: the best learning rate is the {grid.edge} of its grid; a rate beyond it may be better. To extend "
             "the grid, increase config.compare.max_added_learning_rates."
             for name, grid in grids.items() if grid.edge]
@@ -162,111 +213,52 @@ def grid_table(grids: dict[str, Grid]) -> Table:
     multiples = sorted({multiple for grid in grids.values() for multiple in grid.losses})
     rows = []
     for name, grid in grids.items():
-        best = MISSING
+        best, minimum = MISSING, grid.minimum
         if grid.best is not None and not grid.has_diverged:
             best = f"{grid.best * grid.learning_rate:.4g} (× {format_multiple(grid.best)}" + (
                 f", {grid.edge} of the grid)" if grid.edge else ")")
         rows.append((name, f"{grid.learning_rate:.4g}", *(cell(grid.losses.get(multiple)) for multiple in multiples),
-                     best))
+                     best, f"{minimum.multiple * grid.learning_rate:.3g}" if minimum else MISSING,
+                     f"{minimum.rise:+.4f}" if minimum else MISSING))
     return Table(("run", "own learning rate", *(f"× {format_multiple(multiple)}" for multiple in multiples),
-                  "best learning rate"), tuple(rows))
+                  "best learning rate", "minimum", "rise"), tuple(rows))
 
 
-def grid_facts(grid: Grid) -> dict[str, Any]:
-    """Returns the content of a grid for results.json. The loss of a diverged run is None, which JSON writes as null."""
-    return {"best": None if grid.has_diverged else grid.best, "edge": grid.edge, "rates": [
-        {"multiple": multiple, "learning_rate": multiple * grid.learning_rate,
-         "loss": None if loss == math.inf else loss, "diverged": loss == math.inf}
-        for multiple, loss in grid.losses.items()]}
-
-
-def conclusion(groups: dict[str, list[Run]]) -> str:
-    """Returns text that names the two models with the lowest loss and says whether all seeds agree on their order."""
-    last_losses = finished(groups)
-    if len(last_losses) < 2:
-        return "Fewer than two runs are finished: no ranking."
-    if not (means := mean_losses(groups)):
-        return "The losses of the finished runs are means over different rows: no ranking."
-    first, second, *_ = means
-    text = f"Lowest validation loss: {first}, {means[first]:.4f}; then {second}, {means[second]:.4f}"
-    seeds = common_seeds(last_losses)
-    if len(seeds) < 2:
-        return f"{text}. With fewer than two common seeds, chance cannot be ruled out."
-    differences = [last_losses[second][seed] - last_losses[first][seed] for seed in seeds]
-    if not any(differences):
-        return f"{text}. The two losses are equal for each of the {len(seeds)} common seeds."
-    lower, low, high = sum(difference > 0 for difference in differences), min(differences), max(differences)
-    text = f"{text}. Of the {len(seeds)} common seeds, {first} is lower for {lower}"
-    if lower == len(seeds):
-        return f"{text}, by {low:.4f} to {high:.4f}."
-    return f"{text}; {second} minus {first} is {low:+.4f} to {high:+.4f}."
-
-
-def evidence(groups: dict[str, list[Run]]) -> str:
-    """Returns text that says how much the order of the losses proves, given the tokens and the number of seeds."""
-    trained = [(run.last.tokens, run.active_parameters) for group in groups.values() for run in group if run.last]
-    if not trained:
-        return "No evidence: no run was evaluated."
-    tokens, per_parameter = min(tokens for tokens, _ in trained), min(tokens / size for tokens, size in trained)
-    text = f"vidence: at least {tokens:,} tokens per run and {per_parameter:.2g} tokens per parameter."
-    if is_short := per_parameter < COMPUTE_OPTIMAL:
-        text += (f" About {COMPUTE_OPTIMAL} per parameter are compute-optimal (Hoffmann et al., arXiv 2203.15556); "
-                 "after longer training, the order may be different.")
-    last_losses = finished(groups)
-    seeds = len(common_seeds(last_losses)) if len(last_losses) > 1 else 0
-    if seeds > 1:
-        text += (f" Two equally good models have the same order for all {seeds} seeds with a probability of "
-                 f"{2 ** (1 - seeds):.2g}.")
-    return ("Little e" if is_short or seeds < 5 else "E") + text
-
-
-def finished(groups: dict[str, list[Run]]) -> dict[str, dict[int, float]]:
-    """Returns {name: {seed: last loss}} of the models whose runs are all finished."""
-    return {name: {run.seed: run.last.loss for run in group} for name, group in groups.items()
-            if all(run.is_finished for run in group) and aggregation.final_spread(group, "loss")}
-
-
-def common_seeds(last_losses: dict[str, dict[int, float]]) -> set[int]:
-    return set.intersection(*map(set, last_losses.values())) if last_losses else set()
-
-
-def mean_losses(groups: dict[str, list[Run]]) -> dict[str, float]:
-    """Returns {name: mean last loss} in ascending order of the loss. Returns {} if the losses are not comparable.
-
-    Runs with the same seed read the same batches, so the means are over the common seeds, if there are any.
-    """
-    last_losses = finished(groups)
-    if aggregation.differ_in_targets([run for name in last_losses for run in groups[name]]):
-        return {}
-    seeds = common_seeds(last_losses)
-    means = {name: statistics.mean(losses[seed] for seed in seeds or losses) for name, losses in last_losses.items()}
-    return {name: means[name] for name in sorted(means, key=means.get)}
-
-
-def summary_table(groups: dict[str, list[Run]]) -> Table:
+def summary_table(groups: dict[str, list[Run]], order: Ranking) -> Table:
     """Returns a table of losses, size, speed and memory, with one row per model.
 
     The rows are in ascending order of the loss; models without a comparable loss are last.
     """
-    ranked = list(mean_losses(groups))
-    rows = []
-    for name in [*ranked, *(name for name in groups if name not in ranked)]:
-        group, first = groups[name], groups[name][0]
-        loss, bits = (None if unfinished_note(group) else aggregation.final_spread(group, field)
-                      for field in ("loss", "bits_per_byte"))
-        speed = aggregation.spread([run.tokens_per_second for run in group])
-        seconds = aggregation.final_spread(group, "seconds")
-        decoding = aggregation.spread([run.decoding and run.decoding["tokens_per_second"] for run in group])
-        rows.append((
-            name + unfinished_note(group), format_spread(loss), f"{bits.mean:.4f}" if bits else MISSING,
-            f"{len(group)}", millions(first.parameters) + f" ({millions(first.active_parameters)} active)" * (
-                first.active_parameters != first.parameters),
-            MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
-            f"{speed.mean:,.0f}" if speed else MISSING, f"{seconds.mean:,.0f}" if seconds else MISSING,
-            f"{first.memory_bytes / 1e6:,.1f}" if first.memory_bytes else MISSING,
-            f"{decoding.mean:,.0f}" if decoding else MISSING))
-    return Table(("run", "validation loss", "bits per byte", "seeds", "parameters", "FLOPs/token", "tokens/s",
-                  "seconds", "memory MB", "decoding tokens/s"), tuple(rows), best=0 if len(ranked) > 1 else None)
+    ranked = list(order.means)
+    names = [*ranked, *(name for name in groups if name not in ranked)]
+    head, rows = ["run", "validation loss"], [[name, losses_cell(groups[name])] for name in names]
+    if order.against_reference:
+        head.append(f"against {order.reference}")
+        for row, name in zip(rows, names):
+            verdict = order.verdict(name)
+            row.append("reference" if name == order.reference else
+                       ranking.format_verdict(verdict) if verdict else MISSING)
+    for row, name in zip(rows, names):
+        row[0] += unfinished_note(groups[name])
+        row += measures(groups[name])
+    return Table((*head, "bits per byte", "seeds", "parameters", "FLOPs/token", *SPEEDS), tuple(map(tuple, rows)),
+                 best=0 if len(ranked) > 1 else None)
+
+
+def losses_cell(group: list[Run]) -> str:
+    return MISSING if unfinished_note(group) else format_spread(aggregation.final_spread(group, "loss"))
+
+
+def measures(group: list[Run]) -> tuple[str, ...]:
+    """Returns the cells of a model in the summary table after those about its loss."""
+    first = group[0]
+    bits = None if unfinished_note(group) else aggregation.final_spread(group, "bits_per_byte")
+    speeds = (aggregation.quartiles(values) for values in speed_values(group).values())
+    active = f" ({millions(first.active_parameters)} active)" * (first.active_parameters != first.parameters)
+    return (
+        f"{bits.mean:.4f}" if bits else MISSING, f"{len(group)}", millions(first.parameters) + active,
+        MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
+        *(format(found.median, form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
 
 
 def unfinished_note(group: list[Run]) -> str:
@@ -288,6 +280,29 @@ def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
         return MISSING
     return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
             + (f", {numbers.count} of {seeds} seeds" if numbers.count < seeds else ""))
+
+
+def speed_values(group: list[Run]) -> dict[str, list[float | None]]:
+    """Returns {column of SPEEDS: one value per run}."""
+    has_one_end = len({run.last and run.last.step for run in group}) == 1
+    return dict(zip(SPEEDS, (
+        [run.tokens_per_second for run in group],
+        [run.last and run.last.seconds for run in group] if has_one_end else [],
+        [run.memory_bytes and run.memory_bytes / 1e6 for run in group],
+        [run.decoding and run.decoding["tokens_per_second"] for run in group])))
+
+
+def speed_table(groups: dict[str, list[Run]]) -> Table:
+    """Returns a table of the medians and quartiles over seeds, such as "1,234 (1,200 to 1,250)"."""
+    def cell(values: list[float | None], form: str) -> str:
+        if (found := aggregation.quartiles(values)) is None:
+            return MISSING
+        median, low, high = (format(value, form) for value in (found.median, found.low, found.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+    return Table(("run", "seeds", *SPEEDS), tuple(
+        (name, f"{len(group)}", *(cell(values, SPEEDS[column]) for column, values in speed_values(group).items()))
+        for name, group in groups.items()))
 
 
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
@@ -330,7 +345,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
          str(len(run.sessions)), run.workdir) for run in runs))
 
 
-def provenance(runs: Sequence[Run], about: dict) -> list:
+def provenance(runs: Sequence[Run], command: str) -> list:
     """Returns report blocks about the training (machines, versions, dates, time) and the command of the comparison."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
@@ -342,4 +357,4 @@ def provenance(runs: Sequence[Run], about: dict) -> list:
              f"Versions: {'; '.join(versions)}." if versions else "",
              f"Started {days[0]}" + (f", last resumed {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",
              f"Training took {duration(seconds)} in total, without evaluation and compilation." if seconds else ""]
-    return [Paragraph(" ".join(filter(None, lines))), Code(about["command"])]
+    return [Paragraph(" ".join(filter(None, lines))), Code(command)]

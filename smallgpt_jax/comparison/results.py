@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from smallgpt_jax.run.names import (
 )
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import describe_changes, read_description
-from smallgpt_jax.storage.files import as_path, resolve
+from smallgpt_jax.storage.files import resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
     NULL,
@@ -49,6 +50,10 @@ RESULTS_FILE = "results.json"  # in a comparison's folder
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
           "fingerprint": TEXT}]
 DECODING = {"tokens_per_second": POSITIVE}
+# ROWS lists the config fields that determine the validation rows. TARGETS lists the config fields that determine the
+# number of targets.
+ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
+    "train.eval_steps", "train.batch_size")
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
     "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
@@ -99,16 +104,35 @@ class Run:
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
     uncounted: float | None = 0.0  # arithmetic besides products, per FLOP; None if the FLOPs cannot be counted
     flops_problem: str = ""  # why the FLOPs cannot be counted
+    text: dict[str, Any] | None = None  # of training: {"description" of the token store, "tokenizer": its fingerprint}
+    averaged: int = 1  # number of last evaluations over which `final` averages
 
     @property
     def last(self) -> Point | None:
         return self.curve[-1] if self.curve else None
 
+    def final(self, field: str) -> float | None:
+        """Returns the mean of `field` over the last evaluations, or None if a value is missing.
 
-def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
+        Ignores evaluations with another number of targets than the last one.
+        """
+        points = [point for point in self.curve if point.targets == self.last.targets][-self.averaged:]
+        values = [getattr(point, field) for point in points]
+        return None if not values or None in values else statistics.fmean(values)
+
+    @property
+    def evaluation_rows(self) -> dict[str, Any]:
+        """What determines the rows of the last evaluation, besides the text."""
+        targets = self.last and self.last.targets
+        fields = ROWS if targets is not None else ROWS + TARGETS
+        return {**{f"config.{field}": self.config.get(field) for field in fields}, "targets": targets}
+
+
+def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1) -> Run:
     """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run.
 
-    With `trust_custom_code`, the module of a custom architecture is imported.
+    With `trust_custom_code`, the module of a custom architecture is imported. `averaged` is the number of last
+    evaluations over which the loss of the run is the mean.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
@@ -152,7 +176,8 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False) -> Run:
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
         decoding=read_json_or_none(evaluations / DECODING_FILE, DECODING),
         benchmarks=benchmarks(evaluations, config.train.steps),
-        uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem)
+        uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
+        averaged=averaged)
 
 
 class Counts(NamedTuple):
@@ -278,18 +303,24 @@ def require_comparable(runs: Sequence[Run]) -> None:
         other = seen.setdefault((run.name, run.seed), run)
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
-    own = [(run, text_identity(as_path("--workdirs", run.workdir))) for run in runs]
-    for run, text in own[1:]:
-        first, its = own[0]
-        if not same_text(text[0], its[0]) or text[1] != its[1]:
-            raise UserError(f"{first.workdir} and {run.workdir}: cannot be compared, since their texts differ "
-                            f"({describe_changes(its[0], text[0])}); report on them separately")
+    for run in runs[1:]:
+        if changes := text_changes(runs[0], run):
+            raise UserError(f"{runs[0].workdir} and {run.workdir}: cannot be compared, since their texts differ "
+                            f"({changes}); report on them separately")
     for text in text_names(runs):
         require_same_content([(row, run) for run in runs for row in run.texts if row["text"] == text])
 
 
-def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
-    """Raises UserError if the measured texts differ."""
+def text_changes(one: Run, other: Run) -> str:
+    """Returns the differences between the training texts of two runs, or "" if the texts are the same."""
+    before, now = one.text["description"], other.text["description"]
+    if same_text(before, now) and one.text["tokenizer"] == other.text["tokenizer"]:
+        return ""
+    return describe_changes(before, now)
+
+
+def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
+    """Raises UserError if the measured texts differ. `field` is the field to compare: "fingerprint" or "source"."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row["fingerprint"] != first["fingerprint"]:
@@ -298,11 +329,12 @@ def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
                             "different names in config.compare.texts")
 
 
-def text_identity(folder: Path) -> tuple[dict, str]:
-    """Returns (description of the token store, fingerprint of the tokenizer). Together, they identify a run's text."""
+def text_identity(folder: Path) -> dict[str, Any]:
+    """Returns the description of the token store and the fingerprint of the tokenizer, which identify a run's text."""
     if not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: the run has not started; train it first")
-    return read_description(folder), tokenizers.fingerprint(tokenizers.load(folder / TOKENIZER_FOLDER))
+    return {"description": read_description(folder),
+            "tokenizer": tokenizers.fingerprint(tokenizers.load(folder / TOKENIZER_FOLDER))}
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

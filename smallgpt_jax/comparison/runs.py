@@ -1,4 +1,8 @@
-"""The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid."""
+"""The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid.
+
+The runs of a grid have a seed that is not in the comparison: the loss that chose the learning rate is too low for an
+average loss.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,6 +36,12 @@ class Comparison:
     seeds: range
     multiples: tuple[float, ...]  # of each model's own learning rate; empty: no grid
     max_added: int  # maximum number of learning rates that are added to a model's grid
+    averaged: int = 1  # number of last evaluations over which the loss of a run is the mean
+
+    @property
+    def grid_seed(self) -> int:
+        """The seed before the seeds of the comparison, so that more of these can be added."""
+        return self.seeds[0] - 1
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
         """Returns {name: grid}, or {} if the comparison has no multiples.
@@ -39,33 +49,32 @@ class Comparison:
         `losses` maps the folders of finished runs to their losses; see `Grid.losses`.
         """
         return {name: learning_rates.search(
-            model.optimizer.learning_rate, self.multiples, self.max_added,
-            lambda multiple, name=name: losses.get(run_folder(self.output, name, self.seeds[0], multiple)))
+            self.grid_seed, model.optimizer.learning_rate, self.multiples, self.max_added,
+            lambda multiple, name=name: losses.get(run_folder(self.output, name, self.grid_seed, multiple)))
             for name, model in self.models.items() if self.multiples}
 
     def runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns the runs in training order, as far as the known losses determine them.
 
-        The first part contains the runs of all grids, with the first seed. The second part contains the runs at the
-        best multiples, for all seeds and models, seed by seed. The best run of each grid is in both parts.
+        The first part contains the runs of all grids, with `grid_seed`. The second part contains the runs at the best
+        multiples, for all seeds and models, seed by seed.
 
-        A model is left out of the second part while its grid is unfinished. A model that has diverged at every multiple
-        is not trained with further seeds.
+        A model is left out of the second part while its grid is unfinished, and if it has diverged at every multiple.
         """
         grids = self.grids(losses)
-        best = {name: grids[name].best if grids else 1.0 for name in self.models}
-        planned = [self._run(name, self.seeds[0], multiple, in_grid=True)
+        best = {name: grid.best for name, grid in grids.items() if grid.is_finished and not grid.has_diverged} if (
+            grids) else dict.fromkeys(self.models, 1.0)
+        planned = [self._run(name, self.grid_seed, multiple, in_grid=True)
                    for name, grid in grids.items() for multiple in grid.losses]
         return planned + [
-            self._run(name, seed, best[name]) for seed in self.seeds for name in self.models
-            if best[name] is not None and (seed == self.seeds[0] or not grids or not grids[name].has_diverged)]
+            self._run(name, seed, best[name]) for seed in self.seeds for name in self.models if name in best]
 
     def num_runs(self, losses: Mapping[Path, float]) -> int:
         """Returns the number of runs to train, assuming that no grid is extended further."""
-        further = len(self.seeds) - 1
         if not self.multiples:
-            return len(self.models) * (1 + further)
-        return sum(len(grid.losses) + further * (not grid.has_diverged) for grid in self.grids(losses).values())
+            return len(self.models) * len(self.seeds)
+        return sum(len(grid.losses) + len(self.seeds) * (not grid.has_diverged)
+                   for grid in self.grids(losses).values())
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})

@@ -56,7 +56,7 @@ def train_comparison(comparison: Comparison, text: Corpus,
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
-    """Trains a run to its last step, unless it is finished. Returns the loss of the last evaluation.
+    """Trains a run to its last step, unless it is finished. Returns its loss, as in `last_loss`.
 
     The loss is infinite if the run has diverged. Returns None if another process is training the run.
     """
@@ -66,7 +66,7 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
               flush=True)
         return math.inf
     if is_finished(run.folder, run.config, text):
-        return last_loss(run)
+        return last_loss(run, comparison.averaged)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
     try:
@@ -82,12 +82,12 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
     finally:
         gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
         jax.clear_caches()  # frees the run's compiled programs
-    return last_loss(run)
+    return last_loss(run, comparison.averaged)
 
 
-def last_loss(run: PlannedRun) -> float:
-    """Returns the loss of a finished run's last evaluation, or infinity if the loss is not finite."""
-    loss = results.read_run(run.name, run.folder).last.loss
+def last_loss(run: PlannedRun, averaged: int) -> float:
+    """Returns the mean loss of a finished run's last evaluations, or infinity if it is not finite."""
+    loss = results.read_run(run.name, run.folder, averaged=averaged).final("loss")
     return math.inf if loss is None else loss
 
 

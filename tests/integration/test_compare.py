@@ -106,16 +106,26 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
             speeds.append(8 * 8 * TIME / sum(seconds))
             ends.append(sum(seconds))
             assert f"| {name} | {seed} | 8 | {losses[-1]:.4f} |" in markdown
-        cells = [name, f"{sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f})", f"{sum(bits) / 2:.4f}", "2",
-                 millions(models.num_parameters(model)), millions(round(flops)),
-                 f"{sum(speeds) / 2:,.0f}", f"{sum(ends) / 2:,.0f}"]
-        assert "| " + " | ".join(cells) + " |" in markdown.replace("**", "")
+        cells = [f"{sum(bits) / 2:.4f}", "2", millions(models.num_parameters(model)), millions(round(flops))]
+        cells += [f"{sum(values) / 2:,.0f}" for values in (speeds, ends)]
+        assert f"| {name} | {sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f}) | " in (
+            markdown.replace("**", ""))
+        assert " | " + " | ".join(cells) + " |" in markdown.replace("**", "")
         assert "".join(f"<td>{cell}</td>" for cell in cells) in page
     assert "Lowest validation loss: " in markdown
     # The report lists the config fields that have the same value in all runs.
     assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown
     assert (compared / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
+
+
+def test_results_json_gives_the_same_report(compared, tmp_path):
+    done = call("compare", f"--results={compared / 'results.json'}", f"--output={tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    before, now = ((folder / "report.md").read_text().split("```")[0] for folder in (compared, tmp_path))
+    assert now == before
+    before, now = (json.loads((folder / "results.json").read_text()) for folder in (compared, tmp_path))
+    assert {**now, "command": ""} == {**before, "command": ""}
 
 
 def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):

@@ -82,24 +82,24 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
                  "--config.compare.names=gpt,pgpt")
     fake, done = fake_train(), call(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    grids = ["gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr2x", "gpt-seed1337-lr4x", "pgpt-seed1337-lr0.5x",
-             "pgpt-seed1337", "pgpt-seed1337-lr2x"]
-    assert fake.trained == [*grids, "gpt-seed1338-lr2x", "pgpt-seed1338"]
-    assert measured == ["gpt-seed1337-lr2x", "pgpt-seed1337", "gpt-seed1338-lr2x", "pgpt-seed1338"]
-    assert "[1/8] gpt, seed 1337, learning rate × 0.5\n" in done.stdout
-    assert "[4/9] gpt, seed 1337, learning rate × 4\n" in done.stdout and "[9/9] pgpt, seed 1338\n" in done.stdout
+    grids = ["gpt-seed1336-lr0.5x", "gpt-seed1336", "gpt-seed1336-lr2x", "gpt-seed1336-lr4x", "pgpt-seed1336-lr0.5x",
+             "pgpt-seed1336", "pgpt-seed1336-lr2x"]
+    seeds = ["gpt-seed1337-lr2x", "pgpt-seed1337", "gpt-seed1338-lr2x", "pgpt-seed1338"]
+    assert fake.trained == [*grids, *seeds] and measured == seeds
+    assert "[1/10] gpt, seed 1336, learning rate × 0.5\n" in done.stdout
+    assert "[4/11] gpt, seed 1336, learning rate × 4\n" in done.stdout and "[11/11] pgpt, seed 1338\n" in done.stdout
 
     found, markdown = json.loads((output / "results.json").read_text()), (output / "report.md").read_text()
-    assert [Path(run["workdir"]).name for run in found["runs"]] == measured
-    assert {name: (grid["best"], grid["edge"]) for name, grid in found["learning_rates"].items()} == {
-        "gpt": (2.0, ""), "pgpt": (1.0, "")}
+    assert [Path(run["workdir"]).name for run in found["runs"]] == seeds
+    assert {name: (grid["seed"], grid["best"], grid["edge"]) for name, grid in found["learning_rates"].items()} == {
+        "gpt": (1336, 2.0, ""), "pgpt": (1336, 1.0, "")}
     assert found["learning_rates"]["gpt"]["rates"] == [
         {"multiple": multiple, "learning_rate": multiple * OWN_RATE, "diverged": multiple == 4.0,
-         "loss": {0.5: 2 + 0.01337, 1.0: 1 + 0.01337, 2.0: 0.01337, 4.0: None}[multiple]}
+         "loss": {0.5: 2 + 0.01336, 1.0: 1 + 0.01336, 2.0: 0.01336, 4.0: None}[multiple]}
         for multiple in (0.5, 1.0, 2.0, 4.0)]
-    assert "| gpt | 0.003 | 2.0134 | 1.0134 | 0.0134 | diverged | 0.006 (× 2) |" in markdown
-    assert "| pgpt | 0.003 | 1.0134 | 0.0134 | 1.0134 | – | 0.003 (× 1) |" in markdown
-    assert markdown.count("0.0134 (0.0134 to 0.0134)") == 2  # loss of both models, over two seeds
+    assert "| gpt | 0.003 | 2.0134 | 1.0134 | 0.0134 | diverged | 0.006 (× 2) | – | – |" in markdown
+    assert "| pgpt | 0.003 | 1.0134 | 0.0134 | 1.0134 | – | 0.003 (× 1) | 0.003 | +1.0000 |" in markdown
+    assert markdown.count("0.0134 (0.0134 to 0.0134)") == 2  # loss of both models, over the two seeds
     assert (output / "loss-learning-rate.png").exists() and "of its grid" not in markdown
 
     before = (output / "results.json").read_bytes()
@@ -107,6 +107,17 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
     assert (done.returncode, again.trained) == (0, []) and (output / "results.json").read_bytes() == before
     named = results.name_workdirs([output / "runs" / f"gpt-seed{seed}-lr2x" for seed in (1337, 1338)])
     assert [name for name, _ in named] == ["gpt-lr2x"] * 2
+
+
+def test_every_learning_rate_diverges(text_file, tmp_path, monkeypatch):
+    """The comparison then has no runs; the report says why."""
+    monkeypatch.setattr(train, "train", FakeTrain())
+    monkeypatch.setitem(BEST, "gpt", math.inf)
+    done = call(*TINY, "--config.compare.learning_rates=4,8", f"--config.data.source={text_file}",
+                f"--output={tmp_path}", "--config.compare.names=gpt", "--config.compare.max_added_learning_rates=0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gpt has diverged at every learning rate of its grid." in (tmp_path / "report.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
 
 
 def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_train):
@@ -119,7 +130,7 @@ def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_tra
     assert "learning_rates" not in before and not (tmp_path / "loss-learning-rate.png").exists()
     fake, done = fake_train(), call(*arguments, GRID, "--config.compare.max_added_learning_rates=0")
     assert done.returncode == 0 and fake.trained == [
-        "gpt-seed1337-lr0.5x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
+        "gpt-seed1336-lr0.5x", "gpt-seed1336", "gpt-seed1336-lr2x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
     assert "gpt: the best learning rate is the highest of its grid" in (tmp_path / "report.md").read_text()
     fake, done = fake_train(), call(*arguments)  # without the grid, the report has the same runs as before
     assert fake.trained == [] and json.loads((tmp_path / "results.json").read_text())["runs"] == before["runs"]
@@ -127,16 +138,16 @@ def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_tra
 
 def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
     def interrupt(folder: str) -> None:
-        if folder == "gpt-seed1337-lr2x":
+        if folder == "gpt-seed1336-lr2x":
             raise KeyboardInterrupt
 
     arguments = (*TINY, GRID, f"--config.data.source={text_file}", f"--output={tmp_path}",
                  "--config.compare.names=gpt", "--config.compare.decoding=false")
     fake, done = fake_train(interrupt), call(*arguments)
-    assert done.returncode == 130 and fake.trained == ["gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr2x"]
+    assert done.returncode == 130 and fake.trained == ["gpt-seed1336-lr0.5x", "gpt-seed1336", "gpt-seed1336-lr2x"]
     fake, done = fake_train(), call(*arguments)
     assert done.returncode == 0
-    assert fake.trained == ["gpt-seed1337-lr2x", "gpt-seed1337-lr4x", "gpt-seed1338-lr2x"]
+    assert fake.trained == ["gpt-seed1336-lr2x", "gpt-seed1336-lr4x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -149,7 +160,7 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
     started, waits = threading.Event(), threading.Event()
 
     def before_end(folder: str) -> None:
-        if folder == "gpt-seed1-lr0.5x" and not started.is_set():
+        if folder == "gpt-seed0-lr0.5x" and not started.is_set():
             started.set()
             assert waits.wait(60)
             if is_killed:
@@ -172,13 +183,13 @@ def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_trai
         second = pool.submit(training.train_comparison, comparison, text, measured.append)
         losses = second.result(timeout=120)
         assert isinstance(first.exception(timeout=120), KeyboardInterrupt if is_killed else type(None))
-    grid, seeds = ["gpt-seed1-lr0.5x", "gpt-seed1", "gpt-seed1-lr2x", "gpt-seed1-lr4x"], [
-        "gpt-seed2-lr2x", "gpt-seed3-lr2x"]
-    assert sorted(fake.trained) == sorted([*grid, *seeds, *["gpt-seed1-lr0.5x"] * is_killed])
+    grid = ["gpt-seed0-lr0.5x", "gpt-seed0", "gpt-seed0-lr2x", "gpt-seed0-lr4x"]
+    seeds = ["gpt-seed1-lr2x", "gpt-seed2-lr2x", "gpt-seed3-lr2x"]
+    assert sorted(fake.trained) == sorted([*grid, *seeds, *["gpt-seed0-lr0.5x"] * is_killed])
     assert comparison.grids(losses)["gpt"].best == 2.0
     if not is_killed:
         assert comparison.grids(first.result()) == comparison.grids(losses)
-    assert {run.folder.name for run in measured} == {"gpt-seed1-lr2x", *seeds}
+    assert {run.folder.name for run in measured} == set(seeds)
 
 
 def test_another_process_starts_a_run_during_the_check(tmp_path, monkeypatch):
@@ -213,7 +224,7 @@ def test_real_runs_at_several_learning_rates(text_file, tmp_path):
     grid = json.loads((tmp_path / "results.json").read_text())["learning_rates"]["gpt"]
     assert [rate["diverged"] for rate in grid["rates"]] == [False, False, True]
     logged = {}
-    for rate, folder in zip(grid["rates"], ("gpt-seed1337-lr0.5x", "gpt-seed1337", "gpt-seed1337-lr1e+33x")):
+    for rate, folder in zip(grid["rates"], ("gpt-seed1336-lr0.5x", "gpt-seed1336", "gpt-seed1336-lr1e+33x")):
         lines = read_lines(tmp_path / "runs" / folder / "metrics.jsonl")
         logged[folder] = [line["learning_rate"] for line in lines if line["split"] == "train"]
         if not rate["diverged"]:

@@ -15,6 +15,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_cost
 from smallgpt_jax.comparison import budget, report, results
+from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate
 from smallgpt_jax.models.block import layer_configs, stack_blocks
@@ -130,8 +131,8 @@ def test_a_run_a_plan_and_a_report_without_flops(known_chip, text_file, tmp_path
     assert planned.flops_per_token is planned.flops_per_step is planned.estimated_mfu is None
     assert "FLOPs unknown: the FLOPs of fft cannot be counted" in format_plan(program, planned)
 
-    about = {"title": "one", "budget": "no budget", "command": "none"}
-    text = report.write_report(tmp_path, [results.read_run("own", tmp_path / "own")], about)
+    run = results.read_run("own", tmp_path / "own")
+    text = report.write_report(tmp_path, Record("one", "no budget", "none", "own", (run,)))
     assert "The FLOPs of own are unknown: the FLOPs of fft cannot be counted." in text.split("\n\n")
     assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["flops_per_token"] is None
 

@@ -230,6 +230,9 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     (dict(compare__learning_rates=(True, 2)), "True is not a positive, finite number"),
     (dict(compare__learning_rates=(1, 2, 1.0)), "1.0 is listed twice"),
     (dict(compare__learning_rates=(2,)), r"learning_rates=\(2,\): a grid has at least two multiples"),
+    (dict(train__seed=0, compare__learning_rates=(1, 2)), "config.train.seed=0: must be at least 1 with"),
+    (dict(compare__averaged_evaluations=0), "config.compare.averaged_evaluations=0: must be at least 1"),
+    (dict(compare__averaged_evaluations=99), r"averaged_evaluations=99: gpt has only \d evaluations; decrease"),
     (dict(compare__max_added_learning_rates=-1), "config.compare.max_added_learning_rates=-1: must be at least 0"),
     (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
 def test_refuses_invalid_comparisons(fields, message, tmp_path):

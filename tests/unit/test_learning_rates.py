@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import load_config
 
-from smallgpt_jax.comparison import figures, learning_rates, report
+from smallgpt_jax.comparison import figures, learning_rates, records, report
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.runs import Comparison, run_folder
 from smallgpt_jax.run.config import Config
@@ -15,7 +15,7 @@ INF = math.inf
 
 
 def search(multiples, losses: dict, max_added: int = 4) -> Grid:
-    return learning_rates.search(0.01, multiples, max_added, losses.get)
+    return learning_rates.search(6, 0.01, multiples, max_added, losses.get)
 
 
 def parabola(optimum: float) -> dict[float, float]:
@@ -47,6 +47,22 @@ def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, ed
     assert grid.has_diverged == all(loss == INF for loss in known)
 
 
+@pytest.mark.parametrize("center, curvature", [(1.3, 0.02), (0.8, 0.5)])
+def test_the_minimum_of_a_parabola(center, curvature):
+    def loss(multiple: float) -> float:
+        return 3 + curvature / 2 * math.log(multiple / center) ** 2
+
+    found = search((0.25, 1, 3), {multiple: loss(multiple) for multiple in (0.25, 1, 3)}, 0).minimum
+    assert found == pytest.approx((center, 3.0, curvature))
+    assert found.rise == pytest.approx(loss(2 * center) - 3) == pytest.approx(loss(center / 2) - 3)
+
+
+def test_no_minimum_without_three_different_losses_around_the_best():
+    for losses in ({0.5: 3.0, 1: 2.0}, {0.5: 3.0, 1: 2.0, 2: INF}, {0.5: 3.0, 1: None, 2: 3.0}, {0.5: 3, 1: 3, 2: 3},
+                   {0.5: INF, 1: INF, 2: INF}):
+        assert search(tuple(losses), losses, 0).minimum is None
+
+
 def comparison(folder: Path, *, seeds: int = 2, multiples=(0.5, 1, 2), max_added: int = 4) -> Comparison:
     config = Config.of(load_config("gpt", optimizer__learning_rate=0.01, optimizer__final_learning_rate=0.001))
     return Comparison(folder, {"a": config, "b": config}, range(7, 7 + seeds), multiples, max_added)
@@ -65,21 +81,24 @@ def run_comparison(comparison: Comparison, losses: dict[str, dict]) -> list[str]
     return order
 
 
-def test_grids_are_trained_before_further_seeds(tmp_path):
-    """The best rate of model a is at the edge of its grid, so the grid is extended. That of b is in the middle."""
+def test_grids_are_trained_before_the_seeds_of_the_comparison(tmp_path):
+    """The best rate of model a is at the edge of its grid, so the grid is extended. That of b is in the middle.
+
+    The grids have the seed before the comparison's, which is not in the comparison.
+    """
     losses = {"a": parabola(2), "b": parabola(1)}
     assert run_comparison(comparison(tmp_path, seeds=3), losses) == [
-        "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr4x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
-        "a-seed8-lr2x", "b-seed8", "a-seed9-lr2x", "b-seed9"]
+        "a-seed6-lr0.5x", "a-seed6", "a-seed6-lr2x", "a-seed6-lr4x", "b-seed6-lr0.5x", "b-seed6", "b-seed6-lr2x",
+        "a-seed7-lr2x", "b-seed7", "a-seed8-lr2x", "b-seed8", "a-seed9-lr2x", "b-seed9"]
     assert run_comparison(comparison(tmp_path, seeds=3, multiples=()), losses) == [
         "a-seed7", "b-seed7", "a-seed8", "b-seed8", "a-seed9", "b-seed9"]
 
 
-def test_a_model_that_always_diverges_is_not_trained_with_further_seeds(tmp_path):
+def test_a_model_that_always_diverges_is_not_in_the_comparison(tmp_path):
     losses = {"a": {2.0**n: INF for n in range(-9, 9)}, "b": parabola(1)}
     assert run_comparison(comparison(tmp_path, max_added=1), losses) == [
-        "a-seed7-lr0.5x", "a-seed7", "a-seed7-lr2x", "a-seed7-lr0.25x", "b-seed7-lr0.5x", "b-seed7", "b-seed7-lr2x",
-        "b-seed8"]
+        "a-seed6-lr0.5x", "a-seed6", "a-seed6-lr2x", "a-seed6-lr0.25x", "b-seed6-lr0.5x", "b-seed6", "b-seed6-lr2x",
+        "b-seed7", "b-seed8"]
 
 
 def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
@@ -88,7 +107,7 @@ def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
     The multiple of a run scales its learning rate and its final learning rate.
     """
     folder = comparison(tmp_path).output
-    known = {run_folder(folder, "b", 7, multiple): loss for multiple, loss in parabola(1).items()}
+    known = {run_folder(folder, "b", 6, multiple): loss for multiple, loss in parabola(1).items()}
     runs = comparison(tmp_path).runs(known)
     assert [(run.name, run.multiple, run.config.train.seed) for run in runs if not run.in_grid] == [
         ("b", 1.0, 7), ("b", 1.0, 8)]
@@ -100,17 +119,21 @@ def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
 def test_report_of_grids():
     grids = {"inside": search((0.5, 1, 2), {0.5: 3.25, 1: 3.0, 2: INF}),
              "edge": search((0.5, 1), {0.5: 3.0, 1: 2.5}, 0),
-             "diverged": search((0.5, 1), {0.5: INF, 1: INF}, 0)}
+             "diverged": search((0.5, 1), {0.5: INF, 1: INF}, 0),
+             "lower": search((0.5, 1, 2), {0.5: 3.1, 1: 3.0, 2: 3.3})}  # 0.2 · (log2(multiple) + 1/4)² + 2.9875
     table = report.grid_table(grids)
-    assert table.head == ("run", "own learning rate", "× 0.5", "× 1", "× 2", "best learning rate")
-    assert table.rows == (("inside", "0.01", "3.2500", "3.0000", "diverged", "0.01 (× 1)"),
-                          ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)"),
-                          ("diverged", "0.01", "diverged", "diverged", "–", "–"))
-    first, second = report.grid_warnings(grids)
+    assert table.head == ("run", "own learning rate", "× 0.5", "× 1", "× 2", "best learning rate", "minimum",
+                          "rise")
+    assert table.rows == (("inside", "0.01", "3.2500", "3.0000", "diverged", "0.01 (× 1)", "–", "–"),
+                          ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)", "–", "–"),
+                          ("diverged", "0.01", "diverged", "diverged", "–", "–", "–", "–"),
+                          ("lower", "0.01", "3.1000", "3.0000", "3.3000", "0.01 (× 1)", "0.00841", "+0.2000"))
+    first, second = report.grid_warnings(grids, [])
     assert "edge: the best learning rate is the highest" in first and "diverged has diverged at every" in second
     plot, = figures.loss_against_learning_rate(grids, []).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.lines}
     assert lines["inside"] == [[0.005, 3.25], [0.01, 3.0]] and lines["edge"] == [[0.005, 3.0], [0.01, 2.5]]
-    assert [line.get_xdata().tolist() for line in plot.lines if line.get_marker() == "x"] == [[0.02], [], [0.005, 0.01]]
-    assert report.grid_facts(grids["inside"])["rates"][2] == {
+    assert [line.get_xdata().tolist() for line in plot.lines if line.get_marker() == "x"] == [
+        [0.02], [], [0.005, 0.01], []]
+    assert records.grid_facts(grids["inside"])["rates"][2] == {
         "multiple": 2.0, "learning_rate": 0.02, "loss": None, "diverged": True}

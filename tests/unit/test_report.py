@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smallgpt_jax.comparison import aggregation, figures, measure, report, results
+from smallgpt_jax.comparison import aggregation, figures, measure, ranking, report, results
+from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
 
 
@@ -21,6 +22,15 @@ def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> re
         expert_load=None, texts=(), decoding=None, benchmarks={})
 
 
+def write(folder, runs, title: str = "t", budget: str = "", command: str = "", reference: str = "") -> str:
+    """Writes a report of runs. Returns its text."""
+    return report.write_report(folder, Record(title, budget, command, reference, tuple(runs)))
+
+
+def conclusion(groups: dict, reference: str | None = None) -> str:
+    return ranking.conclusion(groups, ranking.rank(groups, reference))
+
+
 def test_seconds_are_interpolated_and_extrapolated():
     lines = [{"step": 3, "split": "train", "tokens_per_second": 30.0},  # 10 tokens per step: 1 s
              {"step": 3, "split": "eval"}, {"step": 6, "split": "train", "tokens_per_second": 15.0}]
@@ -30,28 +40,89 @@ def test_seconds_are_interpolated_and_extrapolated():
     assert results.seconds_at(3, [0], [0.0]) is None
 
 
+def with_losses(name: str, losses, seeds=None) -> list[results.Run]:
+    """Returns one run per loss, with the seeds 0, 1, … or `seeds`. The loss is that of the last evaluation."""
+    runs = [make_run(seed, name=name) for seed in seeds or range(len(losses))]
+    return [dataclasses.replace(run, curve=(run.curve[0], dataclasses.replace(run.curve[1], loss=loss)))
+            for run, loss in zip(runs, losses)]
+
+
 def test_conclusion_compares_runs_with_the_same_seed():
     """Two models are compared seed by seed, because losses differ more between seeds than between models."""
-    groups = {"a": [make_run(seed) for seed in range(3)],
-              "b": [make_run(seed, name="b", worse=0.5) for seed in range(3)]}
-    assert report.conclusion(groups) == (
-        "Lowest validation loss: a, 5.0000; then b, 5.5000. Of the 3 common seeds, a is lower for 3, by 0.5000 to "
-        "0.5000.")
-    assert "chance cannot be ruled out" in report.conclusion({name: group[:1] for name, group in groups.items()})
+    groups = {"a": with_losses("a", [4.0, 5.0, 6.0]), "b": with_losses("b", [4.49, 5.5, 6.51])}
+    assert conclusion(groups) == (  # the half-width is 4.3027 · 0.01 / √3
+        "Lowest validation loss: a, 5.0000; then b, 5.5000. b minus a: +0.5000 ± 0.0248 (95% interval over 3 seeds), "
+        "higher.")
+    assert conclusion({name: group[:1] for name, group in groups.items()}).endswith(
+        "With one common seed, there is no interval: the order may be chance.")
+    assert "With no common seed" in conclusion({**groups, "b": with_losses("b", [7.0, 7.0], [8, 9])})
     # Only model a has a run with the third seed. If the high loss of this run counted, a would rank behind b.
-    fewer = [make_run(seed, name="b", worse=0.2) for seed in range(2)]
-    assert "a, 4.5000; then b, 4.7000. Of the 2 common seeds" in report.conclusion({**groups, "b": fewer})
-    groups["c"] = [make_run(seed, name="c", worse=worse) for seed, worse in enumerate((0.2, -0.1, 0.2))]
-    assert report.conclusion({"a": groups["a"], "c": groups["c"]}).endswith(
-        "Of the 3 common seeds, a is lower for 2; c minus a is -0.1000 to +0.2000.")
-    assert "equal for each of the 3 common seeds" in report.conclusion({**groups, "b": groups["a"]})
+    fewer = with_losses("b", [4.2, 5.21])
+    assert "a, 4.5000; then b, 4.7050. b minus a: +0.2050" in conclusion({**groups, "b": fewer})
+    assert "over 2 seeds" in conclusion({**groups, "b": fewer})
+    groups["b"] = with_losses("b", [4.2, 4.9, 6.2])
+    assert conclusion(groups).endswith("+0.1000 ± 0.4303 (95% interval over 3 seeds), not distinguishable; about 26 "
+                                       "seeds would decide.")
+    assert conclusion({**groups, "b": with_losses("b", [4.0, 5.0, 6.0])}).endswith(
+        "+0.0000 ± 0.0000 (95% interval over 3 seeds), not distinguishable; more than 10,000 seeds would be needed to "
+        "decide.")
+
+
+def test_models_not_distinguishable_from_the_best(tmp_path):
+    """c is clearly worse than a and b, whose difference is within the noise. The reference is not the best model."""
+    noise = np.array([0.01, -0.01, 0.0, 0.005, -0.005])
+    groups = {"b": with_losses("b", 3.004 + noise[::-1]), "c": with_losses("c", 3.2 + noise / 2),
+              "a": with_losses("a", 3.0 + noise)}
+    order = ranking.rank(groups, "b")
+    assert list(order.means) == ["a", "b", "c"] and order.not_distinguishable == ("b",)
+    assert [(row.name, row.other, row.verdict) for row in order.neighbors] == [
+        ("b", "a", "not distinguishable"), ("c", "b", "higher")]
+    assert [(row.name, row.verdict) for row in order.against_reference] == [
+        ("a", "not distinguishable"), ("c", "higher")]
+    assert {row.comparisons for row in order.neighbors} == {3}  # all pairs, because the losses chose the neighbors
+    assert {row.comparisons for row in order.against_reference} == {2}
+    assert conclusion(groups).endswith("Not distinguishable from a: b. Higher: c.")
+    assert conclusion({**groups, "b": with_losses("b", 3.1 + noise / 2)}).endswith("a is lower than every other run.")
+
+    text = write(tmp_path, [run for group in groups.values() for run in group], reference="b")
+    first, second, third = (" ".join(line.split()) for line in text.splitlines()[-3:])
+    assert first.startswith("a 3.0000 (2.9900 to 3.0100) not distinguishable (≈ ") and " reference " in second
+    assert third.startswith("c 3.2000 (3.1950 to 3.2050) higher 1.0000 5 ")
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["format"] == 1 and found["reference"] == "b"
+    assert found["ranking"]["not_distinguishable"] == ["b"] and found["ranking"]["means"]["a"] == pytest.approx(3)
+    row = found["ranking"]["neighbors"][0]
+    assert (row["name"], row["other"], row["seeds"], row["verdict"]) == ("b", "a", 5, "not distinguishable")
+    markdown = (tmp_path / "report.md").read_text()
+    assert f"| b | a | +0.0040 | {row['mean'] - row['half_width']:+.4f} to " in markdown
+    assert "corrected for 2 comparisons" in markdown and "corrected for all 3 pairs" in markdown
+
+
+def test_the_mean_of_the_last_evaluations():
+    run = dataclasses.replace(make_run(0, steps=(1, 2)), averaged=2)  # losses 5 and 4
+    assert (run.final("loss"), run.final("bits_per_byte")) == (4.5, 1.0)
+    assert dataclasses.replace(run, averaged=1).final("loss") == 4.0
+    other_rows = dataclasses.replace(run.curve[0], targets=9)
+    assert dataclasses.replace(run, curve=(other_rows, run.curve[1])).final("loss") == 4.0
+    assert dataclasses.replace(run, curve=(dataclasses.replace(run.curve[0], loss=None), run.curve[1])).final(
+        "loss") is None
+    assert aggregation.mean_losses({"a": [run], "b": [make_run(0, name="b", worse=0.2)]}) == {"b": 4.2, "a": 4.5}
+
+
+def test_speed_and_memory_have_medians_and_quartiles(tmp_path):
+    runs = [dataclasses.replace(make_run(seed), tokens_per_second=speed, memory_bytes=2 * 10**6)
+            for seed, speed in enumerate((1000.0, 1100.0, 1200.0, 9000.0))]
+    row = write(tmp_path, runs).splitlines()[-1]
+    assert " 1,150 " in row and " 2.0 " in row
+    assert "| a | 4 | 1,150 (1,075 to 3,150) | 2 | 2.0 | – |" in (tmp_path / "report.md").read_text()
+    assert aggregation.quartiles([1.0, None]) is None and aggregation.quartiles([]) is None
 
 
 def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
     """Finished runs are in ascending order of the loss. Unfinished ones are last, even if their loss is lower."""
     runs = [make_run(0, name="worst", worse=0.5), make_run(0, (1,), "unfinished", worse=-3), make_run(0, name="best"),
             make_run(0, name="middle", worse=0.1)]
-    text = report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": ""})
+    text = write(tmp_path, runs)
     rows = text.splitlines()[-4:]
     assert [row.split()[0] for row in rows] == ["best", "middle", "worst", "unfinished"]
     assert ["← best" in row for row in rows] == [True, False, False, False]
@@ -61,7 +132,7 @@ def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
     # Losses over different rows are not ranked.
     runs[0] = dataclasses.replace(runs[0], curve=tuple(
         dataclasses.replace(point, targets=9) for point in runs[0].curve))
-    text = report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": ""})
+    text = write(tmp_path, runs)
     assert [row.split()[0] for row in text.splitlines()[-4:]] == ["worst", "unfinished", "best", "middle"]
     assert "← best" not in text
 
@@ -70,7 +141,7 @@ def test_figures_commands_and_headings_of_the_page(tmp_path):
     """All figures have one width, the command wraps, and a heading has one line."""
     load = {"mlp/router": [[0.5, 1.5]]}
     runs = [dataclasses.replace(make_run(0), expert_load=load), make_run(0, name="b")]
-    report.write_report(tmp_path, runs, {"title": "t", "budget": "", "command": "c" * 500})
+    write(tmp_path, runs, command="c" * 500)
     page = (tmp_path / "report.html").read_text()
     assert "figure { margin: 0; width: min(100%, 34rem); }" in page and "auto-fit" not in page
     assert "white-space: pre-wrap" in page and "white-space: normal" not in page
@@ -84,17 +155,14 @@ def test_says_how_little_short_runs_prove():
             return dataclasses.replace(run, active_parameters=1000, curve=tuple(
                 dataclasses.replace(point, tokens=tokens) for point in run.curve))
 
-        return report.evidence({name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"})
+        return ranking.evidence({name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"})
 
-    text = evidence(51_000, seeds=2)
+    text = evidence(51_000, seeds=1)
     assert text.startswith("Little evidence: at least 51,000 tokens per run and 51 tokens per parameter.")
-    # With two seeds, there are 4 outcomes of equal probability: a lower twice, b lower twice, and two mixed ones.
-    assert text.endswith("for all 2 seeds with a probability of 0.5.") and "compute-optimal" not in text
+    assert "compute-optimal" not in text
     text = evidence(1_900, seeds=6)
     assert text.startswith("Little evidence") and "1.9 tokens per parameter. About 20 per parameter" in text
-    assert text.endswith("probability of 0.031.")
-    assert evidence(20_000, seeds=6).startswith("Evidence: at least 20,000 tokens")
-    assert "probability" not in evidence(20_000, seeds=1)
+    assert evidence(20_000, seeds=2).startswith("Evidence: at least 20,000 tokens")
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
@@ -128,7 +196,7 @@ def test_names_with_special_characters(tmp_path):
     runs = [dataclasses.replace(run_, texts=tuple(
         {"text": "my/te xt", "context_length": length, "bits_per_byte": 2.0, "source": "s"} for length in (64, 128)))
         for run_ in runs]
-    report.write_report(tmp_path, runs, {"title": "<b>", "budget": "", "command": ""})
+    write(tmp_path, runs, title="<b>")
     assert (tmp_path / "context-my_te_xt.png").exists()
     assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()
     assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
@@ -137,7 +205,7 @@ def test_names_with_special_characters(tmp_path):
 
 
 def test_report_of_a_single_run(tmp_path):
-    summary = report.write_report(tmp_path, [make_run(0)], {"title": "a", "budget": "One run.", "command": "c"})
+    summary = write(tmp_path, [make_run(0)], "a", "One run.", "c", reference="a")
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "loss-flops.png", "loss-seconds.png", "loss-tokens.png"]
     markdown = (tmp_path / "report.md").read_text()
@@ -150,8 +218,7 @@ def test_report_of_experts(tmp_path):
     """The report shows the active parameters, and an image of the load with one row per block."""
     load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, None]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}
     run = dataclasses.replace(make_run(0), parameters=1234, active_parameters=567, expert_load=load)
-    about = {"title": "t", "budget": "", "command": ""}
-    text = report.write_report(tmp_path, [run, make_run(0, name="b")], about, None)
+    text = write(tmp_path, [run, make_run(0, name="b")])
     assert "1,234 (567 active)" in text and (tmp_path / "experts-a.png").exists()
     assert "Load of experts" in (tmp_path / "report.md").read_text()
     image, = figures.expert_load(run).axes[0].images
@@ -187,7 +254,7 @@ def test_warns_of_different_validation_rows():
 
     def warnings_and_conclusion(*targets, **config):
         runs = [with_targets(make_run(0), 512, 512), with_targets(make_run(0, name="b"), *targets, **config)]
-        return report.warnings(runs), report.conclusion(aggregation.group_by_name(runs))
+        return report.warnings(runs), conclusion(aggregation.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
     # The two runs are evaluated on the same rows, with different batch sizes.

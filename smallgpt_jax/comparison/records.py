@@ -1,0 +1,164 @@
+"""The record of a comparison, results.json: what a report is made of, without the workdirs of the runs.
+
+docs/comparison.md documents the fields. A change of their meaning increases FORMAT.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smallgpt_jax.comparison import aggregation, ranking, results
+from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.results import Point, Run
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.corpus import DESCRIPTION
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import GROUPS
+from smallgpt_jax.run.sessions import SESSION
+from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.json_files import (
+    ARRAY,
+    BOOLEAN,
+    NULL,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Each,
+    Optional,
+    integer,
+    one_of,
+    read_json,
+)
+
+FORMAT = 1
+POINT = {"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
+         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": (NULL, integer(0))}
+RUN = {
+    "name": TEXT, "workdir": TEXT, "seed": integer(0),
+    "config": {"train.steps": integer(1), "model.context_length": integer(1)},
+    "text": {"description": DESCRIPTION, "tokenizer": TEXT}, "is_finished": BOOLEAN, "diverged": BOOLEAN,
+    "is_imported": BOOLEAN, "steps_done": integer(0), "parameters": integer(1), "active_parameters": integer(1),
+    "components": Each(integer(0)), "flops_per_token": (NULL, NUMBER), "tokens_per_step": POSITIVE, "curve": [POINT],
+    "averaged": integer(1), "tokens_per_second": (NULL, POSITIVE), "memory_bytes": (NULL, integer(0)),
+    "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
+    "decoding": (NULL, results.DECODING), "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER),
+    "flops_problem": TEXT}
+GRID = {"seed": integer(0), "learning_rate": POSITIVE,
+        "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
+RECORD = {"format": one_of(FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
+          "learning_rates": Optional(Each(GRID)), "runs": [RUN]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    title: str
+    budget: str  # a sentence about the budget of the runs
+    command: str  # the command that repeats the comparison
+    reference: str  # name of the run that the others are compared with
+    runs: tuple[Run, ...]  # with grids, the runs at the best learning rates
+    grids: dict[str, Grid] = dataclasses.field(default_factory=dict)
+
+
+def write(record: Record, path: Path) -> None:
+    groups = aggregation.group_by_name(record.runs)
+    write_atomically(path, json.dumps({
+        "format": FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
+        "reference": record.reference,
+        **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
+        "ranking": ranking.ranking_facts(ranking.rank(groups, record.reference)),
+        "runs": [dataclasses.asdict(run) for run in record.runs]}, indent=1) + "\n")
+
+
+def grid_facts(grid: Grid) -> dict[str, Any]:
+    """Returns the content of a grid. The loss of a diverged run is None, which JSON writes as null."""
+    return {"seed": grid.seed, "learning_rate": grid.learning_rate,
+            "best": None if grid.has_diverged else grid.best, "edge": grid.edge,
+            "minimum": grid.minimum and {**grid.minimum._asdict(), "rise": grid.minimum.rise},
+            "rates": [{"multiple": multiple, "learning_rate": multiple * grid.learning_rate,
+                       "loss": None if loss == math.inf else loss, "diverged": loss == math.inf}
+                      for multiple, loss in grid.losses.items()]}
+
+
+def read(path: Path) -> Record:
+    """Returns the record in a results.json. Raises UserError if it is damaged or has another format."""
+    content = read_json(path, RECORD, f"expected a results.json of format {FORMAT}; repeat the comparison's command "
+                                      "where its runs are")
+    return Record(
+        content["title"], content["budget"], content["command"], content["reference"],
+        tuple(map(read_recorded_run, content["runs"])),
+        {name: Grid(grid["seed"], grid["learning_rate"], {
+            float(rate["multiple"]): math.inf if rate["diverged"] else rate["loss"]
+            for rate in sorted(grid["rates"], key=lambda rate: rate["multiple"])})
+         for name, grid in content.get("learning_rates", {}).items() if grid["rates"]})
+
+
+def read_recorded_run(fields: dict[str, Any]) -> Run:
+    values = {name: fields[name] for name in (field.name for field in dataclasses.fields(Run))}
+    points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
+    return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
+
+
+def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
+    """Returns one record of the runs of several.
+
+    Raises UserError if runs of different records cannot be compared: other texts, evaluation rows or averages, or
+    different runs with the same name. A run that is in several records counts once.
+    """
+    merged: dict[tuple[str, int], tuple[Path, Run]] = {}
+    for path, record in records:
+        for run in record.runs:
+            for other_path, other in merged.values():
+                if other_path != path:
+                    require_mergeable(f"{other_path} and {path}", other, run)
+            merged.setdefault((run.name, run.seed), (path, run))
+    runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))  # as `compare` trains them
+    results.require_comparable(runs)
+    grids: dict[str, Grid] = {}
+    for _, record in records:
+        for name, grid in record.grids.items():  # keeps a name's first grid, or one that the report must warn of
+            if name not in grids or (name, grid.seed) in merged:
+                grids[name] = grid
+    names, (_, first) = dict.fromkeys(run.name for run in runs), records[0]
+    budgets = dict.fromkeys(record.budget for _, record in records)
+    title = first.title if len(records) == 1 else f"{len(names)} models, from {len(records)} records"
+    return Record(title, " ".join(budgets), command, first.reference, runs,
+                  {name: grids[name] for name in (*names, *grids) if name in grids})
+
+
+def require_mergeable(where: str, one: Run, other: Run) -> None:
+    """Raises UserError if runs of two records cannot be in one report. `where` names the two records."""
+    if changes := results.text_changes(one, other):
+        raise UserError(f"{where}: cannot be compared, since their texts differ ({changes}); report on them separately")
+    if one.last and other.last and (differences := different(one.evaluation_rows, other.evaluation_rows)):
+        raise UserError(f"{where}: the losses are means over different rows ({differences}); evaluate the runs on the "
+                        "same rows")
+    if one.averaged != other.averaged:
+        raise UserError(f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; use the "
+                        "same config.compare.averaged_evaluations")
+    if one.name != other.name:
+        return
+    if differences := different(fixed_fields(one), fixed_fields(other)):
+        raise UserError(f"{where}: both contain {one.name!r}, with different configs ({differences}); give the runs "
+                        "different names")
+    if one.seed == other.seed and [(point.step, point.loss) for point in one.curve] != [
+            (point.step, point.loss) for point in other.curve]:
+        raise UserError(f"{where}: both contain {one.name!r} with seed {one.seed}, with different losses; train each "
+                        "seed on one machine")
+
+
+def fixed_fields(run: Run) -> dict[str, Any]:
+    """Returns the config fields that determine the results of a run, except the seed and its text's source."""
+    others = {f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(fixed_by=None)}
+    others |= {f"data.{name}" for name in (*DataConfig.names(in_store=True), "store", "mixture")} | {"train.seed"}
+    return {field: value for field, value in sorted(run.config.items())
+            if field == "train.steps" or not (field in others or field.startswith("mesh."))}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Returns a list of the first three different entries as text, or ""."""
+    found = [f"{name} {one.get(name)!r} and {other.get(name)!r}" for name in dict.fromkeys([*one, *other])
+             if one.get(name) != other.get(name)]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

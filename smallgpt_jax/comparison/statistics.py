@@ -1,0 +1,118 @@
+"""Paired comparisons of losses over seeds: t-intervals, Holm's correction, and the number of seeds that would decide.
+
+Runs with the same seed read the same batches, so a difference is taken seed by seed. Losses are {name: {seed: loss}}.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.05  # probability of at least one false verdict in a family of comparisons
+POWER = 0.8  # probability that the seeds that `seeds_needed` returns reveal a difference
+MAX_SEEDS = 10_000
+
+Losses = Mapping[str, Mapping[int, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The loss of `name` minus the loss of `other`, over the seeds of both."""
+
+    name: str
+    other: str
+    seeds: int
+    mean: float | None  # None without a common seed
+    deviation: float | None  # standard deviation over seeds; this and the next two: None with fewer than two seeds
+    half_width: float | None  # of the 95% interval of the mean; not corrected
+    p_value: float | None  # two-sided, with Holm's correction for the family of comparisons
+    comparisons: int  # in the family
+
+    @property
+    def verdict(self) -> str:
+        if self.p_value is None:
+            return "no interval"
+        if self.p_value >= LEVEL:
+            return "not distinguishable"
+        return "lower" if self.mean < 0 else "higher"
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """The seeds that would decide, at the observed difference and spread; None if unknown or above MAX_SEEDS."""
+        if self.p_value is None:
+            return None
+        return seeds_needed(self.mean, self.deviation, LEVEL / self.comparisons)
+
+
+def compare_pairs(losses: Losses, pairs: Sequence[tuple[str, str]]) -> list[Difference]:
+    """Returns the difference of each (name, other), as one family of comparisons."""
+    samples = [paired_differences(losses[name], losses[other]) for name, other in pairs]
+    tested = [number for number, sample in enumerate(samples) if len(sample) > 1]
+    adjusted = dict(zip(tested, holm([p_value(samples[number]) for number in tested])))
+    return [difference(*pair, sample, adjusted.get(number), len(tested))
+            for number, (pair, sample) in enumerate(zip(pairs, samples))]
+
+
+def difference(name: str, other: str, sample: np.ndarray, adjusted: float | None, comparisons: int) -> Difference:
+    if adjusted is None:
+        mean = float(sample.mean()) if len(sample) else None
+        return Difference(name, other, len(sample), mean, None, None, None, comparisons)
+    return Difference(name, other, len(sample), float(sample.mean()), float(sample.std(ddof=1)), half_width(sample),
+                      adjusted, comparisons)
+
+
+def paired_differences(losses: Mapping[int, float], others: Mapping[int, float]) -> np.ndarray:
+    return np.array([losses[seed] - others[seed] for seed in sorted(losses.keys() & others.keys())], np.float64)
+
+
+def half_width(sample: np.ndarray) -> float:
+    """Returns half the width of the 95% t-interval of the mean of at least two values."""
+    return float(stats.t.ppf(1 - LEVEL / 2, len(sample) - 1) * sample.std(ddof=1) / math.sqrt(len(sample)))
+
+
+def p_value(sample: np.ndarray) -> float:
+    """Returns the two-sided p-value of the t-test that the mean of at least two values is zero."""
+    error = sample.std(ddof=1) / math.sqrt(len(sample))
+    if error == 0:
+        return float(sample.mean() == 0)
+    return float(2 * stats.t.sf(abs(sample.mean()) / error, len(sample) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns p-values with Holm's correction. All that are below a level have a joint error rate below it."""
+    order, adjusted, largest = np.argsort(p_values, kind="stable"), [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
+    """Returns the smallest number of seeds at which a paired t-test finds a difference of `mean` with 80% power.
+
+    `deviation` is the standard deviation of the difference over seeds. Returns None above MAX_SEEDS.
+    """
+    if mean == 0:
+        return None
+    if deviation == 0:
+        return 2
+    effect, low, high = abs(mean) / deviation, 1, 2  # `low` seeds are too few
+    while power(effect, high, level) < POWER:
+        if high >= MAX_SEEDS:
+            return None
+        low, high = high, min(2 * high, MAX_SEEDS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if power(effect, middle, level) < POWER else (low, middle)
+    return high
+
+
+def power(effect: float, seeds: int, level: float) -> float:
+    """Returns the probability that a two-sided paired t-test finds a difference of `effect` standard deviations."""
+    critical, shift = stats.t.ppf(1 - level / 2, seeds - 1), effect * math.sqrt(seeds)
+    if shift > 30 + critical:  # the noncentral t-distribution is not computed accurately so far from zero
+        return 1.0
+    # The other tail, a verdict of the wrong sign, has no weight where the power is near 80%.
+    return float(stats.nct.sf(critical, seeds - 1, shift))

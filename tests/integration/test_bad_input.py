@@ -245,7 +245,7 @@ CASES = {
         "and 3 more); restore the original text, or use another --workdir"),
     "Damaged config.json": (
         Run(lambda f: rewrite(f / "run" / "config.json", lambda b: b[:40])), GOOD,
-        "HERE/run/config.json: not JSON: Unterminated string starting at in line 3; restore the file, or use another "
+        "HERE/run/config.json: not JSON: Unterminated string starting at in line 4; restore the file, or use another "
         "run"),
     "No undamaged checkpoint": (
         Run(lambda f: shutil.rmtree(f / "run" / "checkpoints" / "2" / "check")),

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from smallgpt_jax.data.packing import PACKINGS
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.run.state import TrainState
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -356,7 +356,7 @@ def test_tensors_of_other_forms(small_llama, tmp_path):
 def test_wide_heads_in_memory_and_flops():
     """The width of the attention, heads · head_dim, differs from d_model."""
     mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=1, tensor=1, path=1), jax.devices()[:1])
-    state = SimpleNamespace(params={}, opt_state={})
+    state = TrainState(0, {}, {})
     activations, flops = [], []
     for head_dim in (16, 32):
         model = build("gpt", **BLOCK | dict(head_dim=head_dim))

@@ -34,7 +34,6 @@ import dataclasses
 import math
 import re
 
-import flax
 import flax.linen as nn
 import jax
 
@@ -149,13 +148,13 @@ def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
     """Returns (number per device, model width) for each group of identical mixers other than attention."""
     if set(model.config.mixers) == {"attention"}:  # tracing long contexts takes seconds
         return []
-    found, boxes = [], flax.traverse_util.flatten_dict(abstract_params(model))
+    found, params = [], jax.tree.leaves(abstract_params(model))
     for path, mixer in mixers(model).items():
         if isinstance(mixer, Attention):
             continue
         # The mixer may have no weights, so the weights of the whole block show how many are stacked.
-        box = next(box for other, box in boxes.items() if other[:len(path) - 1] == path[:-1])
-        sizes = dict(zip(box.names, box.value.shape))
+        weight = next(p for p in params if p.path[:len(path) - 1] == path[:-1])
+        sizes = dict(zip(weight.axes, weight.shape))
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         found.append((count, mixer.config.d_model))
     return found

@@ -319,8 +319,8 @@ def text_changes(one: Run, other: Run) -> str:
     return describe_changes(before, now)
 
 
-def require_same_content(measured: Sequence[tuple[dict, Run]], field: str) -> None:
-    """Raises UserError if the measured texts differ. `field` is the field to compare: "fingerprint" or "source"."""
+def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
+    """Raises UserError if the measured texts differ."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row["fingerprint"] != first["fingerprint"]:

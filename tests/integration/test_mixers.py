@@ -56,9 +56,9 @@ def random_tokens(rows: int, length: int) -> np.ndarray:
 
 
 def layout(tree) -> set[str]:
-    """Returns the paths of the mixers in a tree of boxed parameters, with their numbers of stacked layers."""
-    boxes = {"/".join(path): mixer["out"]["kernel"] for path, mixer in mixers_in(tree)}
-    return {f"{path} × {box.value.shape[box.names.index('layers')]}" for path, box in boxes.items()}
+    """Returns the paths of the mixers in a tree of `Parameter`s, with their numbers of stacked layers."""
+    kernels = {"/".join(path): mixer["out"]["kernel"] for path, mixer in mixers_in(tree)}
+    return {f"{path} × {kernel.shape[kernel.axes.index('layers')]}" for path, kernel in kernels.items()}
 
 
 def mixers_in(tree, path=()):
@@ -84,8 +84,7 @@ def mixers_in(tree, path=()):
 def test_layout_and_cached_decoding(architecture, fields, expected):
     """Blocks have their own mixer in the order of the pattern; cached logits equal those of the full forward pass."""
     model = build(architecture, **{**SIZES, "mixers": PATTERN, **fields})
-    boxes = models.abstract_params(model)
-    assert layout(boxes["trunk"]) == expected
+    assert layout(models.abstract_params(model)["trunk"]) == expected
     params, tokens = init(model), random_tokens(2, SIZES["context_length"])
     logits = forward(model, params, tokens)
     check_decoding(model, params, {}, tokens, logits)
@@ -158,6 +157,6 @@ def test_a_comparison_with_a_pattern(tmp_path):
     """At equal FLOPs, a model with cheaper mixers is trained for more steps."""
     comparison = importlib.import_module("configs.compare.base").comparison(
         load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": {"mixers": PATTERN}}}, budget="flops")
-    steps = {run.name: run.config.train.steps for run in budget.plan(comparison, tmp_path).runs({})}
+    steps = {run.name: run.config.train.steps for run in budget.make_comparison(comparison, tmp_path).runs({})}
     rest, attention = 6 * (4 * 8 * 64**2 + 64 * 512), 24 * 64**2 + 12 * 64 * 64
     assert steps == {"gpt": 1000, "own": round(1000 * (rest + 4 * attention) / (rest + 2 * attention + 12 * 64**2))}

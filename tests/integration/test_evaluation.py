@@ -136,10 +136,10 @@ def test_generated_texts_keep_their_leading_space():
     texts = harness_model(model, params, tokenizer).generate_until(
         [request("generate_until", context, {"until": [], "max_gen_toks": 3}) for context in contexts])
     for context, text in zip(contexts, texts):
-        ids = tokenizer.encode([context])[0].tolist()
+        ids = [tokenizer.begin_of_text, *tokenizer.encode([context])[0].tolist()]
         for _ in range(3):
             ids.append(int(logits_of(model, params, ids)[-1, :tokenizer.vocab_size].argmax()))
-        assert context + text == tokenizer.decode(ids)
+        assert context + text == tokenizer.decode(ids[1:])
     assert all(text.startswith(" ") for text in texts), "the test needs weights that generate a leading space"
 
 

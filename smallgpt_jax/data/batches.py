@@ -1,8 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-The training rows are numbered, and each epoch has a new random order of the numbers. Step n reads the n-th group of
-batch_size numbers. Any batch can therefore be read without reading the earlier batches. If a run has several token
-stores, their rows are interleaved in proportion to the weights of the stores.
+Each epoch has a new random order of the row numbers; step n reads the n-th group of batch_size numbers. Any batch can
+therefore be read without reading the earlier batches. The rows of several token stores are interleaved in proportion to
+the weights of the stores.
 """
 
 import dataclasses
@@ -36,11 +36,9 @@ class Mixture:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """Returns an array with the row number of each packing's first row."""
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """Returns, for each row number in `rows_B`, the index of the packing that contains the row."""
         return np.searchsorted(self.first_rows, rows_B, side="right") - 1
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
@@ -54,7 +52,7 @@ class Mixture:
                       for arrays in zip(*parts)))
 
     def shuffled(self, seed: int) -> grain.MapDataset:
-        """Returns an endless dataset of shuffled row numbers. Every pass over the rows of a packing has a new order."""
+        """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new order."""
         orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
                   for i, (first, packing) in enumerate(zip(self.first_rows, self.packings))]
         return grain.MapDataset.mix(orders, self.weights) if len(orders) > 1 else orders[0]
@@ -62,10 +60,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ReadBatch(grain.transforms.Map):
-    """Reads this process's rows of a global batch. The input is the row numbers of the global batch, (B,).
-
-    The field `rows` selects this process's rows: a slice of the global batch, or an array of indices into it.
-    """
+    """Reads this process's `rows` of a global batch, given the row numbers of the global batch, (B,)."""
 
     mixture: Mixture
     rows: slice | np.ndarray
@@ -75,10 +70,7 @@ class ReadBatch(grain.transforms.Map):
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset of row numbers. Item i contains the row numbers of the batch of step i + 1.
-
-    Raises UserError if one batch needs more rows from a store than the store has.
-    """
+    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1, (B,)."""
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
             raise UserError(
@@ -90,31 +82,21 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
 
 def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),
                   ) -> grain.MapDataset:
-    """Returns an endless dataset of training batches. Item i is the batch of step i + 1.
+    """Returns an endless dataset of training batches. Item i is this process's `rows` of the batch of step i + 1.
 
-    `rows` selects the rows of the global batch that this process needs; no others are read. Raises UserError if one
-    batch needs more rows from a store than the store has.
+    Raises UserError if one batch needs more rows from a store than the store has.
     """
     return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
-    """Yields the items of `batches`, from item `first` on.
-
-    `workers` threads read batches ahead. If `workers` is 0, each batch is read when it is needed.
-    """
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
     return iter(batches[first:].to_iter_dataset(options))
 
 
 def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
                        ) -> grain.MapDataset:
-    """Returns at most `limit` batches of a validation split, or all if `limit` is 0.
-
-    `sample_rows` selects the rows, and `masked_batches` reads them.
-
-    Raises UserError if the validation split of a store is too short for a row.
-    """
+    """Returns at most `limit` batches of a validation split, or all if `limit` is 0."""
     for packing in mixture.packings:
         if not packing.num_rows:
             raise UserError(
@@ -124,9 +106,9 @@ def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slic
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns the row numbers of at most `limit` distinct rows, in a fixed random order.
+    """Returns at most `limit` distinct row numbers, or all if `limit` is 0, in a fixed random order.
 
-    If `limit` is 0, there is no limit. Each store contributes rows in proportion to its weight.
+    Each store contributes rows in proportion to its weight.
     """
     most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
     total = min(limit, most) if limit else most
@@ -139,10 +121,7 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
 
 def masked_batches(mixture: Mixture, row_numbers_R: np.ndarray, batch_size: int,
                    rows: slice | np.ndarray = slice(None)) -> grain.MapDataset:
-    """Returns batches of the rows whose numbers are in `row_numbers_R`. Each batch has a loss mask.
-
-    If the last batch is incomplete, it is filled with rows that its loss mask excludes.
-    """
+    """Returns batches with loss masks. The last batch is filled with rows that its loss mask excludes."""
     def read(first: int) -> Batch:
         numbers = row_numbers_R[first:first + batch_size]
         is_included_B = np.arange(batch_size) < len(numbers)

@@ -24,8 +24,6 @@ DESCRIPTION = ({"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """One token store, or a weighted mixture of several."""
-
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]  # their sum is 1
 
@@ -49,11 +47,10 @@ class Corpus:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        """Returns the number of bytes of text per token, as the weighted mean over the stores."""
+        """Returns the weighted mean over the stores."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
-        """Returns the packed rows of `split`, one Packing per store."""
         return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
 
 
@@ -66,18 +63,12 @@ def same_text(one: dict, other: dict) -> bool:
 
 
 def open_existing(data) -> Corpus | None:
-    """Returns the corpus of a config's `data` group, or None if the group's token store does not exist.
-
-    Raises UserError if the store was prepared from another source or with other settings than those in `data`.
-    """
+    """Returns None if the token store does not exist. Raises UserError if its source or settings differ from `data`."""
     return find_corpus(data, StoreSpec.of(data))
 
 
 def load_or_prepare(data) -> Corpus:
-    """Returns the corpus of a config's `data` group. Prepares a missing store if the source is local and under 1 GB.
-
-    For larger and remote sources, raises UserError with the command that prepares the store.
-    """
+    """Prepares a missing store if its source is local and under 1 GB; else raises UserError with the command."""
     spec = StoreSpec.of(data)
     if corpus := find_corpus(data, spec):
         return corpus
@@ -89,10 +80,7 @@ def load_or_prepare(data) -> Corpus:
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
-    """Returns the corpus of a config's `data` group, and whether its store is new.
-
-    Prepares a missing store, or resumes its preparation.
-    """
+    """Returns the corpus, and whether its store is new. Prepares a missing store, or resumes its preparation."""
     spec = StoreSpec.of(data)
     if corpus := find_corpus(data, spec):
         return corpus, False
@@ -100,7 +88,6 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
 
 
 def find_corpus(data, spec: StoreSpec) -> Corpus | None:
-    """Returns the mixture of a config's `data` group, or the existing store of its `spec`, or None."""
     if data.packing not in PACKINGS:
         raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
     if data.mixture:
@@ -110,10 +97,9 @@ def find_corpus(data, spec: StoreSpec) -> Corpus | None:
 
 
 def open_mixture(text: str) -> Corpus:
-    """Returns the corpus of the mixture `text`, in the format "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
+    """Returns the corpus of the mixture "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
 
-    Raises UserError if the format is wrong, if a store cannot be opened, if the stores have different tokenizers, or if
-    one trains on validation documents of another.
+    Raises UserError if the stores have different tokenizers, or if one trains on validation documents of another.
     """
     stores, weights = [], []
     for item in text.split(","):

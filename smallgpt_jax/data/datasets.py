@@ -12,7 +12,7 @@ from smallgpt_jax.formatting import short_reason
 
 
 def hugging_face_parts(source: str) -> list[Part]:
-    """Returns the training split of the Hugging Face dataset `hf:NAME[:CONFIG]`: one streamed `Part` per shard."""
+    """Returns one streamed `Part` per shard of the training split of `hf:NAME[:CONFIG]`."""
     try:
         import datasets
     except ImportError:
@@ -44,10 +44,9 @@ def hugging_face_parts(source: str) -> list[Part]:
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns the training split of the TensorFlow dataset `tfds:NAME`.
+    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other formats.
 
-    A dataset in TFRecord files has one `Part` per shard; a dataset in another format is a single `Part`. Reading a
-    part does not need TensorFlow.
+    Reading a part does not need TensorFlow.
     """
     try:
         import tensorflow_datasets as tfds
@@ -70,7 +69,7 @@ def tfds_parts(source: str) -> list[Part]:
 
 
 def tfrecord_part(path, count: int) -> Part:
-    """Returns a `Part` that reads one shard of a dataset: a TFRecord file of `count` tf.train.Example protos."""
+    """Returns a `Part` that reads a TFRecord file of `count` tf.train.Example protos."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 
@@ -102,7 +101,6 @@ def tfrecord_part(path, count: int) -> Part:
 
 
 def indexed_part(source: str, rows) -> Part:
-    """Returns a single `Part` that reads all items of `rows`, a TensorFlow dataset with random access."""
     done = 0
 
     def read(rules: Rules):
@@ -122,7 +120,7 @@ DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A dataset in a text source. Nothing is read or requested before its parts are needed."""
+    """Nothing is read or requested before the parts are needed."""
 
     is_local = False
     num_bytes = 0

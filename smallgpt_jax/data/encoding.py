@@ -16,18 +16,12 @@ LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenizat
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Returns whether a document belongs to the validation split.
-
-    The choice depends only on a hash of the text. The order of the documents has no effect, and equal documents are in
-    the same split.
-    """
+    """Depends only on a hash of the text, so the order of documents has no effect and duplicates share a split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 class EncodedBatch(NamedTuple):
-    """The tokens of consecutive documents of one split."""
-
     tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
     lengths: np.ndarray  # (documents,), in tokens, including the marks
     text_bytes: int
@@ -35,7 +29,6 @@ class EncodedBatch(NamedTuple):
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
-    """Returns the tokens of a batch's documents, as a dict from the name of each split to an EncodedBatch."""
     ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
     begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
     if tokenizer.begin_of_text == tokenizer.end_of_text:  # the beginning of the next document marks the end
@@ -59,11 +52,10 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
 
 
 def split_long_text(text: str) -> Iterator[str]:
-    """Splits a text into pieces of at most LONG_TEXT characters.
+    """Splits a text into pieces of at most LONG_TEXT characters, if possible in front of a space between two words.
 
-    If possible, the text is split in front of a space between two words. No byte-pair token crosses such a split, so
-    the pieces together have the same ids as the whole text. The ids can differ if there is no such space, or if a
-    SentencePiece model prepends a space to each piece.
+    No byte-pair token crosses such a split, so the pieces together have the same ids as the whole text. The ids can
+    differ if there is no such space, or if a SentencePiece model prepends a space to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:

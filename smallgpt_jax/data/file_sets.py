@@ -73,11 +73,9 @@ class FileSet(abc.ABC):
 
     @property
     def identity(self) -> list:
-        """Returns each file's path without links, its size, and its modification time or generation."""
         return [(file.location, file.size, file.version) for file in self.files]
 
     def parts(self, passage: int) -> list[Part]:
-        """Returns a Part per file. Plain text is split into passages of at most `passage` characters."""
         return [file_part(file, passage) for file in self.files]
 
     def message(self) -> str:
@@ -108,7 +106,6 @@ class LocalFiles(FileSet):
 
     @cached_property
     def folders(self) -> list[tuple[str, list[str]]]:
-        """Returns the folder and its subfolders, with the names of the files in each."""
         return list(walk_folders(self.path)) if self.is_folder else []
 
     @cached_property
@@ -175,8 +172,6 @@ class RemoteFiles(FileSet):
 
 
 class StandardLibrary(LocalFiles):
-    """The source code of the Python standard library. Each file is one document."""
-
     is_folder = False
 
     @cached_property

@@ -27,10 +27,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """Returns `paths` without the duplicates that come from symbolic links to folders.
-
-    If a folder has several paths, only its files under the shortest path are kept.
-    """
+    """If links give a folder several paths, keeps only its files under the shortest path."""
     folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}
@@ -38,13 +35,12 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
 
 
 def count_endings(folder: Path, paths: Iterable[Path]) -> Counter:
-    """Returns the number of files by ending. Ignores hidden files and files in hidden folders."""
+    """Ignores hidden files and files in hidden folders."""
     return Counter(content_suffix(path) for path in paths
                    if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def suggest_endings(folder: Path, paths: Iterable[Path], endings: tuple[str, ...]) -> str:
-    """Returns a hint that names the most common ending among the files that are not read, or ""."""
     counts = count_endings(folder, paths)
     others = {ending: count for ending, count in counts.items() if ending not in ("", *endings, *ARCHIVE_SUFFIXES)}
     if not others:

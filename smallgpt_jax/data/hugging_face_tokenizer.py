@@ -18,11 +18,7 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, with the ids of the `tokenizers` library.
-
-    No special tokens are added to a text, texts are not truncated, and a special token's name in a text is encoded as
-    ordinary text.
-    """
+    """Adds no special tokens to a text, does not truncate, and encodes a special token's name as ordinary text."""
 
     kind = "hugging_face"
 
@@ -59,7 +55,6 @@ class HuggingFaceTokenizer:
         return tokenizer
 
     def _find_end_of_text(self) -> str:
-        """Returns the token that ends a text: the eos_token of the settings files, else one of END_OF_TEXT_NAMES."""
         named = self._named("eos_token")
         known = [token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None]
         if not named and not known:
@@ -80,7 +75,6 @@ class HuggingFaceTokenizer:
         return self.end_of_text if not added or added[0] is None else added[0]
 
     def _named(self, name: str) -> list[str]:
-        """Returns the special token `name` of each of the SETTINGS_FILES that has it."""
         found = [parse_json(self._files[file], OBJECT).get(name) for file in SETTINGS_FILES if file in self._files]
         return [token["content"] if isinstance(token, dict) else token for token in found if token]
 
@@ -112,10 +106,7 @@ class HuggingFaceTokenizer:
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:
-    """Returns the tokenizer in the file `path`. Raises UserError if it is damaged.
-
-    If the file is named `tokenizer.json`, the SETTINGS_FILES in its folder are read too.
-    """
+    """Also reads the SETTINGS_FILES beside a file that is named `tokenizer.json`."""
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:

@@ -27,8 +27,6 @@ VERSION = 3
 
 
 class Entry(NamedTuple):
-    """How far a source has been read, and the size of the store so far."""
-
     place: Place
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
@@ -61,7 +59,7 @@ def checksum(fields: dict) -> str:
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """Returns the journal in a folder, or None if it is missing, damaged or of another version."""
+    """Returns None if the journal is missing, damaged or of another version."""
     def entry(fields: dict) -> Entry:
         return Entry(**{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])})
 
@@ -74,11 +72,7 @@ def read_journal(folder: Path) -> Journal | None:
 
 
 def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
-    """Returns the journal in a folder, or None if the preparation of the store has to start over.
-
-    `identity` describes the store to prepare. `parts` and `rules` are needed to check whether the source is unchanged.
-    The preparation can resume from the returned journal's `latest` entry.
-    """
+    """Returns the journal from whose `latest` entry preparation can resume, or None if it has to start over."""
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
         return None
@@ -96,7 +90,6 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 
 
 def can_resume(journal: Journal, identity: dict) -> bool:
-    """Returns whether the settings in `identity` and in the journal give the same store for the text read so far."""
     before, now = journal.identity["made_from"], identity["made_from"]
     may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
     if TOO_LONG not in journal.latest.skipped and now["max_document_bytes"] >= before["max_document_bytes"]:

@@ -15,10 +15,7 @@ from smallgpt_jax.errors import UserError
 
 
 def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
-    """Raises UserError if a store has training documents that another store has for validation.
-
-    The stores have the same tokenizer. The message begins with `field`.
-    """
+    """Raises UserError for leaks between `stores`, which have the same tokenizer. The message begins with `field`."""
     fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
     for one, fraction in zip(stores, fractions):
         for other, other_fraction in zip(stores, fractions):
@@ -30,7 +27,6 @@ def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
 
 
 def count_leaks(train: Split, validation: Split) -> int:
-    """Returns the number of documents in `train` that are also in `validation`."""
     lengths = np.unique(document_lengths(validation))
     hashes = set(document_hashes(validation, lengths))
     return sum(digest in hashes for digest in document_hashes(train, lengths))
@@ -41,7 +37,6 @@ def document_lengths(split: Split) -> np.ndarray:
 
 
 def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
-    """Yields a hash of the token ids of each document with one of these lengths."""
     found = np.isin(document_lengths(split), lengths)
     for start, length in zip(split.starts[found].tolist(), document_lengths(split)[found].tolist()):
         ids = split.stream[start:start + length].astype(np.uint32)

@@ -1,8 +1,6 @@
-"""Packs documents into rows of context_length + 1 tokens, by one of two methods: `concat` or `best_fit`.
+"""Packs documents into rows of context_length + 1 tokens.
 
-A row's inputs are its first context_length tokens, and its targets are its last context_length tokens. A batch may have
-other targets (`Batch.targets_BxT`).
-
+A row's inputs are its first context_length tokens, and its targets are its last, unless the batch has `targets_BxT`.
 With `separate_documents`, each token has a segment id: its document's number in the row, from 1, or 0 for padding.
 Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
 """
@@ -24,7 +22,7 @@ class Batch(NamedTuple):
 
 
 class Packing(Protocol):
-    """The rows into which the documents of a split are packed, numbered from 0. An epoch reads each row once."""
+    """An epoch reads each row once."""
 
     num_rows: int
     padding: float  # fraction of the input tokens that are padding
@@ -36,10 +34,9 @@ class Packing(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Concat:
-    """Concatenates documents, each of which begins with the begin-of-text token, and cuts the result into rows.
+    """Concatenates documents and cuts the result into rows. The last target of a row is the first input of the next.
 
-    Consecutive rows overlap by one token: the last target of a row is also the first input of the next row. The tokens
-    after the last full row are dropped. All other tokens, except the first, are targets once per epoch.
+    The tokens after the last full row are dropped. All others, except the first, are targets once per epoch.
     """
 
     split: Split
@@ -125,10 +122,7 @@ class BestFit:
 
 
 class RowPieces(NamedTuple):
-    """The contents of all rows: pieces of documents, sorted by row.
-
-    A piece is a whole document, or at most context_length tokens of a longer document.
-    """
+    """Pieces sorted by row. A piece is a whole document, or at most context_length tokens of a longer one."""
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
@@ -138,7 +132,6 @@ class RowPieces(NamedTuple):
 def pack_best_fit(starts_D: np.ndarray, tokens: int, row_length: int) -> RowPieces:
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
-    The documents start at `starts_D` in a stream of `tokens` tokens. Documents longer than a row are cut into pieces.
     The longest pieces are placed first, each into the fullest row that has room for it. Of equally full rows, the one
     that became so full first is chosen. Pieces of the same length are placed together: the Python loop runs over
     lengths, not over pieces.

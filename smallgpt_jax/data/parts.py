@@ -20,8 +20,6 @@ TOO_LONG = "too long"
 
 
 class Skipped(NamedTuple):
-    """Stands for a skipped item. `reason` says why the item was skipped."""
-
     reason: str
 
 Item = str | Skipped
@@ -36,8 +34,6 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Fields of the config's `data` group that say which text of an item is read, and what to do with invalid items."""
-
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
     invalid_items: str  # "refuse" | "skip"
@@ -53,7 +49,6 @@ class Rules:
                                 f"{' or '.join(map(repr, allowed))}")
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
-        """Returns a Skipped for an invalid item, or raises UserError if `invalid_items` is "refuse"."""
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
         raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
@@ -65,10 +60,8 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One file or shard of a source.
-
-    `read(rules)` returns an iterator and a function. The iterator yields the part's items, always in the same order.
-    The function returns the fraction of the part that has been read so far, 0 to 1.
+    """One file or shard. `read` returns an iterator of its items, always in the same order, and a function that returns
+    the fraction read so far, 0 to 1.
     """
 
     name: str
@@ -78,10 +71,9 @@ class Part:
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:
-    """Returns the text of an item as a valid string. `text` is the value of the item's text field.
+    """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError, depending on `rules`.
 
-    If the value is invalid, returns a Skipped or raises UserError, depending on `rules`. The error message contains
-    `where`, the item's position in the source, and `fields`, the names of the item's fields.
+    The message contains `where` and `fields`, the names of the item's fields.
     """
     if isinstance(text, bytes):
         try:
@@ -103,7 +95,7 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
 
 
 class DocumentBatch(NamedTuple):
-    """Consecutive documents, the counts of items skipped on the way, and the place where the next batch begins."""
+    """Consecutive documents; the next batch begins at `place`."""
 
     texts: list[str]
     skipped: Counter  # reason → number of skipped items
@@ -113,11 +105,7 @@ class DocumentBatch(NamedTuple):
 
 
 class Digest:
-    """A digest of a source up to the current reading position.
-
-    For each `Part` that has been read completely, it covers the name, size and version. For the part that is being
-    read, it covers the items read so far.
-    """
+    """Covers name, size and version of the parts that were read completely, and the items read of the current part."""
 
     def __init__(self, parts: Iterable[Part] = ()):
         self._parts, self._items = hashlib.sha256(), hashlib.sha256()
@@ -148,10 +136,7 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
 
 def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
                      ) -> Iterator[DocumentBatch]:
-    """Yields the documents of a source from `start` on, in batches of about `size` characters.
-
-    The default of `size` is BATCH_CHARACTERS.
-    """
+    """Yields the documents from `start` on, in batches of about `size` characters (default: BATCH_CHARACTERS)."""
     size = size or BATCH_CHARACTERS
     weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
     total, before = sum(weights), sum(weights[:start.parts])  # `before`: weight of the parts that end before `start`

@@ -27,17 +27,13 @@ class DataPipeline:
     to_devices: Callable  # this process's rows → the global batch
 
     def row_numbers_at(self, step: int) -> list[int]:
-        """Returns the numbers of the rows in the training batch for `step`."""
         return list(self.row_numbers[step - 1])
 
 
 def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_size: int, batch_size: int,
                   eval_steps: int, seed: int) -> DataPipeline:
-    """Returns the data pipeline that a config's `data` group describes. Batches are placed on the devices of `mesh`.
-
-    If a token store does not exist, process 0 prepares it first. The other processes then open the store, or prepare
-    their own copy if they do not share the file system of process 0. Raises UserError if the training text is missing,
-    too short, or not the same in all processes.
+    """Process 0 prepares a missing token store first. The others then open it, or prepare their own copy if they do not
+    share its file system. Raises UserError if the text is missing, too short, or not the same in all processes.
     """
     if data.workers < 0:
         raise UserError(f"config.data.workers={data.workers}: must not be negative")
@@ -60,14 +56,13 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
 
 
 def pack(corpus: Corpus, split: str, data, context_length: int) -> batches.Mixture:
-    """Returns the rows of a split, packed with the settings of a config's `data` group."""
     return batches.Mixture(
         corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
 
 
 def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
-    """Returns the number of target tokens in one evaluation on the validation split, summed over all processes."""
+    """Returns the number of target tokens in one evaluation, summed over all processes."""
     validation = pack(corpus, "validation", data, context_length)
     return sum(int(np.sum(batch.loss_mask_BxT))
                for batch in batches.validation_batches(validation, batch_size, eval_steps))

@@ -34,7 +34,6 @@ class PreparationLog:
 
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
-    """Returns a message of a few lines with the size of a new store and the lengths of its documents."""
     splits = metadata["splits"]
     starts = [np.append(np.fromfile(documents_file(folder, name), np.int64), splits[name]["tokens"])
               for name in SPLITS]

@@ -18,14 +18,11 @@ from smallgpt_jax.storage.object_storage import is_remote, list_files, require_b
 
 
 def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> TokenStore:
-    """Returns the token store of `spec`. If the store does not exist, prepares it first, atomically.
+    """Returns the token store of `spec`. If the store does not exist, prepares it first, or resumes (see journal.py).
 
-    After an interruption, the same call resumes the preparation (see journal.py). The preparation needs about 10 MB of
-    memory per worker, plus a few times the size of the longest document.
-
-    `workers` is the number of tokenizer threads; None: one per core. The content of the store does not depend on it.
-    Raises UserError if the source or a setting is invalid, or if the existing store was made from another source or
-    with other settings.
+    `workers` is the number of tokenizer threads (None: one per core); the content of the store does not depend on it.
+    The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
+    UserError if the existing store was made from another source or with other settings.
     """
     if is_remote(spec.folder):
         return prepare_remote_store(spec, workers, log)
@@ -60,7 +57,6 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
 
 
 def prepare_remote_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
-    """Prepares the store in the cache folder and uploads it to the spec's folder, `metadata.json` last."""
     folder = spec.folder
     require_bucket("config.data.store", folder)
     spec.refuse_inside_source(folder)

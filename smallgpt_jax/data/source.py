@@ -1,14 +1,9 @@
 """A text source: what `config.data.source` names. Its documents are always in the same order.
 
-A source is one of:
-
 - `python_stdlib`: the source code of the Python standard library, which needs no download.
-- The path of a file or folder, or a glob: files of JSON lines, Parquet or plain text, optionally compressed. The path
-  is local or a gs:// URL.
-- `hf:NAME[:CONFIG]`: the training split of a Hugging Face dataset, streamed.
-- `tfds:NAME`: the training split of a TensorFlow dataset.
-
-A source can also be a list of these, separated by commas.
+- A file, folder or glob, local or gs://: JSON lines, Parquet or plain text, optionally compressed.
+- `hf:NAME[:CONFIG]`, `tfds:NAME`: the training split of a dataset.
+- A list of these, separated by commas.
 """
 
 import dataclasses
@@ -30,10 +25,7 @@ PASSAGE_CHARACTERS = (1024, 16_384)  # text files are split into passages; the l
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A text source. Each property is computed once, when it is first needed: a folder is walked once.
-
-    All raise UserError if the source does not exist, has no files or is invalid.
-    """
+    """All properties raise UserError if the source does not exist, has no files or is invalid."""
 
     value: str  # config.data.source
     text_endings: str = ".txt"  # config.data.text_endings
@@ -43,7 +35,6 @@ class Source:
 
     @cached_property
     def members(self) -> list[FileSet | Dataset]:
-        """Returns what the names in a comma-separated list stand for."""
         if not self.value.strip():
             raise UserError("config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME")
         # A path that contains commas is allowed if it is the only source.
@@ -57,20 +48,12 @@ class Source:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Returns the total size of the files. Datasets count as 0."""
+        """Datasets count as 0."""
         return sum(member.num_bytes for member in self.members)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the source.
-
-        The hash covers:
-
-        - local files: path, size and modification time
-        - files in object storage: path, size and generation
-        - `python_stdlib`: the Python version
-        - datasets: only the name
-        """
+        """Returns a hash of the files' paths, sizes and times or generations. Of a dataset, it covers only the name."""
         described = [entry for member in self.members for entry in member.identity]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
@@ -84,22 +67,15 @@ class Source:
         return [part for member in self.members for part in member.parts(passage)]
 
     def documents(self, rules: Rules) -> Iterator[str]:
-        """Yields the non-empty texts.
-
-        Raises UserError for the first invalid item, unless `rules` say to skip or repair invalid items.
-        """
+        """Yields the non-empty texts. Raises UserError for an invalid item, unless `rules` skip or repair it."""
         for batch in document_batches(self.parts, rules):
             yield from batch.texts
 
     def messages(self) -> list[str]:
-        """Returns a line for each folder: how many of its files are read and how many are not, by ending."""
         return [message for member in self.members if (message := member.message())]
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of the source that contains `path`, or None if there is none.
-
-        If there is one, files written to `path` could later be read as text of the source.
-        """
+        """Returns a folder of the source that contains `path`, or None. Files at `path` could be read as text."""
         folders = (member.enclosing_folder(path) for member in self.members)
         return next((folder for folder in folders if folder), None)
 

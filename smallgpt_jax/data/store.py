@@ -37,14 +37,11 @@ METADATA = {
     "fingerprints": {name: TEXT for name in SPLITS}}
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
-# The files and folders of a store.
 STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin")))
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One split of a store, opened for reading."""
-
     folder: Path
     name: str
     tokens: int
@@ -60,19 +57,16 @@ class Split:
 
     @cached_property
     def stream(self) -> np.ndarray:
-        """Returns all token ids of the split as a memory-mapped array, (tokens,)."""
+        """Returns all token ids, (tokens,)."""
         return np.memmap(tokens_file(self.folder, self.name), self.dtype, "r")
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Returns the offset of each document in `stream` as a memory-mapped int64 array, (documents,)."""
+        """Returns the offset of each document in `stream`, (documents,) int64."""
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
     def check_files(self, shown: Path) -> None:
-        """Raises UserError if a file is missing or has the wrong size, or if its documents or ids are invalid.
-
-        Reads only a sample of the ids. `shown` is the folder in the message.
-        """
+        """Raises UserError for invalid files. Reads only a sample of the ids. `shown` is the folder in the message."""
         for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
                              (documents_file(self.folder, self.name), self.documents * 8)):
             if not path.is_file():
@@ -111,7 +105,6 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Returns the store's tokenizer. Raises UserError if it is missing or damaged, or not the metadata's."""
         found = tokenizers.load(self.train.folder / "tokenizer")
         for field in ("vocab_size", "end_of_text", "begin_of_text"):
             if getattr(found, field) != self.metadata[field]:
@@ -120,12 +113,10 @@ class TokenStore:
         return found
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of a split."""
         return self.metadata["fingerprints"][split]
 
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
-    """Returns a hash of a split: its tokens, the starts of its documents, and the length of its text."""
     digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
     for path in (tokens_file(folder, split), documents_file(folder, split)):
         with path.open("rb") as file:
@@ -136,8 +127,7 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 def open_store(folder: Path) -> TokenStore:
     """Opens the store in `folder`. A store in object storage is first copied to the cache folder.
 
-    Raises UserError if the folder is not a store, if the store's format is not FORMAT, or if a file is missing or has
-    the wrong size.
+    Raises UserError if the store's format is not FORMAT, or if a file is missing or has the wrong size.
     """
     path = folder / METADATA_FILE
     if not path.exists():

@@ -26,7 +26,6 @@ class StoreSpec:
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        """Returns the spec of a config's `data` group."""
         return cls(data.store, Source(data.source, data.text_endings),
                    {name: getattr(data, name) for name in MADE_FROM})
 
@@ -35,7 +34,6 @@ class StoreSpec:
         return Rules(**{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)})
 
     def validate(self) -> None:
-        """Raises UserError if a setting is invalid or the source has no files."""
         if not 0 < self.made_from["validation_fraction"] < 1:
             raise UserError(f"config.data.validation_fraction={self.made_from['validation_fraction']}: must be above 0 "
                             "and below 1")
@@ -53,13 +51,13 @@ class StoreSpec:
 
     @cached_property
     def folder(self) -> Path:
-        """Returns the folder of the store. In the cache, its name depends on the source and on all settings."""
+        """In the cache, its name depends on the source and on all settings."""
         if self.store:
             return as_path("config.data.store", self.store)
         return self._cached([self.source.fingerprint, self.tokenizer_fingerprint, *self._settings()])
 
     def partial_name(self, folder: Path) -> str:
-        """Returns the name of the unfinished store's folder, without ".partial". `folder` is the one of the store.
+        """Returns the name of the unfinished store's folder, without ".partial".
 
         In the cache, it stays the same if the content of the source or the handling of invalid items changes, so that
         preparation can resume.
@@ -69,7 +67,7 @@ class StoreSpec:
         return self._cached([self.source.absolute_names, *self._settings(relaxable=False)]).name
 
     def open(self) -> TokenStore | None:
-        """Opens the store, if it exists. Raises UserError if it was made from another source or with other settings."""
+        """Returns None if the store does not exist. Raises UserError if its source or settings differ."""
         if not (self.folder / METADATA_FILE).is_file():
             return None
         store = open_store(self.folder)
@@ -83,14 +81,12 @@ class StoreSpec:
         return store
 
     def in_cache(self) -> "StoreSpec":
-        """Returns the spec of the same store in the cache folder."""
         return dataclasses.replace(self, store="")
 
     def _settings(self, **marks) -> list:
         return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)]
 
     def _cached(self, identity: list) -> Path:
-        """Returns a folder in the cache, named by a readable form of the source and a digest of `identity`."""
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         return cache_folder() / "stores" / f"{readable_name(self.source.value)}-{digest}"
 

@@ -17,10 +17,7 @@ JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
 
 class StoreWriter:
-    """Writes the files of an unfinished store.
-
-    The journal is written after the other files, so it never records more tokens than they contain.
-    """
+    """Writes the journal after the other files, so it never records more tokens than they contain."""
 
     def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
         self._folder, self._journal = folder, journal
@@ -28,7 +25,6 @@ class StoreWriter:
         self.flush()  # writes the journal, which marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
-        """Appends a batch to the files. Also writes the journal, at most once every JOURNAL_SECONDS."""
         for name, split in self._splits.items():
             split.add(encoded[name])
         skipped = Counter(self._journal.latest.skipped)

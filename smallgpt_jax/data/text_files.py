@@ -27,7 +27,7 @@ PARQUET_ROWS = 128  # per read
 
 
 def content_suffix(path: Path) -> str:
-    """Returns the suffix of a file, ignoring a compression suffix: 'a.jsonl.gz' → '.jsonl'."""
+    """Ignores a compression suffix: 'a.jsonl.gz' → '.jsonl'."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
 
@@ -45,10 +45,7 @@ def local_file(path: Path) -> TextFile:
 
 
 def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
-    """Returns a Part that reads a file. Plain text is split into passages of at most `passage` characters.
-
-    With `is_code`, the file is a single document.
-    """
+    """Plain text is split into passages of at most `passage` characters. With `is_code`, the file is one document."""
     path = file.path
 
     def read(rules: Rules):
@@ -78,7 +75,6 @@ def open_binary(path: Path):
 
 
 def decompress(path: Path, raw) -> io.BufferedIOBase:
-    """Returns a file that decompresses the open file `raw`, or `raw` itself if `path` has no compression suffix."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(raw)
@@ -91,7 +87,7 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path):
-    """Context manager for reading the file at `path`. If reading fails, raises a UserError that begins with `path`."""
+    """Raises a UserError that begins with `path` if reading fails in the `with` block."""
     try:
         yield
     # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and NotImplementedError.
@@ -110,7 +106,7 @@ def read_pieces(path: Path, raw) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
-    """Yields the lines of a file. Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
+    """Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
     with name_file_in_errors(path):
         file = decompress(path, raw)
         if isinstance(file, io.RawIOBase):  # its readline would read single bytes
@@ -123,7 +119,6 @@ def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
 
 
 def is_utf8(path: Path) -> bool:
-    """Returns whether the whole file is valid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for piece in read_pieces(path, open_binary(path)):
@@ -137,8 +132,7 @@ def is_utf8(path: Path) -> bool:
 def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
     """Decodes UTF-8 piece by piece. All line endings become newlines.
 
-    If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte. Otherwise replaces
-    invalid bytes.
+    If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte.
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     errors = "strict" if invalid_utf8 == "refuse" else "replace"
@@ -164,11 +158,8 @@ def not_utf8(path: Path, byte: int, line: int) -> UserError:
 def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     """Splits a text into documents of at most `max_characters` characters, preferably at blank lines.
 
-    The text is the concatenation of `pieces`. Without splitting, a long book would be one document, entirely in the
-    training or in the validation split. Splitting costs one additional end-of-text token per document.
-
-    `Source.parts` sets `max_characters` to one hundredth of the source's size in bytes, but to at least 1,024
-    and at most 16,384. A source of 0.1 to 1.6 MB thus becomes about a hundred documents.
+    Otherwise a long book would be one document, entirely in one split. Costs one more end-of-text token per document.
+    `Source.parts` chooses `max_characters` so that a source of 0.1 to 1.6 MB becomes about a hundred documents.
     """
     text = ""
     for piece in pieces:
@@ -185,7 +176,6 @@ def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
 
 
 def parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
-    """Yields the text field of the JSON object in each line. Ignores blank lines."""
     offset = 0
     for number, line in enumerate(lines, start=1):
         start, offset = offset, offset + len(line)

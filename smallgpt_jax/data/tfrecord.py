@@ -13,10 +13,9 @@ CHECKSUM_BYTES = 4
 
 
 def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yields the records of a file of `size` bytes.
+    """Raises ValueError if a record is truncated or its length does not match the checksum.
 
-    Raises ValueError if a record is truncated or its length does not match the checksum. The checksum of the data is
-    not verified, because computing it in Python takes longer than tokenizing.
+    The checksum of the data is not verified, because computing it in Python takes longer than tokenizing.
     """
     end = 0
     while end < size:
@@ -33,7 +32,7 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Returns the checksum of `data` in the form that TFRecord files store: CRC-32C, rotated, plus a constant."""
+    """Returns the checksum that TFRecord files store: CRC-32C, rotated, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -46,7 +45,7 @@ def crc32c(data: bytes) -> int:
 
 
 def make_crc32c_table() -> list[int]:
-    """Returns the lookup table of CRC-32C (reflected Castagnoli polynomial), one entry per byte value."""
+    """Reflected Castagnoli polynomial."""
     entries = []
     for crc in range(256):
         for _ in range(8):

@@ -1,8 +1,7 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's `tokenizers` library.
 
-Each token store and each workdir contains its tokenizer as a folder. The files in the folder have the names that other
-tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and `merges.txt` for GPT-2, and `tokenizer.json` for
-Hugging Face's library. `tokenizer_kind.json` contains the kind of the tokenizer.
+A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and
+`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `tokenizer_kind.json` contains the kind.
 
 Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
 have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
@@ -83,10 +82,7 @@ class Bytes(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model.
-
-    Decoding restores the text, except that U+2581 becomes a space, because SentencePiece represents spaces by U+2581.
-    """
+    """Decoding turns U+2581 into a space, because SentencePiece represents spaces by it."""
 
     kind = "sentencepiece"
 
@@ -120,7 +116,7 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """Returns two processors of the model: the first prepends no space to texts, the second prepends one space."""
+        """Returns two processors: the first prepends no space to texts, the second prepends one space."""
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
         model, processors = ModelProto.FromString(self._model), []
@@ -136,8 +132,6 @@ class SentencePiece(Tokenizer):
 
 
 class GPT2(Tokenizer):
-    """GPT-2's byte-pair encoding with 50,257 ids. tiktoken computes the encoding."""
-
     kind = "gpt2"
     unknown = None
 
@@ -172,10 +166,9 @@ class GPT2(Tokenizer):
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """Returns a mapping from the characters in GPT-2's files to the bytes that they represent.
+    """Returns the byte that each character in GPT-2's files represents.
 
-    A printable Latin-1 character represents the byte that equals its code point. The characters from U+0100 on
-    represent the other 68 bytes, in ascending order.
+    Printable Latin-1 characters represent their code points, those from U+0100 on the other 68 bytes, ascending.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
@@ -183,16 +176,7 @@ def gpt2_bytes() -> dict[str, int]:
 
 
 def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer that `spec` (`config.data.tokenizer`) describes. Raises UserError if `spec` is invalid.
-
-    `spec` is one of:
-
-    - "sentencepiece:SIZE": a SentencePiece model, trained on `texts`
-    - "gpt2": GPT-2's tokenizer, downloaded by tiktoken
-    - "bytes": one id per byte
-    - a path: a SentencePiece model, a tokenizer.json, a folder with one of them or with GPT-2's two files, or the
-      tokenizer folder of a run or store
-    """
+    """Returns the tokenizer of a `config.data.tokenizer`. SentencePiece is trained on `texts`."""
     kind, _, size = spec.partition(":")
     if kind == "bytes":
         return Bytes()
@@ -213,7 +197,6 @@ def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def load(folder: Path) -> Tokenizer:
-    """Returns the tokenizer in a folder. Raises UserError if one of its files is missing or unreadable."""
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
@@ -237,15 +220,11 @@ def load(folder: Path) -> Tokenizer:
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:
-    """Whether two files are the vocabulary and the merges of GPT-2's tokenizer, as published."""
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(GPT2_SHA256.values())
 
 
 def spec_fingerprint(spec: str) -> str:
-    """Returns a hash of the tokenizer's files at the path `spec`, or "" if `spec` is not an existing path.
-
-    The hash covers the settings files beside a tokenizer.json. It does not cover other files, such as weights.
-    """
+    """Returns a hash of the tokenizer's files at the path `spec`, without its weights; "" if it is not a path."""
     path = local_path("config.data.tokenizer", spec)
     if not path.exists():
         return ""
@@ -258,7 +237,6 @@ def spec_fingerprint(spec: str) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves a tokenizer in a folder, from which `load` reads it. The files survive a power loss."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
         write_atomically(folder / name, content)
@@ -266,7 +244,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a hash of a tokenizer's kind and files. Tokenizers with equal hashes give the same ids."""
+    """Tokenizers with equal fingerprints give the same ids."""
     content = b"".join(tokenizer.files()[name] for name in sorted(tokenizer.files()))
     return hashlib.sha256(tokenizer.kind.encode() + content).hexdigest()[:16]
 
@@ -279,10 +257,9 @@ def read_sentencepiece(path: Path) -> SentencePiece:
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model with `size` pieces, trained on `texts`.
+    """Returns a byte-pair model that preserves whitespace and encodes unseen characters as bytes.
 
-    The model preserves all whitespace and encodes unseen characters as bytes. If the texts are too short for `size`
-    pieces, the model has fewer pieces. Raises UserError if there is no text.
+    If the texts are too short for `size` pieces, the model has fewer pieces.
     """
     def lines():
         read = 0
@@ -308,7 +285,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
 
 def download(name: str) -> bytes:
-    """Returns one of GPT-2's two files. tiktoken downloads it, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
+    """tiktoken downloads the file, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
     import tiktoken.load
 
     try:

@@ -1,8 +1,4 @@
-"""Writes the files of an unfinished token store, or resumes it.
-
-Worker threads tokenize the documents. The main thread appends the tokens to the files of each split, in the order of
-the source. A journal records the progress.
-"""
+"""Writes an unfinished token store: threads tokenize, the main thread appends tokens in the order of the source."""
 
 import functools
 import json
@@ -26,7 +22,7 @@ from smallgpt_jax.storage.files import write_atomically
 
 
 def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
-    """Writes a store to `partial`. If `partial` contains an unfinished store, resumes its preparation if possible."""
+    """Writes a store to `partial`, or resumes the unfinished store there."""
     tokenizer, journal = resume_or_start(partial, spec, log)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
@@ -60,10 +56,6 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
 
 
 def resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Tokenizer, Journal]:
-    """Returns the tokenizer and journal of the unfinished store at `partial`.
-
-    If there is no unfinished store, or if its preparation cannot be resumed, starts a new one.
-    """
     identity = {"format": FORMAT, "made_from": spec.made_from, "texts": spec.source.fingerprint,
                 "tokenizer": spec.tokenizer_fingerprint}
     if journal := resume_journal(partial, identity, spec.source.parts, spec.rules, log):
@@ -85,7 +77,6 @@ def resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Tokenizer, Jou
 
 
 def require_documents(spec: StoreSpec, splits: dict[str, dict], skipped: dict[str, int]) -> None:
-    """Raises UserError if a split has no documents."""
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
         raise UserError(f"config.data.source={spec.source.value!r}: contains no text"
@@ -99,10 +90,7 @@ def require_documents(spec: StoreSpec, splits: dict[str, dict], skipped: dict[st
 
 
 def remove_partial(partial: Path, log) -> None:
-    """Removes the folder of an unfinished store, if the folder exists.
-
-    Raises UserError if the folder contains files that do not belong to an unfinished store.
-    """
+    """Raises UserError if the folder contains files that do not belong to an unfinished store."""
     if not partial.exists():
         return
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
@@ -116,10 +104,7 @@ def remove_partial(partial: Path, log) -> None:
 
 
 def make_tokenizer(spec: StoreSpec) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and the `Place` where the tokenizer's training text ends.
-
-    The second value is None if the training text extends to the end of the source.
-    """
+    """Returns the tokenizer, and where its training text ends; None: at the end of the source."""
     tokenizer_text_end = Place()
 
     def texts() -> Iterator[str]:

@@ -22,10 +22,7 @@ LAST_FILE = "config.json"
 
 
 def as_path(field: str, name: str | Path) -> Path:
-    """Returns `name` as a path: a local path with `~` expanded, or the path of a gs:// URL.
-
-    Raises UserError for other URLs. The message contains `field`, the name of the flag or config field.
-    """
+    """Expands `~`. Raises UserError for URLs other than gs://; `field` is the name of the flag or config field."""
     if is_remote(name):
         return object_storage.remote_path(field, str(name))
     refuse_url(field, name, f"and only {SCHEME} URLs are supported; copy the files to such a URL or to a local path")
@@ -33,13 +30,11 @@ def as_path(field: str, name: str | Path) -> Path:
 
 
 def refuse_url(field: str, name: str | Path, advice: str = "which is not supported here; use a local path") -> None:
-    """Raises UserError if `name` is a URL. The message ends with `advice`."""
     if re.match(r"[A-Za-z][\w+.-]*://", str(name)):
         raise UserError(f"{field}: {str(name)!r} is a URL, {advice}")
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Returns the local path of a file or folder that a command reads; see `as_path` and `local_copy`."""
     path = as_path(field, name)
     with object_storage.name_path_in_errors(f"{field}={name}") if is_remote(path) else contextlib.nullcontext():
         return local_copy(path)
@@ -72,12 +67,12 @@ def local_copy(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the cache folder (XDG base directory specification)."""
+    """Follows the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically: after a crash, it has either the old or the new content."""
+    """After a crash, the file has either the old or the new content."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
         return object_storage.write(path, content)
@@ -90,7 +85,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line to a file. Creates the file if necessary. Ends the last line first if a killed process has not."""
+    """Ends the last line first if a killed process has not."""
     text = line.encode() + b"\n"
     if is_remote(path):
         before = path.read_bytes() if path.exists() else b""
@@ -101,7 +96,6 @@ def append_line(path: Path, line: str) -> None:
 
 
 def resolve(path: Path) -> Path:
-    """Returns an absolute path without symbolic links. A path in object storage is returned unchanged."""
     return path if is_remote(path) else path.resolve()
 
 
@@ -118,7 +112,6 @@ def rename(path: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder, if it exists. Ignores errors."""
     if is_remote(path):
         with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
             path.rmtree()
@@ -127,7 +120,6 @@ def remove_folder(path: Path) -> None:
 
 
 def safe_name(text: str) -> str:
-    """Returns `text` as a valid file name: replaces all characters except letters, digits and "-_.=" by underscores."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)
 
 
@@ -160,7 +152,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def removed_on_error(folder: Path) -> Iterator[Path]:
-    """Yields `folder`; removes it if the `with` block raises an exception."""
     try:
         yield folder
     except BaseException:

@@ -58,10 +58,7 @@ ANYTHING = Kind("any value", lambda value: True)
 
 
 def read_json(path: Path, schema, advice: str):
-    """Returns the content of a JSON file. Raises UserError if it cannot be read or does not match `schema`.
-
-    The message names the file and the field, and ends with `advice`, what the user can do.
-    """
+    """Raises UserError, whose message ends with `advice`, if the file cannot be read or does not match `schema`."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("not a file")
@@ -75,10 +72,7 @@ def read_json(path: Path, schema, advice: str):
 
 
 def read_json_or_none(path: Path, schema):
-    """Returns the content of a JSON file, or None if it is missing, damaged or does not match `schema`.
-
-    For files whose content can be computed again.
-    """
+    """Returns None if the file is missing, damaged or does not match `schema`. For content that can be recomputed."""
     try:
         return read_json(path, schema, "")
     except UserError:
@@ -86,10 +80,7 @@ def read_json_or_none(path: Path, schema):
 
 
 def read_json_lines(path: Path, schema) -> list:
-    """Returns the lines of a JSON-lines file that match `schema`. Skips all other lines.
-
-    Returns [] if there is no file. Raises UserError if the file cannot be read.
-    """
+    """Returns the lines that match `schema`; [] if there is no file. Raises UserError if it cannot be read."""
     if not path.is_file():
         return []
     try:
@@ -106,7 +97,7 @@ def read_json_lines(path: Path, schema) -> list:
 
 
 def parse_json(content: bytes, schema):
-    """Returns the value that `content` encodes. Raises ValueError if it is not JSON or does not match `schema`."""
+    """Raises ValueError if `content` is not JSON or does not match `schema`."""
     if len(content) > MAX_BYTES:
         raise ValueError(f"larger than {MAX_BYTES // 10**6} MB")
     try:
@@ -137,10 +128,7 @@ def is_deeper(value, limit: int) -> bool:
 
 
 def find_mismatch(value, schema, field: str = "") -> str | None:
-    """Returns a message for the first part of `value` that does not match `schema`, or None.
-
-    `field` is the position of `value` in its file, such as "splits.train".
-    """
+    """Returns a message for the first mismatch. `field` is the position of `value` in its file: "splits.train"."""
     if isinstance(schema, Kind):
         return None if schema.accepts(value) else mismatch(field, schema.name, value)
     if isinstance(schema, tuple) and not isinstance(schema, Optional | Each):

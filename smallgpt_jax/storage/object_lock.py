@@ -35,11 +35,9 @@ def now() -> float:
 def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock, the object at `path`, and removes the object on exit.
 
-    If another process holds the lock, waits until the lock is free. With `wait=False`, raises LockHeldError as soon as
-    the other process renews the lock. Takes over a lock that is not renewed within LEASE_SECONDS.
-
-    Ends this process with status 1 if it cannot renew the lock in time, or if another process has taken over the lock,
-    for example while this process was suspended.
+    With `wait=False`, raises LockHeldError as soon as another holder renews the lock. Takes over a lock that is not
+    renewed within LEASE_SECONDS. Ends this process with status 1 if it cannot renew the lock in time, or if another
+    process has taken over the lock, for example while this process was suspended.
     """
     lock = Lease(path)
     lock.acquire(wait)
@@ -70,10 +68,7 @@ class Lease:
             replaced = self._wait_until_free(wait)
 
     def _write(self, replaced: int, **request) -> bool:
-        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock.
-
-        `request` are the options `timeout` and `retry` of Google's library.
-        """
+        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock."""
         from google.api_core.exceptions import PreconditionFailed
 
         while True:
@@ -92,7 +87,7 @@ class Lease:
             return True
 
     def _read(self, **request):
-        """Returns the object and its two lines, (holder, id of the holder). The object is None if it does not exist."""
+        """Returns the object, or None, and its two lines: (holder, id of the holder)."""
         from google.api_core.exceptions import NotFound
 
         while blob := self._bucket.get_blob(self._name, **request):
@@ -102,7 +97,7 @@ class Lease:
         return None, ("", "")
 
     def _wait_until_free(self, wait: bool) -> int:
-        """Waits for the lock. Returns the generation of the object to replace, or 0 if the object was removed."""
+        """Returns the generation of the object to replace, or 0 if the object was removed."""
         generation, seen_at, polled_at = None, 0.0, 0.0
         while True:
             blob, (holder, _) = self._read()
@@ -123,7 +118,6 @@ class Lease:
             time.sleep(POLL_SECONDS)
 
     def renew_until(self, released: threading.Event) -> None:
-        """Renews the lock every RENEWAL_SECONDS until `released` is set. Ends the process if the lock is lost."""
         while not released.wait(RENEWAL_SECONDS):
             self.try_to_renew()
 
@@ -146,7 +140,7 @@ class Lease:
             self.renew()
 
     def renew(self) -> None:
-        """Renews the lock. Ends the process if it has lost the lock. Raises an exception if the request fails."""
+        """Ends the process if it has lost the lock. Raises an exception if the request fails."""
         with self._writing:
             # With a short timeout and no retry, because a hanging request would use up the lease.
             is_held = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None)

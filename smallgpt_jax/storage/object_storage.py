@@ -32,16 +32,11 @@ FAILED_STATUS = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIE
 
 
 def is_remote(path: str | Path) -> bool:
-    """Returns whether `path` is in object storage."""
     return str(path).startswith(SCHEME)
 
 
 def remote_path(field: str, url: str) -> Path:
-    """Returns the path of a gs:// URL. Sends no request.
-
-    Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not installed. The message contains `field`, the
-    name of the flag or config field.
-    """
+    """Sends no request. Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not installed."""
     bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket) or not names or {"", ".", ".."} & set(names):
         raise UserError(f"{field}: {url!r} is not a path in a bucket; expected gs://BUCKET/NAME")
@@ -52,7 +47,6 @@ def remote_path(field: str, url: str) -> Path:
 
 
 def to_epath(name: str) -> Path:
-    """Returns the path of an object from its bucket and name, BUCKET/NAME."""
     from etils import epath
 
     return epath.Path(SCHEME + name)
@@ -95,14 +89,14 @@ def is_used() -> bool:
 
 @functools.cache
 def client():
-    """Returns the client of Google's library. It can write on condition that an object has a certain generation."""
+    """Returns the client of Google's library, for writes on condition of an object's generation."""
     from google.cloud import storage
 
     return storage.Client(project=None)  # only requests that create or list buckets need a project
 
 
 def bucket_of(path: Path):
-    """Returns the bucket of `path` as an object of Google's library, and the name of `path` in the bucket."""
+    """Returns the bucket as an object of Google's library, and the name of `path` in it."""
     name, _, key = str(path).removeprefix(SCHEME).partition("/")
     return client().bucket(name), key
 
@@ -119,17 +113,13 @@ def name_path_in_errors(place: str) -> Iterator[None]:
 
 
 def is_request_error(error: Exception) -> bool:
-    """Returns whether `error` says that a request to read or write an object has failed.
-
-    gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request.
-    """
+    """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request."""
     return (is_client_error(error)
             or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
             or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None))
 
 
 def is_client_error(error: Exception) -> bool:
-    """Returns whether `error` was raised by a client library of object storage."""
     return f"{type(error).__module__}.".startswith(CLIENT_MODULES)
 
 
@@ -148,8 +138,7 @@ def require_bucket(field: str, path: Path) -> None:
 class Reader(io.RawIOBase):
     """An object that is open for reading. Raises a UserError that begins with its path if a request fails.
 
-    A failed request and a damaged compressed file both raise OSError without an errno. Only this class can tell them
-    apart.
+    Callers could not tell a failed request from a damaged compressed file: both raise OSError without an errno.
     """
 
     def __init__(self, path: Path):
@@ -237,10 +226,7 @@ class Writer:
             self._generations.clear()
 
     def require_locks(self) -> None:
-        """Ends the process if it has lost a lock. Raises an exception if this cannot be found out.
-
-        A lock that was renewed recently counts as held.
-        """
+        """Ends the process if it has lost a lock; raises if this is unknown. A lock renewed recently counts as held."""
         for lease in list(self.leases):
             lease.require()
 
@@ -263,14 +249,14 @@ writer = Writer()
 
 
 def generation_of(path: Path) -> int:
-    """Returns the version of an object; 0 if it does not exist."""
+    """Returns 0 if the object does not exist."""
     bucket, name = bucket_of(path)
     blob = bucket.get_blob(name, retry=retry_policy())
     return blob.generation if blob else 0
 
 
 def replace(path: Path, content: bytes, replaced: int) -> int | None:
-    """Writes an object if its generation is `replaced`. Returns its new generation, or None if the condition fails."""
+    """Returns the new generation, or None if the object's generation is not `replaced`."""
     from google.api_core.exceptions import PreconditionFailed
 
     bucket, name = bucket_of(path)
@@ -289,15 +275,12 @@ def retry_policy():
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes an object: others see either the old or the new content. See `Writer` for processes that hold a lock."""
+    """Others see either the old or the new content. See `Writer` for processes that hold a lock."""
     writer.write(path, content)
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """Copies a file or folder to the new local path `target`. `files` is `list_files(path)`.
-
-    Raises UserError if a copy is incomplete or would be outside of `target`.
-    """
+    """`files` is `list_files(path)`. Raises UserError if a copy is incomplete or would be outside of `target`."""
     for source, file in files.items():
         copy = target / source.relative_to(path)
         if not copy.resolve().is_relative_to(target.resolve()):
@@ -309,10 +292,7 @@ def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
 
 
 def upload_folder(folder: Path, target: Path, last: str) -> None:
-    """Copies the files of a local folder to `target`; the file named `last` is written after all others.
-
-    Readers that need the file `last` thus never see a part of the folder. Raises UserError if a copy is incomplete.
-    """
+    """Writes the file `last` after all others, so readers that need it never see a part of the folder."""
     sizes = {path.relative_to(folder): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in sizes:
         if name != Path(last):
@@ -325,5 +305,5 @@ def upload_folder(folder: Path, target: Path, last: str) -> None:
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Moves the objects of a folder one by one. After an interruption, each object is in one of the two folders."""
+    """Not atomic: after an interruption, each object is in one of the two folders."""
     file_system().mv(str(folder), str(target), recursive=True)

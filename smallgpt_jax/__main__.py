@@ -17,7 +17,6 @@ COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compa
 
 
 def run_script(command: str) -> None:
-    """Runs `python -m smallgpt_jax.COMMAND` with the arguments of this process."""
     if not sys.flags.safe_path:  # like `python -m`, makes modules in the working directory importable
         sys.path.insert(0, os.getcwd())
     runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
@@ -40,7 +39,7 @@ def main() -> None:
 
 
 def first_line(command: str) -> str:
-    """Returns the first line of a command's docstring. The command is not imported, because importing takes seconds."""
+    """Reads the docstring without importing the command, because imports take seconds."""
     source = Path(__file__).with_name(f"{command}.py").read_text()
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

@@ -40,7 +40,7 @@ flags.disclaim_key_flags()  # so that --help lists --config as a flag of the com
 
 
 def define_config():
-    """Defines the flag --config, whose value is a ConfigDict with all overrides applied, and --trust_custom_code."""
+    """Defines --config, whose value is a ConfigDict with all overrides applied, and --trust_custom_code."""
     define_trust()
     return config_flags.DEFINE_config_file(
         "config", None, "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any field "
@@ -49,14 +49,11 @@ def define_config():
 
 
 def define_trust():
-    """Defines the flag --trust_custom_code of commands that read the workdirs and exports of others."""
     return flags.DEFINE_bool("trust_custom_code", False, "Import the module of a custom architecture that a workdir or "
                              "an export names. This runs its code.")
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parses the flags, calls `main` and exits with the command's status."""
-
     def main_without_traceback(argv):
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
@@ -69,7 +66,6 @@ def run(main: Callable[[], None]) -> None:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Calls `main`. If `main` fails or is stopped, prints a message and exits with the matching status."""
     # Print characters missing from the terminal's encoding as escapes; accept input that is not UTF-8.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -100,7 +96,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parses the flags with absl. Exits with a one-line message if a flag or the config file has an error."""
+    """Exits with a one-line message if a flag or the config file has an error."""
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
@@ -139,13 +135,13 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Returns a message with run names as the user wrote them. Inverts `quote_run_names`."""
+    """Inverts `quote_run_names`."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
 
 def find_config_file(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` in which the value of --config is the path of an existing file; see `find_recipe`."""
+    """Returns a copy of `argv` with the recipe of --config replaced by its path; see `find_recipe`."""
     found = list(argv)
     for i, arg in enumerate(argv):
         if arg in ("--config", "-config") and i + 1 < len(argv):
@@ -156,7 +152,6 @@ def find_config_file(argv: list[str]) -> list[str]:
 
 
 def error_message(error: Exception) -> str:
-    """Returns a one-line message for an error in the flags or the config file."""
     text = unquote_run_names(str(error))
     if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
         return f"{' and '.join(unset)} must be given; see --help"

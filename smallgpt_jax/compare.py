@@ -75,7 +75,6 @@ def main() -> None:
 
 
 def record_of(named_folders: list[tuple[str, Path]], grids: dict[str, Grid]) -> Record:
-    """Returns the record of the runs. Raises UserError if a folder has no run, or if the runs are not comparable."""
     averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
     runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code, averaged) for name, folder in named_folders]
     results.require_comparable(runs)
@@ -83,7 +82,7 @@ def record_of(named_folders: list[tuple[str, Path]], grids: dict[str, Grid]) -> 
 
 
 def merge_results(output: Path) -> Record:
-    """Returns the merged record of --results. Raises UserError if `output` contains the report of other runs."""
+    """Raises UserError if `output` contains the report of other runs."""
     paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
     if not paths:
         raise UserError("--results: the list is empty; name at least one results.json")
@@ -93,11 +92,7 @@ def merge_results(output: Path) -> Record:
 
 
 def find_runs(output: Path) -> list[tuple[str, Path]]:
-    """Returns (name, folder) for each run in --workdirs.
-
-    Raises UserError if --workdirs is empty. Also raises UserError if `output` contains the report of other runs, which
-    would be overwritten.
-    """
+    """Returns (name, folder) for each run in --workdirs. Refuses to overwrite the report of other runs."""
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
@@ -111,20 +106,16 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
 
 
 def find_folders(pattern: str) -> list[Path]:
-    """Returns the paths that match a pattern, or the pattern itself if no path matches.
-
-    The pattern may be in object storage. A local pattern that ends with / matches only folders.
-    """
+    """The pattern may be in object storage. A local pattern that ends with / matches only folders."""
     path = as_path("--workdirs", pattern)
     found = match(path) if is_remote(path) else map(Path, glob.glob(os.path.expanduser(pattern)))
     return sorted(found) or [path]
 
 
 def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
-    """Trains the unfinished runs of --config. Measures each finished run as configured in config.compare.
+    """Returns (name, folder) for each run that has started, and {name: learning-rate grid}.
 
-    Returns (name, folder) for each run that has started, and {name: learning-rate grid}. For a model with a grid, only
-    the runs at the best learning rate are measured and returned.
+    For a model with a grid, only the runs at the best learning rate are measured and returned.
     """
     configs, compare = [*map(Config.of, budget.resolve_runs(_CONFIG.value).values())], _CONFIG.value.compare
     print_ignored_overrides()

@@ -48,17 +48,12 @@ def at_start(default) -> Any:
 
 
 def in_store(default, relaxable: bool = False) -> Any:
-    """Returns a field of `data` that determines the content of a token store.
-
-    If it is `relaxable`, a preparation that was interrupted may go on after a change from "refuse" to another value.
-    """
+    """Returns a field that fixes a token store. `relaxable`: may go from "refuse" to another value on resumption."""
     return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
-    """The fields of one group of a config. See the module's docstring."""
-
     GROUP: ClassVar[str]
 
     def __post_init__(self):
@@ -72,7 +67,7 @@ class ConfigGroup:
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
-        """Returns the group with these fields; missing ones have their defaults. Raises UserError for unknown ones."""
+        """Missing fields have their defaults. Raises UserError for unknown ones."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name, value in fields.items():
             if name not in known:
@@ -86,7 +81,7 @@ class ConfigGroup:
 
     @classmethod
     def config_dict(cls) -> ConfigDict:
-        """Returns the defaults as a ConfigDict. Fields without a default are placeholders."""
+        """Fields without a default are placeholders."""
         return ConfigDict({
             field.name: config_dict.placeholder(field.type) if field.default is dataclasses.MISSING else field.default
             for field in dataclasses.fields(cls)})
@@ -107,25 +102,24 @@ class ConfigGroup:
         """Raises UserError for invalid values."""
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError with the name and value of `field`, and the `rule` that the value breaks."""
+        """Raises UserError with the `rule` that the value of `field` breaks."""
         raise UserError(f"config.{self.GROUP}.{field}={getattr(self, field)!r}: {rule}")
 
     def validate_types(self) -> None:
-        """Raises UserError for values of the wrong type, because a config.json can contain values of any type."""
+        """A config.json can contain values of any type."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), _kind(field)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 self.refuse(field.name, f"must be {TYPE_NAMES.get(field.type, field.type)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
-        """Raises UserError unless the value of `field` is in `allowed`."""
         if (value := getattr(self, field)) not in allowed:
             near = difflib.get_close_matches(str(value), [name for name in allowed if name], n=1)
             self.refuse(field, f"must be one of {', '.join(name or repr('') for name in allowed)}"
                         + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def validate_range(self, *fields: str, least: float = 0, above: bool = False) -> None:
-        """Raises UserError unless the values of `fields` are finite and at least (or `above`) `least`."""
+        """Also refuses values that are not finite."""
         for field in fields:
             value = getattr(self, field)
             if not (least < value if above else least <= value) or not value < math.inf:

@@ -80,10 +80,7 @@ def main() -> None:
 
 
 def new_folder(flag: str, name: str | None) -> Path:
-    """Returns `name`, the path of a new or empty folder, as an absolute path.
-
-    Raises UserError for other paths and for the current folder. The message starts with `flag`, the name of the flag.
-    """
+    """Raises UserError unless `name` is a new or empty folder other than the current one."""
     if not name:
         raise UserError(f"{flag}: must be given; name a new folder")
     folder = resolve(as_path(flag, name))
@@ -100,7 +97,6 @@ def new_folder(flag: str, name: str | None) -> Path:
 
 
 def export_model(source: Path, output: Path) -> None:
-    """Writes the model of the workdir `source` to the folder `output`, in the format of Hugging Face's libraries."""
     model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value, _TRUST.value)
     if _PATHS.value != "all":
         chosen = inference.select_paths(model, params, _PATHS.value)
@@ -121,10 +117,7 @@ def export_model(source: Path, output: Path) -> None:
 
 
 def import_model(source: str, folder: Path) -> None:
-    """Writes the model in `source` to the new workdir `folder`, as a checkpoint of step 0.
-
-    Also writes origin.json, which records where the model comes from.
-    """
+    """Writes the model as a checkpoint of step 0, and where it comes from as origin.json."""
     origin = {"format": _FROM.value, "read from": resolve(as_path("--input", source)).name,
               "on": datetime.date.today().isoformat()}
     model_state = {}

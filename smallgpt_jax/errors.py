@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def command_line(module: str, *arguments: str) -> str:
-    """Returns a command that runs a module of this package in this environment, whether it is active or not."""
+    """Returns a command that also works while this environment is not active."""
     python = "python"
     if os.path.dirname(shutil.which(python) or "") != os.path.dirname(sys.executable):
         python = os.path.relpath(sys.executable)
@@ -18,7 +18,6 @@ def command_line(module: str, *arguments: str) -> str:
 
 
 def config_arguments() -> list[str]:
-    """Returns the arguments of this process that set its config: --config and the overrides."""
     found = []
     for previous, argument in zip(sys.argv, sys.argv[1:]):
         if re.match(r"--?(no)?config\b", argument) or re.fullmatch(r"--?config(\.[^=]*)?", previous):
@@ -27,16 +26,14 @@ def config_arguments() -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of this package, for a clone or for an installed wheel."""
     is_clone = (Path(__file__).parents[1] / "setup.py").exists()
     return f"pip install -c constraints.txt -e '.[{extra}]'" if is_clone else f"pip install 'smallgpt_jax[{extra}]'"
 
 
 class UserError(Exception):
-    """An error that a user can cause and fix.
+    """An error that a user can cause and fix; commands print the message and exit with status 1.
 
-    Commands print the message without a traceback and exit with status 1. In one or two lines, the message says where
-    the error is (flag, field, file, line), what is wrong and what to do.
+    In one or two lines, the message says where the error is (flag, field, file, line), what is wrong and what to do.
     """
 
 

@@ -105,25 +105,17 @@ def main() -> None:
 
 
 def model_fingerprint(params, model_state, tokenizer) -> str:
-    """Returns a hash of weights, tokenizer, SCORING_VERSION and lm_eval's version.
-
-    The name of the score cache contains this hash.
-    """
     variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
     content = [SCORING_VERSION, *variables, tokenizers.fingerprint(tokenizer), importlib.metadata.version("lm_eval")]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
 def join_name_parts(*parts: str | bool | None) -> str:
-    """Returns a file name: the non-empty parts, joined by hyphens."""
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
 
 
 class ScoringProgress:
-    """Shows progress on standard error.
-
-    On a terminal, one line is updated in place. Elsewhere, a new line is printed every ten seconds.
-    """
+    """Updates one line on a terminal; elsewhere, prints a new line every ten seconds."""
 
     def __init__(self):
         self._in_place, self._shown_at, self._started = sys.stderr.isatty(), 0.0, 0.0

@@ -39,22 +39,17 @@ def short_reason(error: Exception) -> str:
 
 
 def find_errno(error: Exception) -> int | None:
-    """Returns the errno of an operating-system error, or None for other errors."""
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # an error of tensorstore
         return int(code[1])
     return error.errno if isinstance(error, OSError) else None
 
 
 def parameter_count(total: int, active: int) -> str:
-    """Returns a text such as "1,234 (567 active)".
-
-    `total` is the number of all parameters. `active` is the number of parameters that one token uses; it is left out
-    if it equals `total`.
-    """
+    """Returns "1,234 (567 active)"; `active` is the number of parameters that one token uses."""
     return f"{total:,}" + (f" ({active:,} active)" if active != total else "")
 
 
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a line per row. The first column is aligned on the left, all others on the right."""
+    """Aligns the first column on the left, all others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -69,10 +69,7 @@ def main() -> None:
 
 
 def print_stream(prompt: str, pieces) -> str:
-    """Prints `prompt` and then `pieces` as they are generated; returns the whole text.
-
-    Ends the output with a newline, even if generation is interrupted.
-    """
+    """Ends the output with a newline, even if generation is interrupted."""
     print(prompt, end="", flush=True)
     text = prompt
     try:
@@ -85,7 +82,6 @@ def print_stream(prompt: str, pieces) -> str:
 
 
 def chat(conversation: inference.Conversation, settings: dict) -> None:
-    """Reads lines from standard input and lets the model continue the conversation after each line, until Ctrl-D."""
     if sys.stdin.isatty():
         print("Enter a line; the model continues the conversation by up to --max_new_tokens tokens. Press Ctrl-D to "
               "exit. Earlier turns stay in the context until it is full.", flush=True)

@@ -14,7 +14,7 @@ MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 
 
 class BestEffortStream:
-    """A text stream that ignores write errors and readers that do not read; it drops the unwritten text.
+    """Drops text that cannot be written.
 
     A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the stream is a file.
     """
@@ -42,7 +42,7 @@ class BestEffortStream:
                 self._stream.flush()
 
     def close_writer(self) -> bool:
-        """Writes the pending text. Returns False if the reader does not take it."""
+        """Returns False if the reader does not take the pending text."""
         return self._writer is None or self._writer.close()
 
     def __getattr__(self, name: str):
@@ -50,8 +50,6 @@ class BestEffortStream:
 
 
 class BackgroundWriter:
-    """Writes bytes to a file descriptor from a thread of its own."""
-
     def __init__(self, descriptor: int):
         self._descriptor, self._process = descriptor, os.getpid()
         self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
@@ -59,7 +57,7 @@ class BackgroundWriter:
         threading.Thread(target=self._write_pending, name="output", daemon=True).start()
 
     def is_usable(self) -> bool:
-        """Returns whether the thread exists. A forked process does not have it."""
+        """A forked process does not have the thread."""
         return os.getpid() == self._process
 
     def write(self, data: bytes) -> None:
@@ -76,7 +74,7 @@ class BackgroundWriter:
                 self._is_blocked = not self._changed.wait_for(lambda: self._num_written > before, PATIENCE_SECONDS)
 
     def close(self) -> bool:
-        """Flushes and ends the thread. Returns whether everything is written."""
+        """Returns whether everything is written."""
         self.flush()
         with self._changed:
             self._is_closed = True
@@ -105,11 +103,7 @@ class BackgroundWriter:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Inside the context, ignores errors of writes to a standard stream, such as a full disk or a closed pipe.
-
-    If a reader does not read, all later output of this process is dropped. `name` is the attribute of `sys` that holds
-    the stream: "stdout" or "stderr".
-    """
+    """Ignores write errors of the stream sys.`name`. If a reader does not read, drops all later output."""
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(stream, BestEffortStream):
         yield
@@ -124,11 +118,7 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Replaces a standard stream by the null device if the stream cannot be flushed.
-
-    Python flushes both standard streams at exit. If that failed, Python would exit with status 120. `name` is "stdout"
-    or "stderr".
-    """
+    """Python flushes sys.stdout and sys.stderr at exit, and would exit with status 120 if that failed."""
     try:
         getattr(sys, name).flush()
     except OSError:

@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def plan(config: Config, devices: list[jax.Device]) -> None:
-    """Prints the estimate for `config` on `devices`."""
     log = functools.partial(print, file=sys.stderr, flush=True)
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
@@ -64,7 +63,6 @@ def plan(config: Config, devices: list[jax.Device]) -> None:
 
 
 def batch_divisor(config, devices) -> int:
-    """Returns the number that must divide the batch size: the number of data-parallel devices × microbatches."""
     return sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices)) * config.train.microbatches
 
 
@@ -73,7 +71,6 @@ def build_with_batch_size(config, devices, batch_size: int) -> Program:
 
 
 def format_plan(program: Program, result: Estimate) -> str:
-    """Returns the estimate as text."""
     config = program.config
     layout = " × ".join(f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1)
     lines = [
@@ -129,10 +126,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Returns a table of the memory per device, as lines of text.
-
-    The table shows the compiler's figures beside those of the formula in analysis/memory.py.
-    """
+    """Compares the compiler's figures per device with the formula of analysis/memory.py."""
     formula = result.account
     arguments = {name: formula[name] for name in ("weights", "moments", "teacher") if name in formula}
     state = sum(arguments.values())

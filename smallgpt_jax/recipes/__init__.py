@@ -16,11 +16,7 @@ FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "confi
 
 
 def find_recipe(value: str) -> str:
-    """Returns a value of --config with the name of a recipe replaced by its path: gpt:tiny → FOLDER/gpt.py:tiny.
-
-    `value` is NAME or NAME:ARGUMENT. NAME is a recipe in FOLDER or the path of an existing file. A path is returned
-    unchanged. Raises UserError if there is no such file or recipe; the message suggests the most similar name.
-    """
+    """Returns a value of --config with the name of a recipe replaced by its path: gpt:tiny → FOLDER/gpt.py:tiny."""
     refuse_url("--config", value)
     name, colon, argument = value.partition(":")
     if Path(name).is_file():
@@ -38,16 +34,13 @@ def find_recipe(value: str) -> str:
 
 
 def recipes_in(folder: Path) -> dict[str, Path]:
-    """Returns the recipes in a folder and its subfolders by name: {"gpt": …, "compare/paper": …}."""
+    """Returns {"gpt": …, "compare/paper": …}."""
     return {path.relative_to(folder).with_suffix("").as_posix(): path
             for path in sorted(folder.rglob("*.py")) if path.stem not in ("base", "__init__")}
 
 
 def make_importable() -> None:
-    """Lets recipes import the modules in FOLDER: `from configs import base`.
-
-    The working directory may have a folder configs/ too. Its modules take precedence over those in FOLDER.
-    """
+    """Lets recipes import `configs.base`. A configs/ in the working directory takes precedence over FOLDER."""
     if str(FOLDER.parent) not in sys.path:
         sys.path.append(str(FOLDER.parent))
     configs = importlib.import_module("configs")

@@ -46,11 +46,10 @@ MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFI
 
 
 class Checkpoints:
-    """The checkpoints in a folder.
+    """The checkpoints in a folder; `keep` is the number to keep, and None opens the folder read-only.
 
-    `keep` is the number of newest checkpoints to keep; None opens the folder read-only. `log` is called with one line
-    per error that does not end the run. `before_save` is called before each save. It uploads the metrics of the saved
-    steps, which could otherwise be lost if the run is killed. The checkpoint is saved even if the upload fails.
+    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. The
+    checkpoint is saved even if the upload fails.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
@@ -67,14 +66,13 @@ class Checkpoints:
         self._is_failing = False
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint, without reading the folder."""
+        """Does not read the folder."""
         return sorted(set(self._manager.all_steps()) - self._failed_steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
-        """Starts writing `state`. Returns as soon as `state` is copied from the devices.
+        """Returns as soon as `state` is copied from the devices.
 
-        If writing fails, even after this method has returned, removes the unfinished checkpoint and logs the error.
-        Of several failures in a row, only the first is logged.
+        If writing fails, even later, removes the unfinished checkpoint. Of failures in a row, logs only the first.
         """
         self.wait_until_finished()
         self._before_save()
@@ -96,7 +94,7 @@ class Checkpoints:
             self._failed(error)
 
     def save_imported(self, params, model_state) -> None:
-        """Writes the variables of an imported model as the checkpoint of step 0. Raises an exception on failure."""
+        """Writes the checkpoint of step 0. Raises an exception on failure."""
         items = {"params": params} | ({"model_state": model_state} if model_state else {})
         self._manager.save(0, args=ocp.args.Composite(
             **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
@@ -104,12 +102,10 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def latest_finished(self) -> int | None:
-        """Waits for the write in progress, if any; returns the newest step that has a checkpoint, or None."""
         self.wait_until_finished()
         return max(self.steps(), default=None)
 
     def wait_until_finished(self) -> None:
-        """Waits for the write in progress, if any."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # the file system, tensorstore and orbax raise many types of exceptions
@@ -133,16 +129,11 @@ class Checkpoints:
         self._is_failing = True
 
     def _reload(self) -> None:
-        """Lists the folder."""
         self._manager.reload()
         self._failed_steps.clear()
 
     def _remove_unfinished(self) -> None:
-        """Removes unfinished checkpoints, which may be filling the disk. Ignores errors.
-
-        Pending writes may create a removed folder again. The search is therefore repeated until it has found nothing
-        four times in a row.
-        """
+        """Pending writes may create a removed folder again, so the search must find nothing four times in a row."""
         gone = 0
         for _ in range(50):
             try:
@@ -165,9 +156,8 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        `abstract` has the shapes and shardings of the state. At step 0, the returned `opt_state` is None, and `heads`
-        is {}. If newer checkpoints are damaged, logs them and moves them to DAMAGED_FOLDER. Raises UserError if all
-        checkpoints are damaged, or if the machine fails to read one.
+        At step 0, `opt_state` is None, and `heads` is {}. Moves newer, damaged checkpoints to DAMAGED_FOLDER. Raises
+        UserError if all checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in map(str, reversed(self.steps())):
@@ -196,14 +186,10 @@ class Checkpoints:
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
-        """Returns the `unlogged_losses` in the checkpoint of `step`, or [] if the checkpoint does not contain them."""
         return self._read(step, {})["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Returns the parameters and model state of `step`.
-
-        Raises UserError if they are damaged, cannot be read, or are removed by a run that is training.
-        """
+        """Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training."""
         try:
             saved = self._read(step, {"params": abstract_params} | (
                 {"model_state": abstract_model_state} if abstract_model_state else {}))
@@ -221,7 +207,7 @@ class Checkpoints:
                 "smallgpt_jax.main, which resumes from an older checkpoint") from None
 
     def _is_being_removed(self, step: int) -> bool:
-        """Returns whether another process removes a checkpoint. Removing it may take a while after the first file."""
+        """Another process may take a while to remove all files."""
         files, before = -1, None
         while files != before:
             before = files
@@ -231,13 +217,12 @@ class Checkpoints:
         return step not in saved_steps(self.folder)
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
-        """Returns (saved items, None), or (None, error) if reading has failed."""
         items = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if step else {}) | (
             {"model_state": abstract.model_state} if abstract.model_state else {}) | (
             {"heads": abstract.heads} if abstract.heads and step else {})
         try:
             return self._read(step, items), None
-        except Exception as error:  # tensorstore and orbax raise many types of exceptions
+        except Exception as error:
             return None, error
 
     def _read(self, step: int, abstract: dict) -> dict:
@@ -267,16 +252,13 @@ class Checkpoints:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints in a folder, sorted; [] if the folder does not exist."""
+    """Returns the sorted steps of the finished checkpoints; [] if the folder does not exist."""
     paths = ocp.utils.checkpoint_steps_paths(folder)
     return sorted(int(path.name) for path in paths if path.name.isdecimal())  # ignores copies such as backup_5000
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
-    """Returns the newest step that has a checkpoint, or `step` if it is given.
-
-    Raises UserError if `workdir` or the checkpoint does not exist.
-    """
+    """Returns `step`, by default the newest one. Raises UserError if there is no such checkpoint."""
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give the workdir of a run")
     steps = saved_steps(workdir / CHECKPOINT_FOLDER)
@@ -289,11 +271,7 @@ def find_checkpoint(workdir: Path, step: int | None = None) -> int:
 
 @functools.cache
 def silence_duplicate_errors() -> None:
-    """Silences orbax and tensorstore, so that only `Checkpoints` reports a failed write, and does so once.
-
-    Otherwise, orbax would also log every error that it raises, and tensorstore would print a traceback for each
-    abandoned write.
-    """
+    """Lets only `Checkpoints` report a failed write; orbax and tensorstore would log it several times."""
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     default_hook = sys.unraisablehook
@@ -306,16 +284,13 @@ def silence_duplicate_errors() -> None:
 
 
 def is_machine_error(error: Exception, folder: Path) -> bool:
-    """Returns whether an error in `folder` comes from the machine (permissions, I/O, memory, devices, network).
-
-    Any other error in reading a checkpoint means that the checkpoint is damaged.
-    """
+    """Any other error in reading a checkpoint means that the checkpoint is damaged."""
     return (isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
             or (is_remote(folder) and object_storage.is_request_error(error)))
 
 
 def find_changed_array(saved: dict) -> str | None:
-    """Returns the name of the first array in `saved` that does not match its saved checksum, or None."""
+    """Returns the first array in `saved` that does not match its saved checksum, or None."""
     for item in sorted(saved.keys() - {"check"}):
         sums = bit_checksums(saved[item])
         if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 
 
 def bit_checksums(tree) -> dict[str, int]:
-    """Returns a checksum per array: Σᵢ bitsᵢ · (2i + 1) modulo 2³².
+    """Returns Σᵢ bitsᵢ · (2i + 1) modulo 2³² per array, which any single flipped bit changes.
 
-    bitsᵢ are the bits of element i, read as an unsigned integer of at most 32 bits. The checksum does not depend on the
-    sharding. Since all factors are odd, any single flipped bit changes the checksum.
+    bitsᵢ are the bits of element i, read as an unsigned integer of at most 32 bits. Does not depend on the sharding.
     """
     sums = jax.device_get(_bit_checksums(tree))
     return {jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)}

@@ -14,8 +14,6 @@ LARGE_EVALUATION_SHARE = 0.2
 
 
 class RunClock:
-    """Measures the wall time of a session in seconds, by phase. The session begins in the phase "restart"."""
-
     def __init__(self):
         self._began = time.monotonic()
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -24,12 +22,10 @@ class RunClock:
         self.progress = 0  # increases with every finished step, save and evaluation
 
     def start_training(self) -> None:
-        """Ends the phase "restart", in which the run restores its state and compiles."""
         self._seconds["restart"], self.phase = time.monotonic() - self._began, None
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Counts the time of the `with` block as time of `phase`."""
         before, self.phase, began = self.phase, phase, time.monotonic()
         try:
             yield
@@ -39,7 +35,6 @@ class RunClock:
             self.progress += phase != "data_wait"
 
     def wait_for(self, batches: Iterable) -> Iterator:
-        """Yields `batches`; counts the time until each batch is available as "data_wait"."""
         batches = iter(batches)
         while True:
             with self.during("data_wait"):
@@ -49,24 +44,20 @@ class RunClock:
             yield batch
 
     def training_seconds(self) -> float:
-        """Returns the seconds since training started, without saving and evaluating."""
+        """Excludes saving and evaluating."""
         return self._elapsed() - sum(self._seconds[phase] for phase in ("restart", "save", "evaluate"))
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
     def lap(self) -> dict[str, float]:
-        """Returns the metrics data_wait_seconds and save_seconds since the previous call.
-
-        The first call also returns restart_seconds.
-        """
+        """Returns data_wait_seconds and save_seconds since the last call; the first call, also restart_seconds."""
         phases = ("data_wait", "save") if self._reported["restart"] else ("data_wait", "save", "restart")
         found = {f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases}
         self._reported = dict(self._seconds)
         return found
 
     def goodput_message(self) -> str:
-        """Returns a line with the share of the session's wall time that was spent in training steps."""
         total = self._elapsed()
         training = total - sum(self._seconds.values())
         lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items())

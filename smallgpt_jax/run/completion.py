@@ -11,20 +11,14 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 
 
 def is_finished(workdir: Path, config: Config, corpus: Corpus) -> bool:
-    """Returns whether the run in `workdir` has saved and evaluated the last step of `config`.
-
-    Evaluations on other validation rows do not count; see `evaluated_steps`.
-    """
+    """Evaluations on other validation rows do not count; see `evaluated_steps`."""
     steps = config.train.steps
     return (steps in saved_steps(workdir / CHECKPOINT_FOLDER)
             and steps in evaluated_steps(workdir, config, corpus))
 
 
 def evaluated_steps(workdir: Path, config: Config, corpus: Corpus) -> set[int]:
-    """Returns the steps whose last evaluation used the validation rows that `config` selects.
-
-    The number of targets identifies the rows.
-    """
+    """Counts only evaluations on the validation rows of `config`, recognized by their number of targets."""
     lines = {line["step"]: line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"}
     if not lines:
         return set()

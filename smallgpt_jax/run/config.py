@@ -55,7 +55,7 @@ class OptimizerConfig(ConfigGroup):
             self.refuse("decay_fraction", "must be above 0 and at most 1")
 
     def started(self, steps: int) -> Self:
-        """Returns the group with each AT_START replaced. Raises UserError for an invalid schedule."""
+        """Replaces each AT_START. Raises UserError for an invalid schedule."""
         end = steps if self.decay_steps == AT_START else self.decay_steps
         warmup = math.floor(self.warmup_fraction * end) if self.warmup_steps == AT_START else self.warmup_steps
         final = (self.final_fraction * self.learning_rate if self.final_learning_rate == AT_START
@@ -128,17 +128,15 @@ class TrainConfig(ConfigGroup):
         self.validate_choice("on_nonfinite", ("stop", "skip"))
 
     def saves(self, step: int) -> bool:
-        """Whether a run saves after this step."""
         return step >= self.steps or step % self.checkpoint_every == 0
 
     def evaluates(self, step: int) -> bool:
-        """Whether a run evaluates after this step."""
         return step >= self.steps or step % self.eval_every == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The config of a run: its groups, with all values determined except `train.teacher_step`."""
+    """All values are determined, except `train.teacher_step`."""
 
     model: ModelConfig
     data: DataConfig
@@ -148,10 +146,7 @@ class Config:
 
     @classmethod
     def of(cls, config: Mapping | Self, saved: Self | None = None) -> Self:
-        """Returns the config of a recipe. `saved` is the config of the run that it resumes.
-
-        Raises UserError for missing groups, for fields that do not exist, and for invalid values.
-        """
+        """`saved` is the config of the run that is resumed. Raises UserError for invalid fields and values."""
         if isinstance(config, cls):
             return config
         if unknown := [name for name in config if name not in GROUPS]:
@@ -168,7 +163,6 @@ class Config:
         return cls(model=models.make_config(**groups["model"]), **typed)
 
     def replace(self, **groups: Mapping) -> Self:
-        """Returns a copy with other values: config.replace(train={"steps": 5})."""
         return dataclasses.replace(
             self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()})
 
@@ -176,7 +170,6 @@ class Config:
         return dataclasses.asdict(self)
 
     def flat(self) -> dict:
-        """Returns {"group.field": value}."""
         return flatten(self.to_dict())
 
 

@@ -15,10 +15,9 @@ FORMAT = 1  # of the whole workdir: increase it if older workdirs cannot be read
 
 
 def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
-    """Returns the config of a run. In the config of an imported model, all groups but `model` have their defaults.
+    """In the config of an imported model, all groups but `model` have their defaults.
 
-    Raises UserError if it is missing or damaged, and, unless `trust_custom_code`, if reading it would import the module
-    of a custom architecture or mixer.
+    Raises UserError if it is missing or damaged, or names custom code without `trust_custom_code`.
     """
     groups = read_groups(workdir)
     models.refuse_custom_code(groups["model"], workdir, trust_custom_code)
@@ -39,10 +38,7 @@ def write_config(workdir: Path, groups: Mapping[str, Mapping]) -> None:
 
 
 def read_groups(workdir: Path) -> dict[str, dict]:
-    """Returns the groups of config.json: all groups for a run, only `model` for an imported model.
-
-    Raises UserError if the file is missing or damaged.
-    """
+    """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a damaged file."""
     path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
     required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
     groups = read_json(path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice)

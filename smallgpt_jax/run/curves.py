@@ -1,7 +1,4 @@
-"""Plots of a run's metrics: loss, bits per byte, learning rate and speed against the training step.
-
-matplotlib is imported only to draw them, because its import takes half a second.
-"""
+"""Plots of a run's metrics. matplotlib is imported only to draw them: its import takes half a second."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,10 +16,7 @@ MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.08, "top": 0.97, "wspace": 0
 
 
 def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
-    """Plots the metrics.jsonl of a run, if it has lines, to curves.png (on process 0).
-
-    Errors raise no exception; `log` is called with a message.
-    """
+    """Errors raise no exception; `log` is called with a message."""
     if not distributed.is_primary():
         return
     path = workdir / CURVES_FILE
@@ -36,7 +30,6 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
 
 
 def draw(lines: Sequence[dict]) -> bytes:
-    """Returns a PNG file with four plots against the training step. `lines` are the lines of metrics.jsonl."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -65,6 +58,6 @@ def draw(lines: Sequence[dict]) -> bytes:
 
 
 def curve(lines: Sequence[dict], split: str, metric: str) -> tuple[list[int], list[float]]:
-    """Returns the steps at which a metric was logged, and its values. Non-finite values, logged as null, are NaN."""
+    """Returns (steps, values). Non-finite values, logged as null, are NaN."""
     points = [(line["step"], line[metric]) for line in lines if line["split"] == split and metric in line]
     return [step for step, _ in points], [math.nan if value is None else value for _, value in points]

@@ -17,8 +17,6 @@ from smallgpt_jax.run.trackers import Tracker
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of one update, on the host."""
-
     step: int
     values: dict[str, float | dict[str, list]]  # numbers, and per-layer metrics as {path of the module: nested lists}
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
@@ -27,17 +25,13 @@ class StepMetrics(NamedTuple):
 class Logger:
     """Logs a run's metrics to files in the workdir and to the terminal.
 
-    The host reads the metrics of an update only after it has dispatched the next update, so that no device waits for
-    the host. Write errors do not end a run.
+    Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host.
     """
 
     def __init__(self, workdir: Path, first_step: int, progress: RunProgress, clock: RunClock, *, log_every: int,
                  tokens_per_step: float, bytes_per_token: float, peak_tokens_per_second: float | None,
                  unlogged_losses: Sequence[float] = (), start_tracker: Callable[[list[dict]], Tracker] | None = None):
-        """Starts logging. `first_step` is the number of steps that are already done.
-
-        `unlogged_losses` are the losses of the steps after the last logged step, restored from the checkpoint.
-        """
+        """`first_step` steps are done; `unlogged_losses`, from the checkpoint, follow the last logged step."""
         self._writer = MetricsWriter(workdir, first_step, log=progress.message, start_tracker=start_tracker)
         self._progress, self._clock = progress, clock
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
@@ -48,16 +42,12 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores the metrics of a step without waiting for them.
-
-        Returns the metrics that were stored before this call, or None if there were none.
-        """
+        """Stores metrics without waiting for them, and returns those stored before, if any."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous
 
     def take(self) -> StepMetrics:
-        """Waits for the stored metrics and returns them."""
         (step, metrics), self._pending = self._pending, None
         values = jax.tree.map(to_json, jax.device_get(metrics))
         self.losses.append(values["loss"])
@@ -65,7 +55,6 @@ class Logger:
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the metrics if the step is a multiple of `log_every`, or the last step of the run."""
         step, steps = metrics.step, self._progress.steps
         if step % self._log_every and step < steps:
             return
@@ -83,7 +72,7 @@ class Logger:
                               + f"   {duration(left)} left")
 
     def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """Writes the validation loss. `nats` is the mean loss per token, in nats, over `targets` tokens."""
+        """`nats` is the mean loss per token over `targets` tokens."""
         bits_per_byte = nats / math.log(2) / self._bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
                                           "tokens": round(step * self._tokens_per_step)})
@@ -94,10 +83,7 @@ class Logger:
 
 
 def to_json(value):
-    """Returns a number as a float, and an array as nested lists of numbers with four decimals.
-
-    Non-finite elements of an array become None.
-    """
+    """Non-finite elements of an array become None."""
     if not np.ndim(value):
         return float(value)
     rounded = np.round(np.float64(value), 4)

@@ -39,19 +39,15 @@ EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Returns the lines of a metrics.jsonl, or [] if the file does not exist. Skips all other lines."""
+    """Returns [] if the file does not exist. Skips invalid lines."""
     return read_json_lines(path, (TRAIN_LINE, EVAL_LINE))
 
 
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl to a tracker.
 
-    `first_step` is the number of steps that are already done. Lines of later steps are removed from metrics.jsonl,
-    because the run repeats these steps. `start_tracker` is called with all lines, including the removed ones.
-
-    After the start, write errors do not end the run. A line that cannot be written to metrics.jsonl is kept and written
-    with the next line. After an error in the event file, no more events are written. `log` is called with a message
-    when writing starts to fail, and by `close` if lines are lost.
+    Removes the lines after `first_step`, because the run repeats these steps; `start_tracker` gets them too. After the
+    start, write errors do not end the run: a failed line is written with the next line; a failed event file ends.
     """
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
@@ -70,10 +66,6 @@ class MetricsWriter:
             self._events = EventFile(workdir, first_step)
 
     def write(self, step: int, split: str, values: dict[str, float | dict[str, list]]) -> None:
-        """Appends the values and the Unix time in seconds to metrics.jsonl.
-
-        The event file gets all values that are numbers.
-        """
         if not self._writes:
             return
         scalars = {name: value for name, value in values.items() if not isinstance(value, dict)}
@@ -90,7 +82,6 @@ class MetricsWriter:
             self._tracker.write(line)
 
     def _append(self) -> OSError | None:
-        """Writes the pending lines to metrics.jsonl. Returns the error, or None if the lines were written."""
         length = None
         try:
             with self._path.open("a") as file:
@@ -110,7 +101,6 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _stop_events_on_error(self):
-        """If the `with` block raises OSError, logs the error and stops writing the event file."""
         try:
             yield
         except OSError as error:

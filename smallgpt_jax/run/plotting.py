@@ -12,7 +12,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 def style_axes(axes, x: str, y: str) -> None:
-    """Labels a plot's axes `x` and `y`, and gives it the style of all plots."""
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
@@ -28,11 +27,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def render(figure: Figure, **options) -> bytes:
-    """Returns a figure as the content of an image file. Equal figures give equal bytes.
-
-    `options` are arguments of `savefig`. `$` in labels is not parsed as math. Figures that were created without pyplot
-    need no display.
-    """
+    """Equal figures give equal bytes. `$` in labels is not parsed as math."""
     file = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)

@@ -11,10 +11,9 @@ from smallgpt_jax.run.spool import Spool
 
 
 class Profiler:
-    """Writes a trace of `steps` training steps, beginning with step `first`. If `first` is 0, writes nothing.
+    """Traces `steps` training steps on process 0, beginning with step `first`; none if `first` is 0.
 
-    Only process 0 writes. It waits for the devices before the first and after the last of these steps, which takes some
-    time but changes no result. Errors do not end the run; `log` is called with a message.
+    Waits for the devices before and after the trace. Errors do not end the run.
     """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
@@ -23,13 +22,12 @@ class Profiler:
         self._is_active = False
 
     def after_step(self, step: int, state) -> None:
-        """Starts or ends the trace if necessary. `state` is the result of `step`; it need not be computed yet."""
+        """`state` is the result of `step`; it need not be computed yet."""
         if (step + 1 in self._traced) != self._is_active:
             jax.block_until_ready(state)
             self._switch()
 
     def close(self) -> None:
-        """Ends the trace if the run ends before the last step to trace."""
         if self._is_active:
             self._switch()
 

@@ -4,7 +4,7 @@ import sys
 
 
 class RunProgress:
-    """Prints the progress of a run. On a terminal, one line is updated in place; elsewhere, each update adds a line."""
+    """On a terminal, updates one line in place; elsewhere, adds a line per update."""
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -21,7 +21,6 @@ class RunProgress:
         self._open = False
 
     def message(self, text: str) -> None:
-        """Prints text without the step number."""
         print(f"{self._clear()}{text}", flush=True)
         self._open = False
 

@@ -12,18 +12,13 @@ CLONE = Path(__file__).parents[2]
 
 
 def software() -> dict:
-    """Returns the fields of sessions.jsonl that describe the software.
-
-    `versions` maps each package to its version. `commit` is the hash of the clone's commit, and `dirty` is whether
-    tracked files differ from that commit. Both are absent if the package is not in a clone, or if git fails.
-    """
     versions = {"python": platform.python_version(), "smallgpt_jax": __version__,
                 **{name: metadata.version(name) for name in LIBRARIES}}
     return {"versions": versions, **commit_of(CLONE)}
 
 
 def commit_of(folder: Path) -> dict:
-    """Returns {"commit": hash, "dirty": bool} of a git clone, or {} if `folder` is not the root of a readable clone."""
+    """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a clone or git."""
     if not (folder / ".git").exists():  # otherwise git would search the parent folders for another clone
         return {}
     try:

@@ -19,7 +19,7 @@ SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes"
 
 
 def append_session(workdir: Path, facts: dict) -> None:
-    """Appends `facts` about a start, resumption or divergence to sessions.jsonl. Ignores write errors."""
+    """Ignores write errors."""
     if not distributed.is_primary():
         return
     line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -29,11 +29,10 @@ def append_session(workdir: Path, facts: dict) -> None:
 
 
 def read_sessions(workdir: Path) -> list[dict]:
-    """Returns the lines of sessions.jsonl about a start or resumption."""
+    """Skips the lines about divergence."""
     return read_json_lines(workdir / SESSIONS_FILE, SESSION)
 
 
 def has_diverged(workdir: Path) -> bool:
-    """Whether the run's last session ended in divergence."""
     sessions = read_json_lines(workdir / SESSIONS_FILE, {"time": TEXT})
     return bool(sessions) and "diverged" in sessions[-1]

@@ -1,7 +1,6 @@
 """The files of a run that grow while it runs: metrics, TensorBoard events, traces.
 
-Objects in object storage cannot be appended to. If the workdir is in object storage, these files are therefore on the
-local disk and are uploaded whole.
+Objects in object storage cannot be appended to, so these files are on the local disk and are uploaded whole.
 """
 
 import contextlib
@@ -27,10 +26,9 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 
 
 class Spool:
-    """A local folder for the files of a run. `upload` copies its changed files to `workdir`.
+    """A local folder for the files of a run; `workdir` itself, if that is local.
 
-    If `workdir` is local, no other folder is used, and `upload` does nothing. Failed uploads do not end the run:
-    `log` is called with a message, and the next upload tries again.
+    Failed uploads do not end the run: `log` is called with a message, and the next upload tries again.
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
@@ -40,7 +38,7 @@ class Spool:
         self._failure = ""  # why the last upload failed
 
     def upload(self) -> bool:
-        """Uploads the changed files; returns whether `workdir` then has all files."""
+        """Returns whether `workdir` then has all files."""
         if self.folder == self.workdir:
             return True
         with self._lock:
@@ -52,7 +50,7 @@ class Spool:
             return not failures
 
     def upload_last(self) -> None:
-        """Uploads the changed files and removes the local folder. If several tries fail, keeps the folder."""
+        """If several tries fail, keeps the local folder."""
         for pause in (*CLOSING_PAUSES, None):
             if self.upload():
                 return shutil.rmtree(self.folder.parent, ignore_errors=True)
@@ -61,12 +59,12 @@ class Spool:
         self._log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
 
     def _files(self) -> list[Path]:
-        """Returns the files to upload, metrics.jsonl first. Skips *.partial files, which are still being written."""
+        """Returns metrics.jsonl first. Skips *.partial files, which are still being written."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
         return sorted(files, key=lambda path: (path != self.folder / METRICS_FILE, path))
 
     def _try_to_upload(self, path: Path) -> str | None:
-        """Uploads a file if it has changed. Returns the reason if this fails, or else None."""
+        """Returns the reason for a failure."""
         try:
             version = path.stat().st_size, path.stat().st_mtime_ns
             if self._uploaded.get(path) != version:
@@ -78,10 +76,7 @@ class Spool:
 
 @contextlib.contextmanager
 def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], None] = print) -> Iterator[Spool]:
-    """Yields the spool of a run. Uploads at least every UPLOAD_SECONDS and on exit.
-
-    The files named in `continued` are first copied from `workdir`, if they exist. Only process 0 has files to upload.
-    """
+    """Uploads at least every UPLOAD_SECONDS and on exit. Begins with copies of the files `continued`."""
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return
@@ -104,10 +99,7 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
 
 
 def remove_abandoned_spools() -> None:
-    """Removes the local folders of runs that were killed: their locks exist, but no process holds them.
-
-    The folders of `upload_last` have no lock and are kept.
-    """
+    """Runs that were killed leave a lock that no process holds. Folders that `upload_last` kept have no lock."""
     for lock in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*/{LOCK_FILE}"):
         with contextlib.suppress(LockHeldError, OSError), file_lock(lock):
             shutil.rmtree(lock.parent)

@@ -7,8 +7,6 @@ import optax
 
 
 class TrainState(NamedTuple):
-    """The state of a run after `step` steps."""
-
     step: jax.Array
     params: Any  # of the model
     opt_state: optax.OptState

@@ -7,14 +7,13 @@ from pathlib import Path
 
 
 class EventFile:
-    """Writes scalars to a TensorBoard event file.
+    """Writes scalars to a TensorBoard event file. All methods raise OSError if it cannot be written.
 
-    Events are written directly, not through tensorboardX's thread, which hangs after a failed write. All methods raise
-    OSError if the file cannot be written.
+    Events are written directly, not through tensorboardX's thread, which hangs after a failed write.
     """
 
     def __init__(self, folder: Path, first_step: int):
-        """Starts a new file. If the run was resumed, TensorBoard ignores events after `first_step` in older files."""
+        """TensorBoard ignores events after `first_step` in the older files of a resumed run."""
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -37,7 +36,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _without_torch():
-    """Hides PyTorch from tensorboardX, which would import PyTorch for images; the import takes 1.3 seconds."""
+    """tensorboardX would import PyTorch for images, which takes 1.3 seconds."""
     hides = "torch" not in sys.modules
     if hides:
         sys.modules["torch"] = None

@@ -21,7 +21,6 @@ TRACKERS = ("wandb", "trackio")
 
 
 def require_installed(name: str) -> None:
-    """Raises UserError if the tracker `name` is not installed. Accepts "", which stands for no tracker."""
     if name and importlib.util.find_spec(name) is None:
         raise UserError(f"config.train.tracker={name!r}: {name} is not installed; run {install_command(name)}")
 
@@ -29,14 +28,13 @@ def require_installed(name: str) -> None:
 class Tracker:
     """Sends the lines of metrics.jsonl to a tracker: one row per step, in one run for all sessions.
 
-    A row is sent when a line of a later step is written, because it is complete only then. If a session is killed, the
-    next session sends the rows that were lost. An error does not end the run: `log` is called with a message, and
-    nothing more is sent.
+    A row is complete, and sent, when a line of a later step is written. The next session sends the rows that a killed
+    session lost. After an error, nothing more is sent.
     """
 
     def __init__(self, name: str, workdir: Path, config: dict, lines: Sequence[dict],
                  log: Callable[[str], None] = print):
-        """Starts or resumes the run of `workdir`. `lines` are the lines of metrics.jsonl of earlier sessions."""
+        """Starts or resumes the run. `lines` are those of earlier sessions."""
         self._name, self._log, self._run, self._next_step = name, log, None, 0
         self._row_step, self._row = 0, {}  # the row that is not sent yet
         self._known = {(line["step"], line["split"]) for line in lines}
@@ -48,7 +46,7 @@ class Tracker:
                 self._add(line)
 
     def write(self, line: dict) -> None:
-        """Sends a line of metrics.jsonl, unless the tracker has it from an earlier session."""
+        """Skips lines that the tracker has from an earlier session."""
         if (line["step"], line["split"]) not in self._known:
             self._add(line)
 
@@ -98,7 +96,7 @@ def project(tracker: str) -> str:
 def start_wandb(workdir: Path, run_id: str, config: dict):
     """Returns the run, the first step that it lacks, and the function that ends it.
 
-    With WANDB_MODE=offline, each session writes a folder of its own, which contains all rows of earlier sessions.
+    With WANDB_MODE=offline, each session writes all rows of earlier sessions to a folder of its own.
     """
     import wandb
 
@@ -109,10 +107,7 @@ def start_wandb(workdir: Path, run_id: str, config: dict):
 
 
 def start_trackio(workdir: Path, run_id: str, config: dict):
-    """Returns the run, which Trackio identifies by its name; the first step that it lacks; the function that ends it.
-
-    `run.finish` would leave the run for Trackio to end once more, with the same messages, when the process exits.
-    """
+    """Like `start_wandb`. After `run.finish`, Trackio would end the run once more when the process exits."""
     import trackio
 
     run = trackio.init(project=project("trackio"), name=f"{workdir.name}-{run_id}", resume="allow", config=config,

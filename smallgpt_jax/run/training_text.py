@@ -10,10 +10,7 @@ from smallgpt_jax.storage.json_files import read_json
 
 
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
-    """Raises UserError if the existing run was trained on a text other than `corpus`, or with another tokenizer.
-
-    For an imported model that has not been trained, compares only the tokenizer.
-    """
+    """Raises UserError for another training text or tokenizer; for an untrained import, for another tokenizer."""
     now = corpus.description
     if (workdir / STORE_FILE).exists():
         before = read_description(workdir)
@@ -30,12 +27,11 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
 
 
 def read_description(workdir: Path) -> dict:
-    """Returns the `Corpus.description` of a run's training text. Raises UserError if it is missing or damaged."""
     return read_json(workdir / STORE_FILE, DESCRIPTION, "replace it by the metadata.json of the run's token store")
 
 
 def describe_changes(before: dict, now: dict) -> str:
-    """Formats the first three differences between two `Corpus.description`s for an error message."""
+    """Formats the first three differences between two `Corpus.description`s."""
     def flat_entries(value, path=()):
         if isinstance(value, dict | list):
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
@@ -59,7 +55,6 @@ def describe_changes(before: dict, now: dict) -> str:
 
 
 def entry_name(path: tuple[str, ...]) -> str:
-    """Returns the name of an entry of `Corpus.description` for an error message."""
     match path:
         case ("mixture", number, *rest):
             return f"store {int(number) + 1}: {entry_name(tuple(rest))}"

@@ -51,10 +51,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
 
 
 def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
-    """Returns {"group.field": (saved value, value in `config`)} of the fields that may not change in this workdir.
-
-    The weights of an imported model that has not been trained fix only fields of the group `model`.
-    """
+    """Returns {"group.field": (saved, new)}. The weights of an untrained import fix only fields of `model`."""
     before, now, is_trained = read_config(workdir).flat(), config.flat(), (workdir / STORE_FILE).exists()
     fixed = {f"{name}.{field}" for name in GROUPS for group in (getattr(config, name), GROUPS[name])
              for by in (("model", "run") if is_trained else ("model",)) for field in group.names(fixed_by=by)}
@@ -65,7 +62,6 @@ def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
 
 
 def require_writable(workdir: Path) -> None:
-    """Raises UserError if a local folder is not writable, or if it is missing and cannot be created."""
     if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -76,10 +72,7 @@ def require_writable(workdir: Path) -> None:
 
 @contextlib.contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
-    """Locks `workdir` against other runs; creates it if necessary.
-
-    Raises WorkdirBusyError if another process holds the lock.
-    """
+    """Raises WorkdirBusyError if another process holds the lock."""
     def acquire():
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -99,7 +92,6 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_workdir(workdir: Path, config: Config, corpus: Corpus) -> Iterator[None]:
-    """Locks `workdir` and writes the files of a run; see `lock_workdir`, `check_workdir` and `initialize_workdir`."""
     def start():
         check_workdir(workdir, config)  # again: another run may have started before the lock was acquired
         initialize_workdir(workdir, config, corpus)
@@ -110,10 +102,7 @@ def open_workdir(workdir: Path, config: Config, corpus: Corpus) -> Iterator[None
 
 
 def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
-    """Writes the files of a new run, or updates the config of an existing run.
-
-    Raises UserError if the existing run was trained on a text other than `corpus`; see `check_same_text`.
-    """
+    """Writes the files of a new run, or updates the config of an existing one."""
     check_same_text(workdir, corpus)
     write_config(workdir, config.to_dict())
     if not (workdir / STORE_FILE).exists():  # store.json is written last: if it exists, the other files exist too
@@ -123,7 +112,7 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
 
 def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
                    origin: dict) -> None:
-    """Writes an imported model to an empty folder, as a workdir in which training can continue."""
+    """`workdir` must be empty; training can continue in it."""
     tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)

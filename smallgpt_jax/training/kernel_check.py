@@ -21,10 +21,9 @@ TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
 
 
 def check_attention_kernels(program: Program) -> None:
-    """Raises UserError if an attention kernel of the model gives wrong results on the devices of the run (collective).
+    """Raises UserError if a kernel gives wrong results on these devices (collective).
 
-    A kernel may fail on a chip, driver or compiler for which it was never tested, and wrong gradients would go
-    unnoticed. Plain XLA attention is not checked. Runs on CPUs are not checked either.
+    A kernel may fail on an untested chip, driver or compiler, and wrong gradients would go unnoticed.
     """
     if program.mesh.devices.flat[0].platform == "cpu":
         return
@@ -43,10 +42,9 @@ def check_attention_kernels(program: Program) -> None:
 
 
 def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool) -> float:
-    """Returns the largest relative error of a kernel's outputs and gradients on `mesh`, sharded as in training.
+    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`.
 
-    The relative error of x is ‖x − r‖ / ‖r‖, where r is the result of `plain_attention`. Each device gets two rows and,
-    if the layers have as many, two key–value heads.
+    Each device gets two rows and, if the layers have as many, two key–value heads.
     """
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
@@ -80,9 +78,8 @@ def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separat
 def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
     """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly.
 
-    The keys at the edge of the attention window, the last one inside and the first one outside, have large scores.
-    Among the many keys of a long window, another key would hardly show. Scores of narrow heads vary more and are
-    increased less.
+    The keys just inside and just outside the window have large scores, because one key among many would hardly show.
+    Scores of narrow heads vary more and are increased less.
     """
     rows, groups, per_group, time, width = shape
     q, k, v, dy = (jax.random.normal(key, (rows, groups * heads, time, width)) for key, heads in zip(

@@ -7,7 +7,6 @@ from smallgpt_jax.run.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Returns the learning rate as a function of the number of updates. Raises UserError for an unknown schedule."""
     config.validate_choice("schedule", SCHEDULES)
     return optax.join_schedules(
         [optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps), SCHEDULES[config.schedule](config)],
@@ -26,7 +25,7 @@ def linear(config: OptimizerConfig) -> optax.Schedule:
 
 
 def warmup_stable_decay(shape):
-    """Returns a schedule that is constant, then decays by shape(x), x from 0 to 1, over the last decay_fraction."""
+    """Returns a schedule that decays by shape(x), x from 0 to 1, over the last decay_fraction."""
     def schedule(config: OptimizerConfig) -> optax.Schedule:
         steps = config.decay_steps - config.warmup_steps
         length = min(round(config.decay_fraction * config.decay_steps), steps)

@@ -1,7 +1,4 @@
-"""Messages at the start and end of a run, and the fields of sessions.jsonl.
-
-Training uses analysis/ only through this module.
-"""
+"""Messages at the start and end of a run. Training uses analysis/ only through this module."""
 
 import math
 import sys
@@ -27,7 +24,6 @@ MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
 def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -> str:
-    """Returns lines that describe the model, devices, steps and data, followed by the `fallback_messages`."""
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
     parameters = parameter_count(models.num_parameters(model), models.num_active_parameters(model))
@@ -47,10 +43,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Returns one line per replicated weight axis, and one line per reason why attention layers use plain XLA.
-
-    A weight axis is replicated if the mesh does not divide it evenly.
-    """
+    """Lists weight axes that the mesh does not divide, and why attention layers use plain XLA."""
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
     backend = program.config.model.attention
     requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
@@ -62,24 +55,19 @@ def fallback_messages(program: Program) -> list[str]:
 
 
 def compilation_message(memory_stats, seconds: float) -> str:
-    """Returns the seconds until the run was ready to train, and the memory per device of the training step."""
     return (f"compiled and ready in {seconds:.0f} s; memory per device: "
             f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
             f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
 
 
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
-    """Returns the fields that sessions.jsonl records for this session."""
     return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
             "devices": program.mesh.size, "argument_bytes": memory_stats.argument_size_in_bytes,
             "temp_bytes": memory_stats.temp_size_in_bytes, "padding": pipeline.train.padding}
 
 
 def peak_tokens_per_second(program: Program) -> float | None:
-    """Returns the tokens per second at the peak FLOP/s of all devices, or None if the peak or the FLOPs are unknown.
-
-    Prints a message if the FLOPs are unknown.
-    """
+    """Returns the tokens per second at the peak FLOP/s of all devices. Prints why the FLOPs are unknown."""
     if not (chip := chips.find_chip(program.mesh.devices.flat[0].device_kind)):
         return None
     cost = train_cost(program.model, program.teacher and program.teacher.model)
@@ -91,10 +79,7 @@ def peak_tokens_per_second(program: Program) -> float | None:
 
 @best_effort("stdout")
 def print_final_message(workdir: str) -> None:
-    """Prints a sample of the model's text, the result of the last evaluation, and a command that generates more text.
-
-    The sample is omitted in multi-process runs.
-    """
+    """Omits the sample in multi-process runs."""
     if not distributed.is_primary():
         return
     folder = as_path("--workdir", workdir)
@@ -112,7 +97,6 @@ def print_final_message(workdir: str) -> None:
 
 
 def is_custom(folder: Path) -> bool:
-    """Whether the model of a run has a custom architecture or mixer, according to the run's config."""
     try:
         return bool(models.custom_classes(read_config(folder).model))
     except UserError:
@@ -120,10 +104,7 @@ def is_custom(folder: Path) -> bool:
 
 
 def loss_message(folder: Path) -> str:
-    """Returns a line with the training loss as a row of bars, and the path of the plots.
-
-    Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode bars.
-    """
+    """Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode bars."""
     losses = [line["loss_mean"] for line in logged_lines(folder, "train") if line.get("loss_mean") is not None]
     try:
         BARS.encode(sys.stdout.encoding or "utf-8")
@@ -136,7 +117,6 @@ def loss_message(folder: Path) -> str:
 
 
 def last_evaluation_message(folder: Path) -> str:
-    """Returns a sentence on the last evaluation of a run, or "" if metrics.jsonl has none or cannot be read."""
     lines = logged_lines(folder, "eval")
     if not lines:
         return ""
@@ -145,7 +125,6 @@ def last_evaluation_message(folder: Path) -> str:
 
 
 def logged_lines(folder: Path, split: str) -> list[dict]:
-    """Returns the lines of metrics.jsonl with this `split`, or [] if the file cannot be read."""
     try:
         return [line for line in read_lines(folder / METRICS_FILE) if line["split"] == split]
     except UserError:

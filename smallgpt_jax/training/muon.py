@@ -17,29 +17,25 @@ ADAMW_RMS = 0.2  # usual RMS of AdamW's updates before the learning rate (Liu et
 
 
 def muon(params, config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns Muon for the parameters that `uses_muon` selects, and Adam for the others."""
+    """Uses Adam for the parameters that `uses_muon` does not select."""
     labels = jax.tree.map(lambda p: "muon" if uses_muon(p) else "adam", params)
     return optax.partition(
         {"muon": scale_by_muon(params), "adam": optax.scale_by_adam(config.beta1, config.beta2)}, labels)
 
 
 def uses_muon(p: Parameter) -> bool:
-    """Returns whether Muon updates a parameter: a matrix with axis names, none of which is in NOT_MUON."""
     return p.is_matrix and not {None, *NOT_MUON} & set(p.axes)
 
 
 def scale_by_muon(params) -> optax.GradientTransformation:
-    """Returns the transformation of gradients into Muon's updates, without decay and learning rate.
+    """Returns the transformation of gradients g into Muon's updates, without decay and learning rate.
 
-    1. Momentum of the gradients g: m ← β·m + (1 − β)·g.
-    2. Nesterov's momentum: U = β·m + (1 − β)·g. Both terms are corrected for their bias.
-    3. Five Newton–Schulz steps, starting from U/‖U‖, bring the singular values near 1 (Jordan et al.,
-       github.com/KellerJordan/Muon).
-    4. Multiplication by 0.2·√max(fan_in, fan_out) gives the updates the RMS of AdamW's updates. They can then use
-       AdamW's learning rates and weight decay (Liu et al., arXiv 2502.16982, section 2.2).
+    1. Momentum m ← β·m + (1 − β)·g; Nesterov's U = β·m + (1 − β)·g, both terms corrected for bias.
+    2. Five Newton–Schulz steps from U/‖U‖ (Jordan et al., github.com/KellerJordan/Muon).
+    3. 0.2·√max(fan_in, fan_out) gives the RMS of AdamW's updates, so that AdamW's learning rates and weight decay fit
+       (Liu et al., arXiv 2502.16982, section 2.2).
 
-    Layers, paths, experts, queries, keys and values are separate matrices. In the trees of gradients and updates,
-    optax.MaskedNode replaces the parameters that Muon does not update.
+    Layers, paths, experts, queries, keys and values are separate matrices. optax.MaskedNode replaces other parameters.
     """
     def matrix_axes(updates):
         return jax.tree.map(lambda p, x: jax.tree.map(lambda _: dimension_numbers(p), x), params, updates)
@@ -66,11 +62,7 @@ def scale_by_muon(params) -> optax.GradientTransformation:
 
 
 def dimension_numbers(p: Parameter) -> optax.contrib.MuonDimensionNumbers:
-    """Returns which axes of a weight are the inputs and which are the outputs of its matrices.
-
-    By default, the last axis is the output, and all others are inputs. If an axis "embed" or "rank" comes before the
-    last axis, all axes after it are outputs.
-    """
+    """Outputs: the last axis, or all axes after an axis "embed" or "rank". Inputs: the axes before them."""
     axes = p.own_axes
     inputs = next((n for n, i in enumerate(axes[:-1], start=1) if p.axes[i] in ("embed", "rank")), len(axes) - 1)
     return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
@@ -85,7 +77,6 @@ class QKV(NamedTuple):
 
 
 def split_qkv(x, names: tuple[str, ...]):
-    """Returns the parts of a weight with an axis named "qkv", and other weights unchanged."""
     if "qkv" not in names:
         return x
     axis = names.index("qkv")

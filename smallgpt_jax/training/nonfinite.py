@@ -11,9 +11,8 @@ from smallgpt_jax.run.logger import StepMetrics
 class NonFiniteGuard:
     """Decides whether a run continues after a non-finite update.
 
-    The training step skips updates with a non-finite loss or gradient. The first skipped update ends the run. However,
-    if `config.train.on_nonfinite` is "skip", skipped updates are logged, and only `max_nonfinite` of them in a row end
-    the run. An applied update that makes the weights non-finite always ends the run.
+    The training step skips such updates; the first one ends the run or, if `on_nonfinite` is "skip", `max_nonfinite` in
+    a row. An applied update that makes the weights non-finite always ends the run.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],
@@ -23,7 +22,7 @@ class NonFiniteGuard:
         self._consecutive = 0
 
     def check(self, metrics: StepMetrics) -> None:
-        """Does nothing after a finite update. Otherwise logs the skipped update or raises DivergenceError."""
+        """Raises DivergenceError if the run must end."""
         if metrics.is_finite:
             self._consecutive = 0
             return

@@ -1,8 +1,7 @@
-"""Training objectives: the examples that a batch gives, and the terms of the loss.
+"""Training objectives: the examples that a batch gives, and terms added to the cross-entropy.
 
-An objective turns a batch into examples, and adds terms to the cross-entropy of their targets. Masked and prefix
-language models have other examples; heads that predict later tokens, and the distance to a teacher, are terms.
-Validation measures the cross-entropy alone.
+Masked and prefix language models have other examples; heads that predict later tokens, and the distance to a
+teacher, are terms. Validation measures the cross-entropy alone.
 """
 
 import dataclasses
@@ -23,8 +22,6 @@ from smallgpt_jax.run.config import TrainConfig
 
 
 class Examples(NamedTuple):
-    """The inputs and targets of a step. Every array has the rows of the batch."""
-
     batch: Batch
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix; None: causal
 
@@ -38,12 +35,11 @@ class Examples(NamedTuple):
 
     @property
     def num_targets(self):
-        """The number of targets in the loss mask."""
         mask_BxT = self.batch.loss_mask_BxT
         return self.batch.tokens_BxT1[:, 1:].size if mask_BxT is None else jnp.sum(mask_BxT)
 
     def weights(self, total):
-        """Returns the weight of each target, (B, T) float32: 1/total if it is in the loss mask, otherwise 0."""
+        """Returns (B, T) float32: 1/total for targets in the loss mask, otherwise 0."""
         mask_BxT = self.batch.loss_mask_BxT
         if mask_BxT is None:
             mask_BxT = jnp.ones(self.batch.tokens_BxT1[:, 1:].shape)
@@ -55,15 +51,13 @@ class Examples(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The result of a forward pass."""
-
     x_BxTxW: jax.Array  # input of the output head
     head_VxW: jax.Array  # weights of the output head
     collections: Mapping[str, Any]  # the variable collections that modules wrote to
 
 
 def forward(model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()) -> Outputs:
-    """Applies the model; with a `dropout_key`, in training mode, in which "state" and the collections `sown` change."""
+    """With a `dropout_key`, in training mode, in which "state" and the collections `sown` change."""
     trains = dropout_key is not None
     (x_BxTxW, head_VxW), collections = model.apply(
         {"params": params, "state": model_state},
@@ -74,10 +68,10 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of the training loss. It is multiplied by `weight` and logged, unmultiplied, under its name.
+    """A term of the training loss, logged without its `weight`.
 
-    A term can have parameters, which are trained with the model, or constants. Parameters are sharded, optimized and
-    checkpointed like the model's, but are not part of the model: inference and exports do not read them.
+    It may have constants, or parameters. These are sharded, optimized and checkpointed like the model's, but are not
+    part of the model: inference and exports do not read them.
     """
 
     sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads
@@ -93,22 +87,16 @@ class Term:
         """Returns the arrays of `abstract_constants`."""
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Returns the term, a sum over rows in which each target has its weight in `weights_BxT`.
-
-        `variables` are the term's parameters or constants.
-        """
+        """Sums over rows, each target weighted; `variables` are the term's parameters or constants."""
         raise NotImplementedError
 
 
 def next_tokens(batch: Batch, key) -> Examples:
-    """Each position's target is the token that follows, as the batch has it."""
     return Examples(batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The examples of a batch, and the loss of a model on these examples."""
-
     loss_chunks: int = 1
     z_loss: float = 0.0
     # (whole batch, key) → examples. The key differs from step to step; in validation, it is always the same.
@@ -116,12 +104,11 @@ class Objective:
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
 
     def cross_entropy(self, outputs: Outputs, examples: Examples, weights_BxT, z_loss: float = 0.0):
-        """Returns the weighted sum of the targets' losses, in nats."""
         return cross_entropy(
             outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss)
 
     def term_values(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> dict[str, jax.Array]:
-        """Returns {name: value before multiplication by its weight}; `variables` has those of each term by name."""
+        """Returns {name: value before multiplication by its weight}."""
         return {name: term(outputs, variables.get(name), examples, weights_BxT) for name, term in self.terms.items()}
 
     @property
@@ -137,7 +124,7 @@ class Objective:
         return {name: self.terms[name].constants() for name in self.abstract_constants}
 
     def init_heads(self, seed: int) -> dict[str, Any]:
-        """Returns {name of the term: its initial parameters}, without terms that have none."""
+        """Returns {name of the term: its parameters}, without terms that have none."""
         return unboxed(self._init_boxed(seed))
 
     def _init_boxed(self, seed: int) -> dict[str, Any]:
@@ -161,7 +148,6 @@ OBJECTIVES = {"causal": causal}
 
 
 def make_objective(train: TrainConfig, model: LanguageModel, **terms: Term) -> Objective:
-    """Returns the objective of a config, with further terms. Raises UserError for an unknown objective."""
     train.validate_choice("objective", OBJECTIVES)
     objective = OBJECTIVES[train.objective](train, model)
     return dataclasses.replace(objective, terms={**objective.terms, **terms})

@@ -17,10 +17,7 @@ OPTIMIZERS = {
 
 
 def make_optimizer(params, config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns the optax transformation of the config for `params`, a tree of `models.Parameter`.
-
-    Weight decay applies only to matrices. Raises UserError for invalid values.
-    """
+    """`params` is a tree of `models.Parameter`. Weight decay applies only to matrices."""
     config.validate_choice("name", OPTIMIZERS)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),

@@ -24,20 +24,18 @@ UNSAVED = "stopped without saving; rerun the same command to resume from the new
 
 
 class StopRequest:
-    """The state of a stop request: whether this run has been asked to stop, and whether it can save."""
-
     def __init__(self, unsaved: str):
         self.unsaved = unsaved  # message if the process exits without saving
-        self.signal: int | None = None  # the signal received, if any
+        self.signal: int | None = None
         self.can_save = False
         self._answer = None
         self._signal_time = 0.0  # in seconds, by time.monotonic()
 
     def is_requested_anywhere(self) -> bool:
-        """Returns whether any process of this run has been asked to stop (collective).
+        """Returns the same result in all processes (collective).
 
-        All processes get the same result. With several processes, a request is reported one call late: each call starts
-        a collective and returns the result of the previous one. No process thus waits for another.
+        With several processes, each call starts a collective and returns the result of the previous call, so that no
+        process waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -45,12 +43,11 @@ class StopRequest:
         return answer is not None and bool(answer)
 
     def raise_stopped(self, step: int):
-        """Raises StoppedError with a message that `step` has been saved."""
         raise StoppedError(f"stopped after step {step} and saved; rerun the same command to resume",
                            128 + (self.signal or signal.SIGTERM))
 
     def _handle(self, number: int) -> None:
-        """Handles a signal. Runs in a separate thread, because library calls can block the main thread for minutes."""
+        """Runs in a separate thread, because library calls can block the main thread for minutes."""
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             return
@@ -63,11 +60,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def handle_signals(unsaved: str = UNSAVED) -> Iterator[StopRequest]:
-    """Yields a StopRequest that records SIGTERM and Ctrl-C inside the context.
-
-    `unsaved` is the message of a process that exits without saving. Inside the context, no library's handler prints
-    its stack. If this function is called outside the main thread, the StopRequest records nothing.
-    """
+    """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread, records nothing."""
     stop = StopRequest(unsaved)
     if threading.current_thread() is not threading.main_thread():
         yield stop

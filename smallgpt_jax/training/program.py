@@ -1,7 +1,4 @@
-"""Builds the program of a config: model, mesh, optimizer, state shardings and compiled steps.
-
-Training, planning and comparison use this module. No arrays are allocated before `Program.initial_state` is called.
-"""
+"""Builds the program of a config. No arrays are allocated before `Program.initial_state` is called."""
 
 import dataclasses
 import functools
@@ -29,8 +26,6 @@ from smallgpt_jax.training.teacher import Teacher, open_teacher
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The model, objective, mesh, optimizer, state shardings and teacher of a config."""
-
     config: Config
     model: models.LanguageModel
     objective: Objective
@@ -41,36 +36,30 @@ class Program:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """The shapes and shardings of the train state."""
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                             self._traced_initialization.out_info, self.shardings)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the devices are simulated on one CPU. Such devices share a few threads."""
+        """Simulated devices share the threads of one CPU."""
         return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     def initial_state(self) -> TrainState:
-        """Returns the state before the first update; each device initializes its own shards."""
+        """Each device initializes its own shards."""
         # On CPUs, optimizing this program takes longer than running it, and it runs only once.
         options = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else None
         return self._traced_initialization.lower().compile(options)()
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
-        """The traced function that returns the initial state. It is traced once, for the state and for its shapes."""
         initialize = functools.partial(init_state, self.model, self.objective, self.optimizer, self.config.train.seed)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 
     def initial_opt_state(self, trained) -> optax.OptState:
-        """Returns the initial optimizer state for `TrainState.trained`."""
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
 
     def restore_or_initialize(self, checkpoints) -> TrainState:
-        """Returns the state of the newest undamaged checkpoint in `checkpoints`, or the initial state if there is none.
-
-        The checkpoint of an imported model has neither heads nor optimizer state; they are initialized.
-        """
+        """The checkpoint of an imported model has neither heads nor optimizer state; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
             initialize = functools.partial(self.objective.init_heads, self.config.train.seed)
@@ -79,10 +68,7 @@ class Program:
         return state
 
     def start_compilation(self) -> tuple[Future, Future]:
-        """Starts to compile the training step and the evaluation step, each in a thread of its own.
-
-        The training step takes longest to compile. It is traced first, because other threads would slow the tracing.
-        """
+        """Compiles in threads. The train step takes longest, so it is traced before others slow the tracing."""
         self._lowered_train_step  # noqa: B018 — traced here, not in the thread
         pool = ThreadPoolExecutor(2)
         steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
@@ -92,15 +78,11 @@ class Program:
         return steps
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns the compiled training step, (state, batch) → (state, metrics); the input state is donated.
-
-        If terms of the objective have constants, these are a third argument; see `with_constants`.
-        """
+        """Returns (state, batch[, constants]) → (state, metrics); the input state is donated."""
         return self._lowered_train_step.compile(compiler_options)
 
     @functools.cached_property
     def _lowered_train_step(self) -> jax.stages.Lowered:
-        """The traced training step."""
         c, constants = self.config, self.objective.abstract_constants
         step = functools.partial(
             train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
@@ -111,7 +93,7 @@ class Program:
             return jitted.lower(*arguments)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns the compiled evaluation step, (params, model_state, batch) → (summed loss, number of targets)."""
+        """Returns (params, model_state, batch) → (summed loss, number of targets)."""
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches)
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
@@ -120,7 +102,7 @@ class Program:
             return jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True)).compile()
 
     def abstract_batch(self, evaluates: bool = False) -> Batch:
-        """Returns the shapes and shardings of a global batch; fields that this config does not use are None."""
+        """Fields that this config does not use are None."""
         c, time = self.config, self.config.model.context_length
 
         def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
@@ -133,10 +115,6 @@ class Program:
             shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
 
     def open_pipeline(self) -> DataPipeline:
-        """Returns the data pipeline of this process. Raises the UserErrors of `data.pipeline.open_pipeline`.
-
-        Raises UserError if the teacher has another tokenizer.
-        """
         c = self.config
         pipeline = open_pipeline(
             c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
@@ -146,12 +124,12 @@ class Program:
         return pipeline
 
     def with_constants(self, train_step):
-        """Returns the training step as a function of state and batch. Restores the objective's constants, if any."""
+        """Restores the objective's constants, if any; returns (state, batch) → (state, metrics)."""
         constants = self.objective.constants()
         return (lambda state, batch: train_step(state, batch, constants)) if constants else train_step
 
     def runnable(self, compiled: jax.stages.Compiled):
-        """Returns a function that runs `compiled`; on simulated CPU devices, it blocks until the result is available.
+        """On simulated devices, blocks until the result is available.
 
         Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
         program holds threads that the other program's collectives wait for.
@@ -162,7 +140,6 @@ class Program:
 
 
 def build_program(config: ConfigDict | Config, devices=None) -> Program:
-    """Returns the program of `config` for `devices` (default: all devices). Raises UserError for an invalid config."""
     config = Config.of(config)
     model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
@@ -201,16 +178,12 @@ def validate(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether `error` says that a program does not fit into a device's main memory.
-
-    Errors about TPU vmem and smem are excluded, because a smaller batch does not reduce the use of these memories.
-    """
+    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
 
 
 def out_of_memory_message(config: Config, error: Exception) -> str:
-    """Returns the message for a run that does not fit into device memory."""
     return (f"config.train.batch_size={config.train.batch_size}: needs more memory than a device has, with "
             f"config.train.microbatches={config.train.microbatches} "
             f"({textwrap.shorten(str(error), 160, placeholder=' …')});\nincrease config.train.microbatches, set "

@@ -30,7 +30,7 @@ from smallgpt_jax.training.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The means of a session. The workdir is locked."""
+    """The workdir is locked."""
 
     program: Program
     pipeline: DataPipeline
@@ -40,7 +40,6 @@ class Session:
     progress: RunProgress
 
     def run(self) -> None:
-        """Restores, compiles, trains and saves. Raises the exceptions of `train.train`."""
         program, steps = self.program, self.program.config.train.steps
         checkpoints = Checkpoints(self.spool.workdir / CHECKPOINT_FOLDER, program.config.train.keep_checkpoints,
                                   self.progress.message, before_save=self.spool.upload)
@@ -60,12 +59,10 @@ class Session:
         self.finish(training, *train_from(training, state, first_step, is_evaluated))
 
     def is_evaluated(self, step: int) -> bool:
-        """Returns whether `step` is evaluated, according to the primary process."""
         evaluated = evaluated_steps(self.spool.workdir, self.program.config, self.pipeline.corpus)
         return bool(distributed.broadcast_from_primary((step in evaluated,))[0])
 
     def wire(self, checkpoints: Checkpoints, train_step, eval_step, first_step: int) -> TrainingRun:
-        """Returns the run that the loop continues after `first_step`."""
         program, pipeline, config = self.program, self.pipeline, self.program.config.train
         logger = self.open_logger(checkpoints, first_step)
         return TrainingRun(
@@ -95,7 +92,7 @@ class Session:
             start_tracker=start_tracker)
 
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
-        """Evaluates on the validation split and logs the loss; on a stop request, returns False without logging."""
+        """On a stop request, returns False without logging."""
         with self.clock.during("evaluate"):
             batches = map(self.pipeline.to_devices, self.pipeline.validation_batches)
             found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches,
@@ -106,7 +103,7 @@ class Session:
         return True
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
-        """Saves `step`, unless the loop has done so. Raises UserError if this fails, and StoppedError if `stopped`."""
+        """Raises UserError if the last save fails, and StoppedError if `stopped`."""
         with self.clock.during("save"):
             is_saved = save_last(training.checkpoints, step, state, training.logger.losses)
             training.checkpoints.close()
@@ -121,7 +118,7 @@ class Session:
 
 def train_from(run: TrainingRun, state: TrainState, first_step: int,
                is_evaluated: bool) -> tuple[TrainState, int, bool]:
-    """Evaluates `first_step` if this is due, then trains. Returns the state, its step, and whether it was stopped."""
+    """Evaluates `first_step` if this is due. Returns the state, its step, and whether it was stopped."""
     run.clock.start_training()
     # It is due if the previous session was stopped between saving and evaluating, or if train.eval_steps has changed.
     is_due = first_step and run.config.evaluates(first_step) and not is_evaluated
@@ -135,7 +132,7 @@ def train_from(run: TrainingRun, state: TrainState, first_step: int,
 
 
 def save_last(checkpoints: Checkpoints, step: int, state: TrainState, losses: list[float]) -> bool:
-    """Saves the last step of a session, if it has no checkpoint yet. Returns whether it has one now."""
+    """Returns whether the last step has a checkpoint."""
     checkpoints.wait_until_finished()
     if step not in checkpoints.steps():
         # An earlier attempt failed, or the run was stopped in an evaluation between two checkpoints.

@@ -23,41 +23,32 @@ EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbat
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
                seed: int) -> TrainState:
-    """Returns the state before the first update."""
     variables, heads = init_variables(model, seed), objective.init_heads(seed)
     state = TrainState(jnp.int32(0), variables["params"], None, variables.get("state", {}), heads)
     return state._replace(opt_state=optimizer.init(state.trained))
 
 
 def split_microbatches(batch, microbatches: int):
-    """Returns (B, …) arrays split into (microbatches, B / microbatches, …).
-
-    Each microbatch contains rows of every device, so that no row moves to another device.
-    """
+    """(B, …) → (microbatches, B / microbatches, …), with rows of every device, so that no row moves."""
     return jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
 
 
 def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel, objective: Objective, optimizer,
                schedule, microbatches: int, seed: int):
-    """Returns the next state and the metrics of one update on a batch (`data.packing.Batch` of arrays).
+    """Returns the next state and the metrics of one update.
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
     independent, each shard of the mesh axis `data` first sums its own gradients. Only these sums are exchanged.
 
-    If loss or gradient is not finite, the update is skipped: parameters, optimizer state and model state do not change.
+    If loss or gradient is not finite, parameters, optimizer state and model state do not change. Metrics:
 
-    `constants` are those of the objective's terms. Metrics:
-
-    - loss: mean over the targets in the loss mask, in nats, plus the objective's terms, plus the values that modules
-      sowed into "losses"
+    - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values sown into "losses"
     - the objective's terms, by name
-    - grad_norm: norm of the gradient before clipping
-    - learning_rate
-    - is_finite: whether loss, gradient and updated parameters are finite. If only the updated parameters are not, the
-      update is kept, because undoing it would take a second pass over parameters and optimizer state.
-    - skipped: number of updates skipped so far
-    - values that modules sowed into "metrics" and "layer_metrics", averaged over the microbatches
+    - values sown into "metrics" and "layer_metrics", averaged over the microbatches
+    - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
+    - is_finite: loss, gradient and updated parameters. If only the updated parameters are not finite, the update is
+      kept, because undoing it would take a second pass over parameters and optimizer state.
     """
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     examples = objective.examples(batch, jax.random.fold_in(key, EXAMPLES))
@@ -87,7 +78,7 @@ def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
-    """Returns ((loss, gradients), model state), summed over the microbatches, and the (metrics, loads) of each."""
+    """Returns sums ((loss, gradients), model state), and the (metrics, loads) of each microbatch."""
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
         (loss, (model_state, *sown)), gradients = jax.value_and_grad(loss_function, has_aux=True)(
@@ -101,10 +92,7 @@ def sum_microbatches(loss_function, microbatches: int, trained, model_state, exa
 
 def microbatch_loss(trained, model_state, index, examples: Examples, *, model: LanguageModel, objective: Objective,
                     constants, step_key, total, microbatches: int):
-    """Returns a microbatch's part of the loss, and its (model state, metrics, loads).
-
-    `total` is the number of targets in the loss masks of all microbatches.
-    """
+    """Returns loss and (model state, metrics, loads); `total` is the number of targets of all microbatches."""
     weights_BxT = examples.weights(total)
     outputs = forward(model, trained, model_state, examples, jax.random.fold_in(step_key, index),
                       (*SOWN, *objective.sown))
@@ -122,11 +110,10 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss of a batch is a sum over its rows.
+    """Returns whether the loss is a sum over rows: the model has no dropout and no state, and sows nothing.
 
-    This is so if the model has no dropout and no state, and sows nothing. Dropout masks are drawn for the whole batch,
-    so that they do not depend on the mesh. State and sown values can depend on several rows together, for example the
-    balance of a router.
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. State and sown values can
+    depend on several rows together, for example the balance of a router.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
@@ -139,18 +126,13 @@ def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool
 
 
 def all_finite(tree) -> jax.Array:
-    """Returns whether every element of every array is finite.
-
-    The result is computed from Σ 0 · x, which is NaN if any x is not finite. The TPU compiler fuses this sum with the
-    weight update; jnp.isfinite would take another pass over the weights.
-    """
+    """Tests Σ 0 · x, which the TPU compiler fuses with the weight update; jnp.isfinite takes another pass."""
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def sown_metrics(collections) -> dict[str, Any]:
-    """Returns the values that modules sowed into "metrics" and "layer_metrics", by metric name.
+    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}.
 
-    Values of "metrics" are averaged over layers and paths. Values of "layer_metrics" are {path of the module: array}.
     Like the module's parameters, these arrays have leading axes for stacked layers and paths.
     """
     values: dict[str, list] = {}
@@ -163,10 +145,7 @@ def sown_metrics(collections) -> dict[str, Any]:
 
 
 def named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value) of each sown value.
-
-    If a module is applied several times in a forward pass, its values are averaged.
-    """
+    """Returns (path of the module, name, value); the values of a module applied several times are averaged."""
     passes: dict[tuple, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
@@ -175,10 +154,7 @@ def named_values(collection) -> list[tuple[str, str, jax.Array]]:
 
 
 def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int):
-    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and the number of these targets.
-
-    The batch is split into `microbatches`, as in training, to limit the memory of activations.
-    """
+    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number."""
     def add_microbatch(sums, examples):
         outputs = forward(model, params, model_state, examples)
         loss = objective.cross_entropy(outputs, examples, examples.weights(1))

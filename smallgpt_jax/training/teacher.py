@@ -1,7 +1,6 @@
 """The teacher of a run: a trained model whose features the model of the run imitates.
 
-The distance between the features of both models is a term of the training loss. The teacher is constant: its variables
-are restored from its own workdir in each session, and are not in the checkpoints of the run.
+The teacher's variables are restored from its own workdir in each session; the run's checkpoints do not have them.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ FEATURES = "features"  # the collection that blocks sow their outputs into; coll
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher(Term):
-    """A trained model in `folder`, with constants {"params", "state"}. Only `constants` allocates memory."""
+    """Has constants {"params", "state"}. Only `constants` allocates memory."""
 
     sown: ClassVar = (FEATURES,)
 
@@ -37,7 +36,7 @@ class Teacher(Term):
     step: int
 
     def constants(self):
-        """Restores the variables. Raises UserError if the checkpoint cannot be read."""
+        """Raises UserError if the checkpoint cannot be read."""
         checkpoints = Checkpoints(self.folder / CHECKPOINT_FOLDER)
         params, state = checkpoints.restore_model(
             self.step, self.abstract_constants["params"], self.abstract_constants["state"])
@@ -45,18 +44,16 @@ class Teacher(Term):
         return {"params": params, "state": state}
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Returns the weighted mean-square distance between the model's features and those of the teacher.
+        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700).
 
-        The features are the outputs of all blocks. As in PELA (Guo et al., arXiv 2310.10700), squared differences are
-        averaged over the width. They are then multiplied by `weights_BxT`, summed over the positions, and averaged over
-        the blocks. The teacher is applied without dropout.
+        Squares are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
         _, collections = self.model.apply(
             variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
 
         def distances(x, y):
-            """Returns the distance of each block, (L,); x and y are (…, B, T, D). Stacked blocks have leading axes."""
+            """(…, B, T, D) → (L,), per block. Stacked blocks have leading axes."""
             squares_LxBxT = jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1).reshape(
                 -1, *weights_BxT.shape)
             return jnp.sum(squares_LxBxT * weights_BxT[None], axis=(1, 2))
@@ -65,7 +62,6 @@ class Teacher(Term):
             distances, outputs.collections[FEATURES], collections[FEATURES]))))
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises UserError if the teacher has another tokenizer."""
         own = tokenizers.load(self.folder / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(own) != tokenizers.fingerprint(tokenizer):
             raise UserError(f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({own.kind}, "
@@ -74,10 +70,7 @@ class Teacher(Term):
 
 
 def with_teacher_step(config: Config) -> Config:
-    """Returns the config with AT_START in `train.teacher_step` replaced by the teacher's newest step.
-
-    Raises UserError if the teacher has no checkpoint of this step.
-    """
+    """Replaces AT_START in `train.teacher_step`. Raises UserError if the teacher has no such checkpoint."""
     train = config.train
     if not train.teacher:
         if train.teacher_step != AT_START:
@@ -92,11 +85,7 @@ def with_teacher_step(config: Config) -> Config:
 
 
 def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Returns the teacher of a config's `train` group, or None if it has none. Reads only the teacher's config.
-
-    Raises UserError if the teacher's config cannot be read, if the teacher is another model, apart from its
-    `rank_ratio`, or if the student's architecture does not provide features.
-    """
+    """Reads only the teacher's config. The teacher must be the same model, apart from its `rank_ratio`."""
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)

@@ -33,11 +33,8 @@ from smallgpt_jax.training.teacher import with_teacher_step
 def train(config: ConfigDict, workdir: str) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
 
-    Raises:
-      UserError: the config or workdir is invalid, an attention kernel gives wrong results, the run does not fit into
-        device memory, or its last step cannot be saved. In the first two cases, nothing is written.
-      DivergenceError: loss, gradient or weights are not finite.
-      StoppedError: the run has ended on a stop request (see preemption.py).
+    Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or workdir is invalid, or an
+    attention kernel gives wrong results, nothing is written.
     """
     clock, folder = RunClock(), as_path("--workdir", workdir)
     Config.of(config)  # imports a custom architecture before the saved config names it
@@ -56,7 +53,6 @@ def train(config: ConfigDict, workdir: str) -> None:
 
 @contextlib.contextmanager
 def failures_recorded(config: Config, folder: Path) -> Iterator[None]:
-    """Records divergence in sessions.jsonl, explains a lack of memory, and plots the metrics after either end."""
     try:
         yield
     except DivergenceError as diverged:

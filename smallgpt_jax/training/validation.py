@@ -7,7 +7,7 @@ import jax
 
 
 def mean_loss(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> tuple[float, int] | None:
-    """Returns the mean loss in nats over the targets in the loss mask, and their number; None if stopped."""
+    """Returns the mean loss in nats and the number of targets in the loss mask; None if stopped."""
     sums = []
     for batch in batches:
         if is_stopped():

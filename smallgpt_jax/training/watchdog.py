@@ -14,11 +14,9 @@ EXEMPT_PHASES = ("restart", "save", "evaluate")
 
 
 class Watchdog:
-    """Ends the process if no training step finishes for `seconds`; does nothing if `seconds` is 0.
+    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if `seconds` is 0.
 
-    Watches inside a `with` block, from a thread of its own. Time for restoring, compiling, saving and evaluating does
-    not count; time for waiting for data does. Prints the stacks of all threads to standard error and exits with
-    STALLED_STATUS.
+    Waiting for data counts; restoring, compiling, saving and evaluating do not.
     """
 
     def __init__(self, clock: RunClock, seconds: float):

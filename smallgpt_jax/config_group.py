@@ -68,13 +68,16 @@ class ConfigGroup:
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
         """Missing fields have their defaults. Raises UserError for unknown ones."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                owner = f"{fields['architecture']} has " if "architecture" in fields else ""
-                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner}no such field; "
+                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field; "
                                 + (f"did you mean {near[0]!r}?" if near else "remove it"))
+        for name, field in known.items():
+            if field.default is dataclasses.MISSING and name not in fields:
+                raise UserError(f"config.{cls.GROUP}.{name}: {owner}needs a value for this field; set it")
         group = cls(**fields)
         group.validate_types()
         return group

@@ -49,9 +49,6 @@ def make_config(**fields) -> ModelConfig:
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
-    required = [field.name for field in dataclasses.fields(config_class) if field.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in fields]:
-        raise UserError(f"config.model.{missing[0]}: {architecture} needs a value for this field; set it")
     config = config_class.from_fields(fields)
     config.validate()
     for field, table in CHOICES.items():

@@ -30,10 +30,14 @@ class TrainingRun:
 
 
 def train_loop(run: TrainingRun, state, first_step: int) -> tuple[Any, int, bool]:
-    """Returns the state, its step, and whether the run was stopped.
+    """Runs the updates after `first_step`; returns the state, its step, and whether the run was stopped.
 
-    While an update runs, checks and logs the metrics of the previous one. Before saving, checks the current metrics, so
-    that no non-finite state is saved. Saves before evaluating, because evaluation can fail or be stopped.
+    Each iteration
+    1. dispatches an update;
+    2. while the update runs, checks and logs the metrics of the previous update;
+    3. agrees with the other processes on whether to stop;
+    4. before saving or evaluating, checks and logs the current metrics, so that no non-finite state is saved;
+    5. saves, then evaluates, because evaluation can fail or be stopped.
     """
     step, stopped = first_step, False
     for step, batch in zip(range(first_step + 1, run.config.steps + 1), run.clock.wait_for(run.batches)):

@@ -23,6 +23,8 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.run import metrics
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.training.messages import print_final_message
 from smallgpt_jax.training.program import Program, build_program
@@ -262,8 +264,8 @@ def test_refuses_workdirs_of_other_runs(text_file, tmp_path, copy_of):
     assert_refused(config_for(text_file, **SMALL, train__seed=1), run_dir, "train.seed was 1337, now 1")
     assert_refused(config_for(text_file, **SMALL, optimizer__learning_rate=0.1), run_dir, "optimizer.learning_rate")
     assert_refused(config_for(text_file, **SMALL, train__steps=39), run_dir, "existing run of 40 steps")
-    check_workdir(run_dir, config_for(
-        text_file, **SMALL, train__steps=50, train__log_every=5, train__microbatches=2))
+    longer = config_for(text_file, **SMALL, train__steps=50, train__log_every=5, train__microbatches=2)
+    check_workdir(run_dir, Config.of(longer, read_config(run_dir)))
 
     store = json.loads((run_dir / "store.json").read_text())
     store["splits"]["train"]["tokens"] -= 1

@@ -174,8 +174,8 @@ def test_state_is_saved_and_restored(text_file, tmp_path):
     def config(steps):
         return own_config(
             "my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,
-            train__steps=steps, train__eval_every=2, train__eval_steps=1, train__checkpoint_every=1,
-            train__log_every=1)
+            optimizer__decay_steps=40, train__steps=steps, train__eval_every=2, train__eval_steps=1,
+            train__checkpoint_every=1, train__log_every=1)
 
     train(config(2), str(tmp_path / "whole"))
     train(config(1), str(tmp_path / "parts"))

@@ -1,8 +1,6 @@
 """Reads the JSON files of foreign folders, and tests whether another format can express a model config.
 
-A foreign file can contain anything. So nothing is built from a size in a config.json before it has been compared with
-the weights: `ConfigJson` refuses numbers that no model with these weights can have, and `require_fit` refuses matrices
-that are larger than all weights together.
+A foreign file can contain anything, so every size in a config.json is compared with the weights before use.
 """
 
 import dataclasses
@@ -23,21 +21,17 @@ FLOAT_FIELDS = {field.name for trunk in ARCHITECTURES.values() for field in data
 
 
 class ConfigJson(NamedTuple):
-    """The content of a config.json. The methods return values, and raise UserError for values that are not allowed.
-
-    Except in `flag`, a field that is null is treated as missing.
-    """
+    """The content of a config.json. Except in `flag`, a null field is treated as missing."""
 
     fields: Mapping
     path: Path
     num_weights: int = 2**63 - 1  # in the weight files; no size of the model is larger
 
     def refuse(self, name: str, value, rule: str):
-        """Raises UserError with the name and value of a field, and the `rule` that the value breaks."""
         raise UserError(f"{self.path}: {name}={reprlib.repr(value)}: {rule}")
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Returns the value of the first of the fields `names` that has one. It is at most `num_weights`."""
+        """Returns the first of the fields `names` that has a value. It is at most `num_weights`."""
         name, found = self._first(names, default)
         if found > self.num_weights:
             self.refuse(name, found, f"must be at most {self.num_weights:,}, the number of weights in the folder")
@@ -51,7 +45,6 @@ class ConfigJson(NamedTuple):
         return found
 
     def _first(self, names: tuple[str, ...], default: int | None) -> tuple[str, int]:
-        """Returns the name and value of the first of the fields that has a value."""
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         found = default if self.fields.get(name) is None else self.fields[name]
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
@@ -71,10 +64,7 @@ class ConfigJson(NamedTuple):
         return found
 
     def model_field(self, name: str):
-        """Returns the value of a field that has the form of our own; `models.build` validates it.
-
-        Raises UserError for values that must not get that far: nested or long ones, and numbers that are too large.
-        """
+        """Returns a field of our own. Refuses only what must not reach the validation by `models.build`."""
         found = self.fields[name]
         values = found if isinstance(found, (list, tuple)) else [found]
         if isinstance(found, (str, list, tuple)) and len(found) > MAX_ITEMS:
@@ -91,7 +81,6 @@ class ConfigJson(NamedTuple):
         return found
 
     def require(self, supported: Mapping) -> None:
-        """Raises UserError if a field's value differs from its value in `supported`. Missing fields are allowed."""
         for name, value in supported.items():
             if self.fields.get(name) not in (None, value):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")
@@ -103,10 +92,7 @@ def training_fields() -> set[str]:
 
 
 def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Raises UserError if a model would have more weights or layers than the files with tensors of these `shapes`.
-
-    This takes neither memory nor time, unlike building the model.
-    """
+    """Refuses a model with more weights or layers than the tensors with these `shapes`, without building it."""
     num_weights, width = sum(math.prod(shape) for shape in shapes.values()), config.d_model
     experts = config.num_experts + config.num_shared_experts if config.mlp == "moe" else 1
     sizes = {
@@ -123,12 +109,7 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
 
 
 def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
-    """Whether a model config can be expressed in a format.
-
-    The format supports all values of the fields in `free`. `fixed` maps other fields to their only supported value. All
-    remaining fields must have their default or a value with the same effect. A new field is therefore unsupported until
-    it is added to the format.
-    """
+    """Whether each field not in `free` has its value in `fixed` or else its default; so new fields are unsupported."""
     config, free = with_defaults(config), {*free, *training_fields()}
     return all(getattr(config, field.name) == fixed.get(field.name, field.default)
                for field in dataclasses.fields(config) if field.name not in free)

@@ -1,8 +1,7 @@
 """Names and layouts of tensors in Hugging Face's GPT2LMHeadModel.
 
-GPT-2 has biases in its linear layers and LayerNorms, an output head tied to the embedding, and the tanh approximation
-of GELU. Its linear weights have the shape (inputs, outputs). nanoGPT and the paper's code use the same names within a
-block, but their linear weights have the shape (outputs, inputs), as usual in PyTorch.
+Its linear weights have the shape (inputs, outputs). nanoGPT and the paper's code use the same names within a block, but
+their linear weights have the shape (outputs, inputs), as usual in PyTorch.
 """
 
 import re
@@ -32,27 +31,22 @@ SUPPORTED_VALUES = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "sca
 
 
 def hugging_face_name(name: str) -> str:
-    """Returns GPT2LMHeadModel's name for one of our tensors."""
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.(weight|bias)", name):
         return f"transformer.h.{block[1]}.{BLOCK_NAMES[block[2]]}.{block[3]}"
     return OTHER_NAMES.get(name, name)
 
 
 def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the first axis of `x`, the outputs of a QKV projection, from the order (3, H, K) to the order (H, 3, K).
-
-    H is the number of heads, K the head width.
-    """
+    """Reorders axis 0 of `x`, the outputs of a QKV projection, from (3, H, K) to (H, 3, K): H heads of width K."""
     return x.reshape(3, num_heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Inverts `heads_first`: reorders the first axis of `x` from the order (H, 3, K) to the order (3, H, K)."""
+    """Inverts `heads_first`."""
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def supports(config: ModelConfig) -> bool:
-    """Whether a GPT2LMHeadModel computes the same function as this model."""
     return has_only(config, FIXED, FREE)
 
 
@@ -61,7 +55,6 @@ def class_name(config: ModelConfig) -> str:
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Converts our tensors to the names and layouts of a GPT2LMHeadModel."""
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -72,10 +65,7 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Converts the tensors of a GPT2LMHeadModel or GPT2Model to our names and layouts.
-
-    `names` are the tensor names of our model. Tensors without a counterpart in our model keep their names.
-    """
+    """Accepts tensors of a GPT2Model, too. Tensors without a counterpart in `names`, our model's, keep their names."""
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}
     for name, x in tensors.items():
@@ -95,7 +85,6 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 
 def to_config(config: ModelConfig) -> dict:
-    """Returns the config.json of a GPT2LMHeadModel that computes the same function as our model."""
     return {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
         "n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers,
@@ -105,10 +94,6 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    """Returns the fields of our `model` config group for a GPT-2 with the given config.json.
-
-    Raises UserError for missing sizes, values of the wrong type, and values that our model does not support.
-    """
     theirs.require(SUPPORTED_VALUES)
     activation = theirs.fields.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:

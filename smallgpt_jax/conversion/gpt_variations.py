@@ -1,11 +1,9 @@
 """Imports models of all four architectures from `.pt` files of the paper's released code (SkAndMl/gpt-variations).
 
 A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the released code's class
-models.GPTConfig), "step" and "val_loss".
-
-The number of heads is read from the config, because no tensor's shape depends on it. All other sizes are inferred from
-the tensors. The config of an lgpt or cgpt has the wrong width, because the released code overwrites the width with that
-of the last stage.
+models.GPTConfig), "step" and "val_loss". The number of heads is read from the config, because no tensor's shape depends
+on it. All other sizes are inferred from the tensors: the config of an lgpt or cgpt has the wrong width, because the
+released code overwrites the width with that of the last stage.
 """
 
 import re
@@ -29,7 +27,6 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Returns the model in a `.pt` file of the paper's released code. Raises UserError for other files."""
     saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
@@ -55,10 +52,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
-    """Returns the fields of our `model` config group, inferred from `theirs`, the tensors in the file at `path`.
-
-    `num_heads` must be given, because it cannot be inferred.
-    """
     def count(pattern: str) -> int:
         return len({match[0] for name in theirs if (match := re.match(pattern, name))})
 
@@ -89,22 +82,16 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 
 
 def complete_fields(architecture: str, fields: dict, **architecture_fields) -> dict:
-    """Returns all fields of our `model` config group for a model of the paper's released code.
-
-    The arguments are the fields that differ between these models. All other fields have fixed values.
-    """
     return dict(architecture=architecture, **fields, **architecture_fields, dropout=0.0, use_bias=False,
                 tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
 
 
 def stage_fields(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
-    """Returns the fields of the `model` config group that describe the stages of lgpt and cgpt."""
     return dict(blocks_per_stage=blocks_per_stage, stage_heads="fixed",
                 compress_last_stage=num_compressions * blocks_per_stage == num_layers)
 
 
 def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
-    """Returns the name that one of our tensors has in the paper's released code."""
     if name in gpt2.OTHER_NAMES:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
@@ -126,7 +113,7 @@ def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
 
 
 def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Converts a tensor of the paper's released code to our layout. `name` is its name in our model."""
+    """`name` is the tensor's name in our model."""
     if name == "trunk.path_logits":
         return x.reshape(-1)
     if ".qkv." in name and x.ndim and len(x) % (3 * num_heads) == 0:

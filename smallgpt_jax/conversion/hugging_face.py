@@ -1,8 +1,7 @@
 """Exports models to Hugging Face folders and imports models from them.
 
 A gpt that is equal to a GPT-2, Llama or Qwen3 is exported as a native model (`NATIVE`). All other models are exported
-with this project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`. Weights are
-exported in float32, as safetensors files.
+with this project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`.
 
 A format is a module with these members:
 
@@ -33,29 +32,24 @@ from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.files import current_umask
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
-NATIVE = (gpt2, llama)  # formats of models that transformers contains
+NATIVE = (gpt2, llama)
 FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
 
 
 class Imported(NamedTuple):
     model: models.LanguageModel
     params: dict
-    tokenizer: Tokenizer | None  # None if the folder has no tokenizer
+    tokenizer: Tokenizer | None
     model_state: dict
 
 
 def find_format(config: models.ModelConfig):
-    """Returns the module of the format in which a model is exported."""
     return next((form for form in NATIVE if form.supports(config)), smallgpt)
 
 
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str,
                   model_state=None) -> None:
-    """Writes a model to an empty folder; `card` becomes the folder's README.md.
-
-    `model_state` is needed only for mixtures of experts. Raises UserError if libraries are missing, if the exported
-    code does not support the model, or if the tokenizer cannot be exported.
-    """
+    """`card` becomes README.md. `model_state` is needed only for mixtures of experts."""
     config, form = model.config, find_format(model.config)
     described = form.to_config(config)
     theirs = form.to_hugging_face(config, tensors.from_params(model, params, model_state))
@@ -85,12 +79,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: bool = False) -> Imported:
-    """Returns a model and its tokenizer. The model must be in one of the FORMATS.
-
-    `source` is a local folder, or the model's name on the hub. With `with_tokenizer=False`, tokenizer files are
-    ignored. With `trust_custom_code`, a config.json may name a custom architecture, whose module is imported. Raises
-    UserError for other models, for missing, damaged or inconsistent files, and for unsupported tokenizers.
-    """
+    """`source` is a local folder, or a name on the hub. `trust_custom_code` lets config.json name a module."""
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download_folder(source)
     path = folder / "config.json"
@@ -120,10 +109,6 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the folder's tokenizer, or None if the folder has no tokenizer files.
-
-    Raises UserError if the tokenizer is not supported.
-    """
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
@@ -134,7 +119,6 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def download_folder(name: str) -> Path:
-    """Returns the local folder of a model on the hub. Downloads the model unless it is in the hub's cache."""
     hub = import_library("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[

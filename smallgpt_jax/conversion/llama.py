@@ -1,8 +1,7 @@
 """Names and layouts of tensors in Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM.
 
-Both have RMSNorm, rotary positions, a gated SiLU MLP, grouped-query attention and no biases. Qwen3 also normalizes the
-queries and keys of each head, before the rotation. Queries, keys and values have separate matrices; our `attention.qkv`
-combines the three in one matrix, grouped by key–value head.
+Qwen3 also normalizes the queries and keys of each head, before the rotation. Queries, keys and values have separate
+matrices; our `attention.qkv` combines the three in one matrix, grouped by key–value head.
 """
 
 import re
@@ -34,7 +33,6 @@ DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the num
 
 
 def supports(config: ModelConfig) -> bool:
-    """Whether a LlamaForCausalLM or Qwen3ForCausalLM computes the same function as this model."""
     # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim is given.
     return has_only(config, FIXED, FREE) and (config.qk_norm or config.d_model % config.num_heads == 0)
 
@@ -51,12 +49,10 @@ def hugging_face_name(name: str) -> str:
 
 
 def projection_names(name: str) -> list[str]:
-    """Returns the names of the query, key and value matrices that our tensor `name` (attention.qkv) consists of."""
     return [hugging_face_name(name).replace("{q,k,v}", part) for part in "qkv"]
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Converts our tensors to the names and layouts of a LlamaForCausalLM or Qwen3ForCausalLM."""
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -70,12 +66,7 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Converts the tensors of a LlamaForCausalLM, Qwen3ForCausalLM, LlamaModel or Qwen3Model to ours.
-
-    `names` are the tensor names of our model. Tensors without a counterpart in our model keep their names.
-
-    Raises UserError if a query, key or value matrix has the wrong shape.
-    """
+    """Accepts a LlamaModel or Qwen3Model, too. Tensors without a counterpart in `names` (ours) keep their names."""
     tensors = {add_prefix(name): x for name, x in tensors.items()}
     tensors = {name: x for name, x in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}  # in old files
     if config.tie_embeddings:
@@ -90,12 +81,12 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 
 def add_prefix(name: str) -> str:
-    """Returns the name with the prefix `model.`, which LlamaModel and Qwen3Model omit."""
+    """Adds the prefix `model.`, which LlamaModel and Qwen3Model omit."""
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns the matrix of our attention.qkv. `parts` contains the query, key and value matrices, in this order."""
+    """Returns our attention.qkv. `parts` contains the query, key and value matrices, in this order."""
     groups, width = config.kv_heads, config.head_width
     for (name, x), heads in zip(parts.items(), (config.num_heads, groups, groups)):
         if x.shape != (expected := (heads * width, config.d_model)):
@@ -105,10 +96,7 @@ def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def to_config(config: ModelConfig) -> dict:
-    """Returns the config.json of a model that computes the same function as our model.
-
-    transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and `torch_dtype`.
-    """
+    """transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and `torch_dtype`."""
     return {
         "model_type": "qwen3" if config.qk_norm else "llama", "architectures": [class_name(config)],
         "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
@@ -121,10 +109,6 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    """Returns the fields of our `model` config group for a Llama or Qwen3 with the given config.json.
-
-    Raises UserError for missing sizes, values of the wrong type, and values that our model does not support.
-    """
     theirs.require(SUPPORTED_VALUES)
     layer_types = theirs.fields.get("layer_types")
     if layer_types is not None and (
@@ -149,10 +133,7 @@ def from_config(theirs: ConfigJson) -> dict:
 
 
 def rope_base(theirs: ConfigJson) -> float:
-    """Returns the base of the rotary frequencies.
-
-    Raises UserError if the rotation is scaled, covers only part of a head, or depends on the type of a layer.
-    """
+    """Refuses a rotation that is scaled, covers only part of a head, or depends on the type of a layer."""
     name = next((name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)), "rope_parameters")
     rope = theirs.fields.get(name) or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":

@@ -1,9 +1,8 @@
 """Replaces the matrices of a trained model by products of two factors, W ≈ A·B, and the reverse.
 
 This is the first step of PELA (Guo et al., arXiv 2310.10700). In the second step, an ordinary run trains the model
-further. A·B is the truncated singular value decomposition of W. No other matrix of the same rank is closer to W in the
-Frobenius norm. The projection to queries, keys and values is one matrix, as in PELA's released code. In the output
-projection, all heads are flattened into one axis.
+further. A·B is the truncated singular value decomposition, the closest matrix of its rank in the Frobenius norm. The
+QKV projection is one matrix, as in PELA's released code. The output projection has all heads in one axis.
 """
 
 import dataclasses
@@ -16,11 +15,7 @@ from smallgpt_jax import models
 
 
 def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
-    """Returns the model with another `rank_ratio`, and its parameters. With 0, all matrices are full.
-
-    The factors of `params`, if any, are multiplied first. Raises UserError for an invalid ratio, and for a custom
-    architecture without a layer that can be factored.
-    """
+    """With a `rank_ratio` of 0, all matrices are full. Existing factors are multiplied first."""
     converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
     models.require_factors(converted)
     arrays = flatten(jax.device_get(params))
@@ -38,20 +33,14 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
 
 
 def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the factors U√S, (…, m, rank), and √S·Vᵀ, (…, rank, n), of a matrix (…, m, n), in float32.
-
-    Their product is the truncated singular value decomposition, computed in float64. `rank` is at most min(m, n).
-    """
+    """Returns U√S, (…, m, rank), and √S·Vᵀ, (…, rank, n), of a matrix (…, m, n); rank ≤ min(m, n)."""
     u, s, v = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     root = np.sqrt(s[..., None, :rank])
     return (np.float32(u[..., :rank] * root), np.float32(np.swapaxes(root, -1, -2) * v[..., :rank, :]))
 
 
 def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
-    """Returns the product of two factors as a float32 kernel, (*stack, *inputs, *features).
-
-    `stacked` is the number of stack axes, along which layers and paths are stacked.
-    """
+    """Returns the kernel (*stack, *inputs, *features), where `stacked` is the number of stack axes (layers, paths)."""
     stack, rank = kernel_in.shape[:stacked], kernel_in.shape[-1]
     product = (kernel_in.reshape(*stack, -1, rank).astype(np.float64)
                @ kernel_out.reshape(*stack, rank, -1).astype(np.float64))
@@ -59,7 +48,7 @@ def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.
 
 
 def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns {path of a module with two factors: number of axes along which its layers and paths are stacked}."""
+    """Returns {path of a module with two factors: number of stack axes}."""
     return {p.path[:-1]: p.module_stacks for p in jax.tree.leaves(models.abstract_params(model))
             if p.name == "kernel_in"}
 

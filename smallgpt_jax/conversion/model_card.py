@@ -20,17 +20,7 @@ DESCRIPTIONS = {
 
 def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, has_code: bool,
                       paths: str, adds_begin: bool = False) -> str:
-    """Returns the model card of an exported checkpoint.
-
-    Args:
-      folder: workdir of the run.
-      name: name of the exported folder.
-      model: the exported model.
-      step: step of the checkpoint.
-      has_code: whether the export contains PyTorch code, which transformers must be allowed to run.
-      paths: value of the flag --paths.
-      adds_begin: whether the exported tokenizer puts the token that begins documents before each text.
-    """
+    """`paths` is the value of --paths; `adds_begin`: the tokenizer puts its begin-of-text token before each text."""
     config = model.config
     described = DESCRIPTIONS.get(config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}")
     facts = training_facts(folder, step)
@@ -59,7 +49,6 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
-    """Returns (name, value) pairs about the training of a workdir's model and the origin of its weights."""
     facts = []
     origin = folder / ORIGIN_FILE
     if origin.is_file():

@@ -45,12 +45,10 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors. If the embedding is tied, its copy is left out."""
     return {name: x for name, x in tensors.items() if not (config.tie_embeddings and name == "head.weight")}
 
 
 def to_config(config: ModelConfig) -> dict:
-    """Returns the config.json of a model. Raises UserError if the exported PyTorch code does not support the model."""
     if config.architecture not in ARCHITECTURES:
         raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
                         "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
@@ -71,7 +69,6 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    """Returns the fields of our `model` config group, given config.json."""
     names = {name: name for name in known_fields()} | RENAMED_FIELDS
     shared = ModelConfig.names()
     return {ours: theirs.model_field(name) for ours, name in names.items()

@@ -3,9 +3,7 @@
 Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights have
 the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The outputs of `attention.qkv`
 are, for each key–value head in turn, its query heads, its key and its value. The matrices of routed experts keep their
-shape (experts, inputs, outputs).
-
-Of the model state, only the routers' biases are converted.
+shape (experts, inputs, outputs). Of the model state, only the routers' biases are converted.
 """
 
 import functools
@@ -29,20 +27,17 @@ TABLES = ("token_embedding", "position_embedding", "head")  # parameters without
 
 
 class TensorSlot(NamedTuple):
-    """A tensor's name and shape, and its place in the parameter tree."""
+    """A tensor's place in the parameter tree."""
 
     name: str
     path: tuple[str, ...]  # the array that contains the tensor, as a path in the parameter tree
     index: tuple[int, ...]  # the tensor's index in this array: (), (layer,) or (path, layer)
-    axes: tuple[str, ...]  # logical axis names of the tensor
+    axes: tuple[str, ...]
     shape: tuple[int, ...]  # shape of the tensor in this project's layout
 
 
 def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
-    """Returns all parameters of a model as {name: float32 tensor}, in PyTorch's layouts.
-
-    `model_state` is needed for mixtures of experts.
-    """
+    """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of experts."""
     arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
     state = flax.traverse_util.flatten_dict(jax.device_get(model_state or {}))
     return {slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
@@ -50,7 +45,6 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of a model's tensors, in PyTorch's layouts."""
     return {slot.name: jax.eval_shape(lambda x, slot=slot: to_torch(x, slot),
                                       jax.ShapeDtypeStruct(slot.shape, "float32")).shape
             for slot in (*tensor_slots(model), *router_bias_slots(model))}
@@ -58,11 +52,7 @@ def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
 
 def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
               their_name: Callable[[str], str] = str, where: str = ""):
-    """Returns a model's parameter tree with the values of named tensors. Inverts `from_params`.
-
-    Raises UserError for missing and unexpected tensors and for wrong shapes. The error message starts with `where`, the
-    path of the imported file. `their_name` maps our tensor names to those in this file, for the message.
-    """
+    """Inverts `from_params`. For errors, `where` is the imported file, and `their_name` maps our names to its names."""
     wanted = shapes(model)
 
     def refuse(what: str, names: list[str]):
@@ -84,7 +74,7 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
 
 
 def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
-    """Returns the model state with the routers' biases in `tensors`, which `to_params` has checked."""
+    """`tensors` must have passed `to_params`."""
     abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model))
     arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
     for slot in router_bias_slots(model):
@@ -93,11 +83,7 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
-    """Returns a slot for the biases of each router.
-
-    The biases have the same path in the model state as the router's kernel has in the parameter tree, except the last
-    key, "bias".
-    """
+    """The biases have the path of the router's kernel, but in the model state and with the last key "bias"."""
     return tuple(TensorSlot(slot.name.removesuffix("weight") + "bias", (*slot.path[:-1], "bias"), slot.index,
                             slot.axes[1:], slot.shape[1:])
                  for slot in tensor_slots(model) if slot.axes == ROUTER_AXES)
@@ -105,7 +91,6 @@ def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 
 @functools.cache
 def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
-    """Returns a slot for every parameter tensor of a model, in the order of its parameters."""
     slots = []
     for name, part in models.abstract_params(model).items():
         children = part.items() if name == "trunk" else [("", part)]
@@ -115,12 +100,7 @@ def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 
 
 def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
-    """Yields the slots of a subtree of the parameter tree. `path` is the path of the subtree.
-
-    An array can have leading axes for layers, for the parallel paths of a pgpt, or for both. `index` selects a layer or
-    path along each of these axes. `prefix` is the dotted name of the module that contains the subtree. If `prefix` is
-    "", the tensor names are derived from `path` alone.
-    """
+    """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its leading axes."""
     stacks = {p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)}
     name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
     if len(stacks) == 1 and None not in stacks:
@@ -141,8 +121,7 @@ def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
 def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
     """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked along `axis`.
 
-    A stack is a tree of arrays, each for several modules. Usually, `tree` is one stack; its path is `path`. If blocks
-    have different attention windows, `tree` contains several stacks; see models/block.py.
+    `tree` is usually one stack. If blocks have different attention windows, it contains several; see models/block.py.
     """
     if not all(child.isdigit() for child in tree):
         yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))
@@ -160,18 +139,13 @@ def dotted(path: tuple[str, ...]) -> str:
 
 
 def tensor_name(leaf: str, name: str) -> str:
-    """Returns the name that a parameter's tensor has in a PyTorch module.
-
-    `name` is our dotted name of the parameter, and `leaf` is the last key of its path in the parameter tree. PyTorch's
-    names of kernels, scales and embedding tables end in `weight`.
-    """
+    """PyTorch's names of kernels, scales and embedding tables end in `weight`."""
     if leaf in TABLES:
         return f"{name}.weight"
     return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name
 
 
 def to_torch(x, slot: TensorSlot):
-    """Returns a parameter in PyTorch's layout."""
     match slot.path[-1], slot.axes:
         case "bias", _:
             return x.reshape(-1)
@@ -189,5 +163,4 @@ def from_torch(x, slot: TensorSlot):
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
-    """Returns the number of input axes of a dense layer's kernel. The input axes precede the output axes."""
     return len(axes) - 1 if axes[-1] == "embed" else 1

@@ -16,13 +16,7 @@ PROBES = [
 
 
 def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Returns {file name: content} of the tokenizer.json and tokenizer_config.json to export.
-
-    A HuggingFaceTokenizer keeps its own files; only a missing tokenizer_config.json is returned. Other tokenizers are
-    converted. They then encode `<|endoftext|>` in a text as ordinary text, not as the special token.
-
-    Raises UserError if the `tokenizers` library cannot reproduce the tokenizer.
-    """
+    """Returns {file name: content}. Exported tokenizers encode `<|endoftext|>` in a text as ordinary text."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files = {"tokenizer_config.json": settings(
             tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length)}
@@ -55,7 +49,6 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
 
 
 def settings(begin_of_text: str, end_of_text: str, context_length: int, **more) -> str:
-    """Returns a tokenizer_config.json with the settings of an exported tokenizer and those in `more`."""
     return json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin_of_text, "eos_token": end_of_text,
         "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
@@ -63,14 +56,12 @@ def settings(begin_of_text: str, end_of_text: str, context_length: int, **more) 
 
 
 def bytes_tokenizer(library, tokenizer: Tokenizer):
-    """Returns the byte tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     vocabulary = {character: byte for character, byte in gpt2_bytes().items()} | {
         END_OF_TEXT: tokenizer.end_of_text}
     return byte_level(library, vocabulary, [], use_regex=False), END_OF_TEXT
 
 
 def gpt2_tokenizer(library, tokenizer: Tokenizer):
-    """Returns GPT-2's tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     files = tokenizer.files()
     merges = [tuple(line.split(" ")) for line in files["merges.txt"].decode().splitlines()
               if not line.startswith("#version") and line]
@@ -85,7 +76,6 @@ def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):
 
 
 def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
-    """Returns the SentencePiece tokenizer as a `tokenizers.Tokenizer`, and its end-of-text token."""
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_spec(tokenizer)
@@ -117,18 +107,13 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
 
 
 def sentencepiece_spec(tokenizer: Tokenizer):
-    """Returns the protocol buffer with the pieces and settings of a SentencePiece tokenizer."""
     from sentencepiece import sentencepiece_model_pb2
 
     return sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns the merges of a byte-pair model, the highest score first. `scores` is {piece: score}.
-
-    SentencePiece stores scores of pieces, but no merges. Each split of a piece into two other pieces is a merge. Its
-    score is that of the whole piece.
-    """
+    """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge with its score."""
     found = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

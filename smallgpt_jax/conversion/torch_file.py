@@ -1,13 +1,12 @@
 """Reads files written by `torch.save`, without PyTorch and without running code in the files.
 
-A `.pt` file is a zip archive. One member is a pickle of the saved object, in which each tensor refers to a storage.
-Each storage is a member of its own. A pickle is a program: it can call any function by name, and even without calls, it
-can work for years (a tuple that contains a tuple twice, forty levels deep, takes 2⁴⁰ steps to hash). So Python's
-unpickler is not used. `_Interpreter` executes the opcodes that tensors need, in a bounded number of steps each.
+A `.pt` file is a zip archive: a pickle of the saved object, and one member per storage, to which its tensors refer. A
+pickle is a program: it can call any function by name, and even without calls, it can work for years (a tuple that
+contains a tuple twice, forty levels deep, takes 2⁴⁰ steps to hash). So Python's unpickler is not used. `_Interpreter`
+executes the opcodes that tensors need, in a bounded number of steps each.
 
-Sizes in the file are not trusted either. Members must be uncompressed and not larger than the file. Tensors are views
-of the bytes read. The memory is therefore at most a few times the file's size, plus a few hundred bytes per opcode. The
-length of the pickle and the number of its opcodes are limited, too.
+Sizes in the file are not trusted either. Tensors are views of the bytes read. The memory is therefore at most a few
+times the file's size, plus a few hundred bytes per opcode.
 """
 
 import math
@@ -46,7 +45,7 @@ TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Record:
-    """Stand-in for an instance of a class that is not imported. It has the instance's attributes, as a dictionary."""
+    """Stand-in for an instance of a class that is not imported."""
 
     def __init__(self):
         self.attributes = {}
@@ -62,8 +61,6 @@ FUNCTIONS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torc
 
 
 class StorageType(NamedTuple):
-    """Stand-in for a torch storage class, such as FloatStorage."""
-
     dtype: np.dtype
 
 
@@ -78,10 +75,9 @@ class Storage(NamedTuple):
 
 
 class Members:
-    """Reads the members of a zip archive. The members must be uncompressed, as torch.save writes them.
+    """Reads uncompressed members of a zip archive, as torch.save writes them, in total at most the archive's size.
 
-    Raises ValueError once the total size of the members read exceeds the archive's size. This bounds the memory even if
-    an archive declares false sizes or overlapping members.
+    This bounds the memory even if an archive declares false sizes or overlapping members.
     """
 
     def __init__(self, archive: zipfile.ZipFile, archive_bytes: int):
@@ -101,11 +97,7 @@ class Members:
 
 
 def read_torch_file(path: Path, records: Collection[str] = ()):
-    """Returns the object saved in `path`, with tensors as NumPy arrays.
-
-    Instances of the classes named in `records` become `Record`s. Raises UserError for damaged files, for files not
-    written by `torch.save`, and for pickles that name any other class or function, except those that tensors need.
-    """
+    """Returns the saved object, with NumPy arrays. Instances of the classes in `records` become `Record`s."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -139,14 +131,12 @@ def is_key(value) -> bool:
 
 
 def set_items(target: dict, items: list) -> None:
-    """Adds `items`, which are keys and values in turns, to a dictionary."""
     if len(items) % 2 or not all(map(is_key, items[::2])):
         raise ValueError("a key of a dictionary is not a name")
     target.update(zip(items[::2], items[1::2]))
 
 
 def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
-    """Returns `saved` if it is a dictionary of tensors. Raises UserError if not."""
     if not isinstance(saved, dict) or not all(
             isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
         raise UserError(f"{path}: not a checkpoint (expected a dictionary of named tensors)")
@@ -156,8 +146,7 @@ def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
 class _Interpreter:
     """Executes a pickle. Each opcode takes a number of steps that does not depend on the values made before it.
 
-    So nothing is copied, compared or hashed, except short keys of dictionaries. Classes and functions are represented
-    by their names; of these, only the ones in `call` and `find_global` exist.
+    So nothing is copied, compared or hashed, except short keys of dictionaries.
     """
 
     def __init__(self, path: Path, members: Members, root: str, records: Collection[str], tensor_bytes: int):
@@ -226,7 +215,6 @@ class _Interpreter:
         return self._stack[-1]
 
     def _find_global(self, module: str, name: str):
-        """Returns a storage type, or the name of a function or class that `_call` knows."""
         full = f"{module}.{name}"
         if module == "torch" and name in DTYPES:
             return StorageType(np.dtype(DTYPES[name]))
@@ -270,11 +258,7 @@ class _Interpreter:
 
 
 def view_storage(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Returns a read-only view of a storage. `offset` and `strides` are in elements.
-
-    The arguments come from the file unchecked. Raises ValueError if they are invalid, if the view reaches beyond the
-    storage, or if the view has more elements than the storage.
-    """
+    """Returns a read-only view. The arguments come from the file unchecked; `offset` and `strides` are in elements."""
     is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
                 and len(shape) == len(strides) <= MAX_AXES
                 and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)))

@@ -24,10 +24,6 @@ class WeightFiles(NamedTuple):
 
 
 def open_weights(folder: Path) -> WeightFiles:
-    """Returns the names and shapes of all tensors in a folder's weight files. `read` of the result reads the tensors.
-
-    Raises UserError, as `read` does, for missing and damaged files.
-    """
     if (folder / INDEX).is_file():
         return open_safetensors(folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)])
     if (folder / SINGLE).is_file():
@@ -40,7 +36,6 @@ def open_weights(folder: Path) -> WeightFiles:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Returns the names of the files in an index. All are in the folder of the index."""
     content = read_json(index, {"weight_map": Each(FILE_NAME)}, "expected an index of weight files")
     names = set(content["weight_map"].values())
     if not names:
@@ -67,7 +62,7 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
 
 
 def import_library(name: str):
-    """Imports a library of the pip extra `hf`. If the library is missing, raises UserError with the pip command."""
+    """Imports a library of the pip extra `hf`."""
     try:
         return import_module(name)
     except ImportError:

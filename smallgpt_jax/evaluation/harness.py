@@ -25,15 +25,9 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 class SmallGPT(TemplateLM):
     """A model for lm-evaluation-harness. It behaves like the harness's `hf` backend with a causal language model.
 
-    An empty context is replaced by the token that begins documents. This token is prepended to other contexts only if
-    the tokenizer has one of its own for the beginning, as those of Llama have. A context that is too long for the model
-    is truncated on the left. The text to score is never truncated.
-
-    Args:
-      scorer: computes log-likelihoods.
-      params, model_state: variables of the scorer's model.
-      progress: called with a label, the number of finished texts and the total number of texts.
-      seed: seed for sampling texts.
+    The token that begins documents replaces an empty context. It is prepended to other contexts only if the tokenizer
+    has one of its own for the beginning, as those of Llama have. Contexts are truncated on the left, texts to score
+    never. `progress` is called with a label, the number of finished texts and the total number of texts.
     """
 
     def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
@@ -46,10 +40,7 @@ class SmallGPT(TemplateLM):
 
     @cached_property
     def _text_model(self) -> TextModel:
-        """The model with its weights in the decoding layout.
-
-        Building it copies the weights, so it is built only for tasks that generate text.
-        """
+        """Building it copies the weights, so it is built only for tasks that generate text."""
         return build_text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
 
     @property
@@ -73,10 +64,7 @@ class SmallGPT(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each request's continuation, and whether greedy decoding would generate it.
-
-        A request is ((context, continuation), context tokens, continuation tokens).
-        """
+        """A request is ((context, continuation), context tokens, continuation tokens)."""
         jobs = []
         for text, context, continuation in requests:
             if not continuation:
@@ -94,10 +82,7 @@ class SmallGPT(TemplateLM):
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
     def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """Returns the score of each job. A job is a text that is split into sequences.
-
-        Also stores the score of jobs[i] in the harness's cache, under `kind` and keys[i].
-        """
+        """Returns the score of each job, a text that is split into sequences. Caches that of jobs[i] under keys[i]."""
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
         done = sum(not parts for parts in jobs)
@@ -114,7 +99,7 @@ class SmallGPT(TemplateLM):
         return total
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns one continuation per request. Requests with equal settings are batched, longest contexts first."""
+        """Requests with equal settings are batched, longest contexts first."""
         texts: list[str] = [""] * len(requests)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
@@ -136,10 +121,7 @@ class SmallGPT(TemplateLM):
         return texts
 
     def _generate(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
-        """Returns one continuation per prompt. `contexts` are the tokens of `prompts`.
-
-        `samples` has one number per prompt. Equal prompts with different numbers have different random streams.
-        """
+        """`contexts` are the tokens of `prompts`. Each of `samples` selects a random stream for its prompt."""
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
             raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "

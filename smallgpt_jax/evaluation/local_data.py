@@ -14,8 +14,6 @@ from smallgpt_jax.errors import UserError
 
 
 class LocalTask(NamedTuple):
-    """One of the harness's tasks: its data files, and the function that reads them."""
-
     files: tuple[str, ...]  # paths in --data_dir
     read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
@@ -27,11 +25,7 @@ def json_rows(text: str) -> list[dict]:
 
 
 def hellaswag(text: str) -> list[dict]:
-    """Returns HellaSwag's rows.
-
-    If a row of the file has no query, the query is "LABEL: CONTEXT", made from the row's activity label and context.
-    The harness's function `preprocess` removes WikiHow's markup in brackets from such queries and from all choices.
-    """
+    """`preprocess` removes WikiHow's markup in brackets from choices, and from queries made of label and context."""
     from lm_eval.tasks.hellaswag.utils import preprocess
 
     def query(row: dict) -> str:
@@ -47,7 +41,7 @@ def piqa(items: str, labels: str) -> list[dict]:
 
 
 def multiple_choice(text: str) -> list[dict]:
-    """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format: questions with a stem and choices."""
+    """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format."""
     return [{"question": row["question"]["stem"], "answerKey": row["answerKey"],
              "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("label", "text")}}
             for row in json_rows(text)]
@@ -87,10 +81,6 @@ TASKS = {
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    """Raises UserError if a task is not in TASKS, or if a file of a task is missing in `folder`.
-
-    The message lists all such tasks or files.
-    """
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
                         "out to download the data from the Hugging Face hub")
@@ -100,10 +90,7 @@ def require_files(names: Sequence[str], folder: Path) -> None:
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns a copy of a task's config, changed so that the harness reads the task's rows from files in `folder`.
-
-    `config` is the harness's own config of the task. Raises UserError if a file is damaged.
-    """
+    """Returns the harness's `config` of a task, changed so that the harness reads the rows from files in `folder`."""
     task = TASKS[name]
     try:
         rows = task.read(*((folder / file).read_text(encoding="utf-8") for file in task.files))

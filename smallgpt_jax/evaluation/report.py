@@ -27,10 +27,6 @@ FOOTNOTE = (
 
 
 def results_table(results: dict, model_name: str) -> str:
-    """Returns the harness's results as a Markdown table.
-
-    The last column contains the scores that the paper's authors logged for `model_name`, if there are any.
-    """
     logged = LOGGED.get(model_name, {})
     lines = [f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
              "|---|---|---|---|---|---|---|"]

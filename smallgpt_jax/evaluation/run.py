@@ -27,7 +27,7 @@ FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa
 
 def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | None = None,
              cache: Path | None = None, **settings) -> dict:
-    """Evaluates a model and returns lm-evaluation-harness's results.
+    """Returns lm-evaluation-harness's results.
 
     Args:
       model: returns the `lm_eval` model; called after tasks and data are loaded.
@@ -35,8 +35,6 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
       data_dir: folder with the benchmarks' original files (see `local_data`). None: data comes from the hub.
       cache: path at which scores are stored. An interrupted evaluation resumes from the stored scores.
       settings: arguments of `lm_eval.simple_evaluate`.
-
-    Raises UserError for unknown tasks and missing data, or if a task has too few examples for `num_fewshot`.
     """
     with quiet_logging():
         import lm_eval
@@ -61,10 +59,7 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
 
 
 def quiet_logging():
-    """Returns a context manager that hides Python warnings.
-
-    Also sets the log level of lm_eval, datasets and huggingface_hub to ERROR, permanently.
-    """
+    """Hides Python warnings in a context, and sets the libraries' log level to ERROR, permanently."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -75,10 +70,6 @@ def quiet_logging():
 
 
 def expand_tasks(tasks: Sequence[str]) -> list[str]:
-    """Returns the task names without duplicates. Replaces `paper` by the tasks in PAPER.
-
-    Raises UserError if `tasks` is empty.
-    """
     names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
     if not names:
         raise UserError("--tasks: is empty; give the name of at least one task, or use --tasks=paper")
@@ -86,10 +77,6 @@ def expand_tasks(tasks: Sequence[str]) -> list[str]:
 
 
 def task_manager(names: Sequence[str]):
-    """Returns a TaskManager for the tasks `names`.
-
-    It reads only the folders of these tasks, or all folders if one of these tasks is not in FOLDERS.
-    """
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -99,7 +86,6 @@ def task_manager(names: Sequence[str]):
 
 
 def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises UserError for a task that the harness does not have."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, ["paper", *known], n=3)
@@ -108,10 +94,7 @@ def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """Returns the argument of `TaskManager.load` for a task.
-
-    This is the task's name, or the task's config if the config must be changed.
-    """
+    """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must be changed."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
@@ -125,7 +108,6 @@ def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str 
 
 
 def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:
-    """Returns the tasks with their data loaded. Raises UserError if data cannot be loaded."""
     tasks = []
     for spec in specs:
         name = spec if isinstance(spec, str) else spec["task"]

@@ -1,6 +1,6 @@
 """Computes log-likelihoods of token sequences, on all devices.
 
-Sequences are sorted by length and padded to one of a few static lengths. One program is compiled per static length.
+Sequences are sorted by length and padded to one of a few static lengths, with one compiled program each.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 
-STATIC_LENGTHS = 6  # maximum number of static lengths
+STATIC_LENGTHS = 6
 LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
 CHUNK = 256  # each device computes the logits of this many positions at a time
 
@@ -65,7 +65,6 @@ class Scorer:
             yield from _scores(*pending)
 
     def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[ScoringBatch]:
-        """Yields batches, longest sequences first. Pads each batch to the smallest static length that fits."""
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
@@ -85,7 +84,6 @@ class Scorer:
             first += len(indices)
 
     def run(self, batch: ScoringBatch):
-        """Dispatches a batch and returns the outputs of `log_probabilities` without waiting for them."""
         put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
         return _run(self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh)
 
@@ -101,8 +99,7 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
     """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most likely token.
 
-    Logits are computed only at scored positions, CHUNK positions at a time. At the other positions, the first array is
-    0 and the second is True.
+    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the second is True.
     """
     batch, time = scored_BxT.shape
     x_BxTxW, head_VxW = model.apply(
@@ -138,10 +135,7 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns the lengths to which sequences of lengths `needed` are padded, chosen for the least total padding.
-
-    There are at most STATIC_LENGTHS lengths, in ascending order. None of them exceeds `longest`.
-    """
+    """Returns at most STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total padding."""
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
@@ -160,11 +154,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 
 
 def split_into_sequences(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """Splits a text into as few sequences as possible, so that each token of tokens[first:] is scored exactly once.
-
-    A sequence consists of its scored tokens and as many tokens before them as fit. It has at most context_length + 1
-    tokens.
-    """
+    """Splits a text into as few sequences as possible; each token of tokens[first:] is scored exactly once."""
     return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
             for start in range(first, len(tokens), context_length)
             for end in [min(start + context_length, len(tokens))]]

@@ -1,8 +1,6 @@
 """Decoding with a cache: for each new token, the model computes one position instead of the whole text.
 
-`decode_step` feeds each row's new tokens to the model and samples the next token per row. It is a single jitted
-function for all architectures. It is used for prompts, for turns of a conversation and for single tokens; these calls
-differ only in the number of new tokens. `decode_steps` runs `decode_step` in a loop on the device.
+`decode_step` is one jitted function for all architectures, for prompts, turns of a conversation and single tokens.
 """
 
 import functools
@@ -25,7 +23,7 @@ MIN_BUCKET = 16  # lengths are padded to 16, 32, 48, 64, 96, 128, 192, …; one 
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the length to which a row of `length` tokens is padded. The result is at most `longest`."""
+    """Returns the padded length of a row of `length` tokens, at most `longest`."""
     step = max(MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
     return min(longest, -(-length // step) * step)
 
@@ -39,20 +37,16 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     """Feeds each row's new tokens to the model and samples the next token per row.
 
     Args:
-        cache: the cache, which is donated; {} creates a cache of `cache_length` positions.
-        seen_BxV: a donated bool array that marks the tokens in each row's context; None without a repetition penalty.
+        cache: donated; {} creates a cache of `cache_length` positions.
+        seen_BxV: donated bool array of the tokens in each row's context; None without a repetition penalty.
         tokens_BxT: the new tokens, padded on the right.
         start_B: the position of each row's first new token.
         count_B: the number of new tokens per row; rows without new tokens get meaningless samples.
         stream_Bx2: two numbers per row that select the row's random stream.
-        end_of_text: a token to which the repetition penalty does not apply; None if there is no such token.
+        end_of_text: a token to which the repetition penalty does not apply, or None.
 
-    Returns:
-        The updated cache.
-        The updated `seen_BxV`.
-        The sampled tokens, (B,) int32. A row's sample depends only on the row's own tokens, `seed`, `stream_Bx2` and
-            `sampling`, not on the other rows.
-        The logits before sampling, (B, vocab_size) float32.
+    Returns the cache, `seen_BxV`, sampled tokens (B,) int32, and the logits before sampling, (B, vocab_size) float32. A
+    row's sample depends only on its own tokens, `seed`, `stream_Bx2` and `sampling`, not on the other rows.
     """
     context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B)
     logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
@@ -73,20 +67,11 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     donate_argnames=("cache", "seen_BxV"))
 def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
                  sampling: Sampling, *, end_of_text: int | None, **settings):
-    """Calls `decode_step` `steps` times; `steps` is at most MAX_STEPS.
+    """Calls `decode_step` `steps` ≤ MAX_STEPS times. A loop on the host would slow a small model by 10% or more.
 
-    The first call reads `token_B`, one token per row. Each later call reads the tokens that the previous call sampled.
     A row ends when it has sampled `end_of_text`, or at once if its `count_B` is 0. From then on, its cache gets no more
-    tokens, and its samples are meaningless.
-
-    The loop runs on the device. Returning to the host after each step would increase the step time of a small model by
-    10% or more.
-
-    Returns:
-        The updated cache.
-        The updated `seen_BxV`.
-        The sampled tokens, (B, MAX_STEPS) int32. Only the first `steps` columns are valid.
-        The number of tokens that were added to the cache, per row.
+    tokens, and its samples are meaningless. Returns the cache, `seen_BxV`, the sampled tokens (B, MAX_STEPS) int32, of
+    which `steps` columns are valid, and the number of tokens added to the cache per row.
     """
     def step(i, carried):
         cache, seen_BxV, token_B, sampled_BxN, count_B, added_B = carried
@@ -106,10 +91,6 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
 
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
-    """Returns one sampled token per row, (B,) int32.
-
-    `stream_Bx2` has two numbers per row, which select the row's random stream.
-    """
     key = jax.random.key(seed)
     key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
         stream_Bx2)
@@ -117,7 +98,6 @@ def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
 
 
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
-    """Returns the shapes and dtypes of a cache of `rows` × `cache_length` positions, without allocating it."""
     ones_B = jnp.ones(rows, jnp.int32)
     context = Context(cache_length=cache_length, start_B=ones_B, length_B=ones_B)
     _, kept = jax.eval_shape(
@@ -129,30 +109,19 @@ def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: 
 class DecodeSession:
     """Rows of tokens that a model continues, and their cache.
 
-    `ids` contains one list of tokens per row. Append the new tokens to these lists, then call `sample`. When a row
-    becomes longer than the model's context, only the newest context_length / 2 tokens of the row are kept, and the
-    cache is computed again.
+    Append new tokens to the lists in `ids`, then call `sample`. When a row becomes longer than the model's context,
+    only its newest context_length / 2 tokens are kept, and the cache is computed again.
 
-    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks:
-
-    - S: number of positions that the block caches, at most its attention window
-    - G: number of its key–value heads
-    - K: width of these heads
-
-    The cache of a cgpt has another B·(conv_kernel − 1)·ΣD elements, summed over the convolutions. D is a convolution's
-    input width.
+    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks: S cached positions (at
+    most the attention window), G key–value heads of width K. The cache of a cgpt has another B·(conv_kernel − 1)·ΣD
+    elements, summed over the convolutions' input widths D.
     """
 
     def __init__(self, model: models.LanguageModel, weights, vocab_size: int, ids: Sequence[Sequence[int]],
                  seed: int = 0, end_of_text: int | None = None, samples: Sequence[int] | None = None):
-        """Starts a session.
+        """`weights` are packed (`layout.pack`). `end_of_text` is exempt from the repetition penalty.
 
-        Args:
-            weights: the weights, in the layout of `layout.pack`.
-            ids: one list of tokens per row. Each list has at least one token.
-            end_of_text: the token after which `sample_steps` adds no more tokens to a row's cache. The repetition
-                penalty does not apply to this token.
-            samples: one number per row. Rows with the same text but different numbers have different random streams.
+        Rows with the same text but different numbers in `samples` have different random streams.
         """
         self.model, self.weights, self.vocab_size = model, weights, vocab_size
         self.ids = [list(row) for row in ids]
@@ -166,11 +135,7 @@ class DecodeSession:
         self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
 
     def repeat(self, times: int, sampling: Sampling) -> None:
-        """Replaces each row by `times` copies with different random streams.
-
-        All tokens of a row but the last are prefilled before the row is copied. Each prompt is therefore prefilled
-        once, not `times` times.
-        """
+        """Replaces each row by copies with different random streams, so that prompts are prefilled only once."""
         if times == 1:
             return
         if max(map(len, self.ids)) > 1:
@@ -186,7 +151,7 @@ class DecodeSession:
             functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
 
     def reserve(self, new_tokens: int) -> None:
-        """Grows the cache for `new_tokens` more tokens per row, so that it does not have to grow during sampling."""
+        """Grows the cache for `new_tokens` more tokens per row, so that it does not grow during sampling."""
         context = self.model.config.context_length
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
@@ -196,9 +161,7 @@ class DecodeSession:
             self._cache_length = needed
 
     def sample(self, sampling: Sampling) -> jax.Array:
-        """Feeds each row's new tokens to the model and returns one sampled token per row, (B,) int32.
-
-        The call returns before the computation is finished.
+        """Returns one sampled token per row, (B,) int32, before the computation is finished.
 
         If only some rows have new tokens, the other rows are finished: they cannot be continued, and their samples are
         meaningless. If no row has new tokens, the samples are drawn from the logits of the previous call. If that was a
@@ -207,7 +170,7 @@ class DecodeSession:
         return self.sample_with_logits(sampling)[0]
 
     def sample_with_logits(self, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-        """Returns the tokens that `sample` returns, and the logits before sampling, (B, vocab_size) float32."""
+        """Also returns the logits before sampling, (B, vocab_size) float32."""
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
             self._drop_oldest()
@@ -228,10 +191,7 @@ class DecodeSession:
         return sampled_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
-        """Feeds each row's new tokens to the model and returns N sampled tokens per row, (B, N) int32.
-
-        N is at most `max_steps` and at most MAX_STEPS. If a row has several new tokens, as after a prompt, N is 1. Each
-        token is sampled given the tokens before it.
+        """Returns N sampled tokens per row, (B, N) int32, with N ≤ min(max_steps, MAX_STEPS), and N = 1 after a prompt.
 
         To continue a row, append all N tokens to the row's list. Tokens from end-of-text on may be left out. If other
         tokens are left out, call `resume`. Without this call, the row is finished (see `sample`).
@@ -259,11 +219,9 @@ class DecodeSession:
 
     @property
     def dropped(self) -> int:
-        """Returns the number of tokens that have been dropped from the context, summed over all rows."""
         return int(self._dropped.sum())
 
     def _new_tokens(self):
-        """Returns the uncached tokens of each row, their count per row, and `decode_step`'s argument `stream_Bx2`."""
         new = [row[start:] for row, start in zip(self.ids, self._cached)]
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts
@@ -283,12 +241,10 @@ class DecodeSession:
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        """Forgets all cached tokens, so that the next call computes the cache again."""
         self._cache, self._seen = {}, None
         self._cached = np.zeros_like(self._cached)
 
     def _seen_tokens(self, sampling: Sampling):
-        """Returns a (B, V) bool array that marks the tokens in each row's cache; None without a repetition penalty."""
         if sampling.repetition_penalty is None:
             return None
         if self._seen is None:
@@ -302,13 +258,9 @@ class DecodeSession:
 
 
 def _repeat_rows(x, rows: int, times: int):
-    """Returns `x` with each row replaced by `times` copies.
-
-    A row consists of one or more consecutive entries of the first axis of `x`. `rows` is the number of rows.
-    """
+    """A row consists of one or more consecutive entries of the first axis of `x`."""
     return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
 
 
 def _pad_to(x, target):
-    """Returns `x` with zeros appended along each axis, so that it has the shape of `target`."""
     return jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, target.shape)])

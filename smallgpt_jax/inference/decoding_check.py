@@ -15,11 +15,7 @@ TOLERANCE = 0.03  # relative to the largest logit; large enough for layers that 
 
 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
-    """Raises UserError if the logits of cached decoding differ from those of the full forward pass.
-
-    `params` and `model_state` are in the training layout. Cached decoding and the full forward pass both run in
-    float32, on the same few random tokens.
-    """
+    """Raises UserError if the logits of cached decoding differ from those of the full forward pass, both in float32."""
     name = ", ".join(dict.fromkeys(
         f"config.model.{field}={name!r}" for field, name in models.custom_classes(model.config)))
     remedy = ('in decoding (context.decode), each layer that mixes positions must keep values for later tokens in the '
@@ -38,11 +34,7 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
 
 
 def largest_difference(model: models.LanguageModel, params, model_state) -> tuple[float, bool]:
-    """Compares the logits of cached decoding with those of the full forward pass.
-
-    Returns the largest absolute difference divided by the largest absolute logit, and a bool: whether any layer keeps
-    a cache.
-    """
+    """Returns the difference relative to the largest absolute logit, and whether any layer keeps a cache."""
     context, vocab_size = model.config.context_length, model.config.vocab_size
     lengths = sorted({min(int(length), context) for length in np.cumsum(CALLS)})
     tokens = np.random.default_rng(0).integers(0, vocab_size, lengths[-1]).tolist()

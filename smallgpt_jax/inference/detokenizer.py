@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from smallgpt_jax.data import tokenizers
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # incomplete UTF-8 decodes to this character
-DECODED_CONTEXT = 16  # number of earlier tokens that are decoded together with new tokens
+DECODED_CONTEXT = 16
 
 
 class Detokenizer:
     """Converts tokens to text, one token at a time. The text ends before the first stop string.
 
-    Args:
-        stop: the stop strings.
-        before: the ids of the tokens before the first new token. The last DECODED_CONTEXT of them are decoded together
-            with the new tokens, because some tokenizers drop the leading space of a text's first token.
-        prompt: the text that `before` encodes, or the end of this text.
+    The last DECODED_CONTEXT tokens of `before` are decoded together with the new tokens, because some tokenizers drop
+    the leading space of a text's first token. `prompt` is the text that `before` encodes, or its end.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
@@ -29,10 +26,7 @@ class Detokenizer:
             self._before += " "  # the tokenizer has dropped the space at the end of the prompt
 
     def add(self, token: int) -> str:
-        """Adds a token. Returns new text that later tokens cannot change, and holds back the rest.
-
-        Sets `is_done` if the token is end-of-text or completes a stop string.
-        """
+        """Returns new text that later tokens cannot change, and holds back the rest."""
         if token == self._tokenizer.end_of_text:
             self.is_done = True
             return self.flush()
@@ -50,7 +44,6 @@ class Detokenizer:
         return self._show(len(complete) - held_back)
 
     def flush(self) -> str:
-        """Returns the text that `add` has held back. Call it after the last token."""
         return self._show(len(self.text))
 
     def _show(self, end: int) -> str:
@@ -60,5 +53,4 @@ class Detokenizer:
 
 
 def common_prefix_length(one: str, other: str) -> int:
-    """Returns the length of the longest common prefix of two texts."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))

@@ -26,15 +26,8 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
          trust_custom_code: bool = False) -> TextModel:
     """Returns the model of a workdir, on the default device.
 
-    Args:
-        folder: the workdir.
-        step: the step of the checkpoint to load; None: the newest.
-        paths: the paths to use if the model is a pgpt: "all", "best" (the path with the largest weight), or indices
-            such as "0,1" or [0, 1].
-        trust_custom_code: import the module of a custom architecture. False: use it only if it is already imported.
-
-    Raises UserError if the workdir has no run, if the run has no checkpoint of `step`, or if the model lacks one of the
-    `paths`.
+    `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best" (the one with the
+    largest weight), or indices such as "0,1". Without `trust_custom_code`, custom modules must already be imported.
     """
     trained = load_trained(folder, step, trust_custom_code)
     model, params, model_state = trained.model, trained.params, trained.model_state
@@ -47,10 +40,7 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
 
 def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
                      model_state=None) -> TextModel:
-    """Returns a TextModel for parameters and state in the training layout.
-
-    Raises UserError if the cached decoding of a custom architecture or mixer does not match the full forward pass.
-    """
+    """`params` and `model_state` are in the training layout. Checks the decoding of custom architectures and mixers."""
     weights = layout.pack(model, params, model_state)
     if models.custom_classes(model.config):
         check_decoding(model, params, model_state)
@@ -58,8 +48,6 @@ def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.
 
 
 class TrainedModel(NamedTuple):
-    """A model restored from a checkpoint of a workdir, and the run's tokenizer."""
-
     model: models.LanguageModel
     params: Any  # in the training layout
     model_state: Any  # the variable collection "state"
@@ -68,7 +56,7 @@ class TrainedModel(NamedTuple):
 
 
 def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False) -> TrainedModel:
-    """Returns the model of a workdir in the training layout. See `load` for arguments and errors."""
+    """Returns the model of a workdir in the training layout. See `load` for the arguments."""
     distributed.skip_tpu_search()  # commands call this earlier; other programs that load a model do not
     folder = as_path("--workdir", folder)
     if is_remote(folder):
@@ -88,7 +76,6 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
-    """Returns the indices of the paths that `paths` selects. Raises UserError if the model lacks one of the paths."""
     c = model.config
     if c.architecture != "pgpt":
         raise UserError(f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'")

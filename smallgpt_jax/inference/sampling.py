@@ -11,11 +11,7 @@ TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling settings.
-
-    A setting that is None is disabled; without a temperature, decoding is greedy. The settings are applied in this
-    order: repetition penalty, temperature, top-k, top-p.
-    """
+    """The order is: repetition penalty, temperature, top-k, top-p. Settings that are None are disabled."""
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
     top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples only from the k likeliest tokens
@@ -23,10 +19,7 @@ class Sampling:
     repetition_penalty: float | None = None  # above 1: tokens in the context become less likely; 1: no penalty
 
     def validated(self) -> "Sampling":
-        """Returns a copy in which a temperature of 0 and all settings without effect are replaced by None.
-
-        Raises UserError for values out of range.
-        """
+        """Replaces a temperature of 0 and all settings without effect by None."""
         def refuse(field: str, rule: str):
             raise UserError(f"{field}={getattr(self, field)}: {rule}")
 
@@ -45,10 +38,7 @@ class Sampling:
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
-    """Returns one token per row, (B,) int32.
-
-    `seen_BxV` is a bool array that marks the tokens in each row's context. Only the repetition penalty uses it.
-    """
+    """Returns one token per row, (B,) int32. `seen_BxV` (bool) marks the tokens in each row's context."""
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
     if sampling.temperature is not None:  # Gumbel-max trick
         logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
@@ -56,10 +46,7 @@ def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
 
 
 def greedy(logits_BxV):
-    """Returns the most likely token per row, (B,) int32. If a row contains NaN, its token is the last one, V − 1.
-
-    The tokens are computed with a maximum and a minimum, because XLA's argmax is slow on CPUs.
-    """
+    """Returns the most likely token per row, (B,) int32; for a row with NaN, V − 1. XLA's argmax is slow on CPUs."""
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
     return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(jnp.int32)
@@ -68,10 +55,8 @@ def greedy(logits_BxV):
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     """Returns the logits to sample from. The logits of excluded tokens are −∞.
 
-    For each token in the context, a positive logit is divided by the repetition penalty, and a negative logit is
-    multiplied by it (Keskar et al., arXiv 1909.05858, section 4.1, extended to negative logits). Top-p keeps the
-    smallest set of most likely tokens whose total probability is at least p (Holtzman et al., arXiv 1904.09751, section
-    3.1).
+    The repetition penalty is that of Keskar et al. (arXiv 1909.05858, section 4.1), extended to negative logits. Top-p
+    is that of Holtzman et al. (arXiv 1904.09751, section 3.1).
     """
     if (penalty := sampling.repetition_penalty) is not None:
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)

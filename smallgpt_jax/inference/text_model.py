@@ -17,8 +17,6 @@ FAST_STEP = 0.02  # seconds; if a step is slower, starting a program for each to
 
 @dataclasses.dataclass(frozen=True)
 class TextModel:
-    """A model with its weights and tokenizer, ready to generate text."""
-
     model: models.LanguageModel
     weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
@@ -36,21 +34,9 @@ class TextModel:
                stop: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
 
-        Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first stop string. When the context
-        is full, its older half is dropped and the rest is prefilled again.
-
-        Args:
-            prompt: the text to continue; "" begins a new document.
-            max_new_tokens: the maximum number of new tokens.
-            temperature: the sampling temperature; 0 or None: greedy decoding.
-            top_k: samples only from the `top_k` most likely tokens.
-            top_p: samples only from the smallest set of tokens with a total probability of at least `top_p`.
-            repetition_penalty: values above 1 make tokens that are in the context less likely.
-            stop: strings before which the generation ends.
-            seed: the random seed.
-
-        Raises UserError if a setting is out of range, if the prompt is longer than the context, or if the tokenizer
-        cannot encode the prompt. The call itself raises the error, before the iteration begins.
+        Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first of the strings in `stop`.
+        When the context is full, its older half is dropped and the rest is prefilled again. `Sampling` describes the
+        other settings. UserError is raised by the call itself, before the iteration begins.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -61,11 +47,9 @@ class TextModel:
                        temperature: float | None = TEMPERATURE, top_k: int | None = None, top_p: float | None = None,
                        repetition_penalty: float | None = None, stop: Sequence[str] = (), seed: int = 0,
                        ) -> list[list[str]]:
-        """Returns one list of `samples` continuations per prompt. All continuations are generated as one batch.
+        """Returns one list of `samples` continuations per prompt. See `stream` for the other arguments.
 
-        Prompts may differ in length. The first continuation of each prompt is the text that `generate` returns, unless
-        rounding changes a sampled token. Each further continuation has its own random stream. See `stream` for the
-        other arguments.
+        The first is what `generate` returns, unless rounding changes a token; each has its own random stream.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -95,15 +79,10 @@ class TextModel:
         return [detokenizer.text for detokenizer in detokenizers]
 
     def conversation(self, seed: int = 0) -> "Conversation":
-        """Returns an empty conversation, a text that a user and the model write in turns."""
         return Conversation(self, seed)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Returns the token ids of a text.
-
-        If `continues` is true, the text continues an earlier text; otherwise it begins a document. Raises UserError if
-        the tokenizer cannot encode the text.
-        """
+        """If `continues` is true, the text continues an earlier text; otherwise it begins a document."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -131,11 +110,7 @@ class TextModel:
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
                 sampling: Sampling, max_steps: int) -> Iterator[str]:
-        """Yields the continuation of the session's only row piece by piece, and appends its tokens to the row.
-
-        `prompt` is the end of the row's text before the call. The compiled program computes up to `max_steps` tokens
-        per call. If a step takes FAST_STEP seconds or more, it computes one, so that the text appears evenly.
-        """
+        """Appends the tokens to the only row, whose text ends with `prompt`. Slow steps run singly, for even output."""
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
         left, steps = max_new_tokens, 1
@@ -154,11 +129,7 @@ class TextModel:
 
 
 class Conversation:
-    """A text that grows turn by turn. The cache keeps earlier turns, so that the model computes only new tokens.
-
-    When the text becomes longer than the model's context, only the newest context_length / 2 tokens are kept. They are
-    prefilled again.
-    """
+    """A text that grows turn by turn. When it exceeds the context, its newest context_length / 2 tokens are kept."""
 
     def __init__(self, text_model: TextModel, seed: int = 0):
         self._model = text_model
@@ -167,13 +138,9 @@ class Conversation:
     def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
             top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
             stop: Sequence[str] = ()) -> Iterator[str]:
-        """Appends `text` to the conversation and yields the model's continuation. See `TextModel.stream`.
+        """Appends `text`, or raises UserError, at once; appends the continuation while the caller iterates over it.
 
-        The call itself appends `text`; the continuation is appended while the caller iterates over it. A stop string is
-        not yielded, but becomes part of the conversation.
-
-        Raises UserError if a setting is out of range, if the tokenizer cannot encode `text`, or if `text` is longer
-        than half the context. The conversation then stays unchanged.
+        A stop string is not yielded, but becomes part of the conversation.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
         validate_settings(stop, max_new_tokens)
@@ -192,12 +159,10 @@ class Conversation:
 
     @property
     def dropped(self) -> int:
-        """Returns the number of tokens that have been dropped from the context."""
         return self._session.dropped
 
 
 def validate_settings(stop: Sequence[str], max_new_tokens: int) -> None:
-    """Raises UserError if `stop` or `max_new_tokens` is invalid."""
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:

@@ -1,7 +1,4 @@
-"""Peak speed and memory of accelerators, and descriptions of devices that programs can be compiled for.
-
-The speeds and memory sizes are from the vendors' data sheets. The devices need not be attached to this machine.
-"""
+"""Peak speed and memory of accelerators, and descriptions of devices that programs can be compiled for."""
 
 import dataclasses
 import importlib.util
@@ -20,10 +17,7 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device's peak FLOP/s (bfloat16, dense), its memory in bytes and, for TPUs, its clock rate in Hz.
-
-    A TPU with two `cores` is one device in JAX; the cores share the work.
-    """
+    """Peak FLOP/s (bfloat16, dense), bytes of memory and, for TPUs, clock rate in Hz and cores per JAX device."""
 
     flops: float
     hbm: float
@@ -57,17 +51,13 @@ TPU_SLICES = {"v4": DEEP_SLICES, "v5e": FLAT_SLICES, "v5p": DEEP_SLICES, "v6e": 
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip for a `jax.Device.device_kind`, or None for unknown kinds and CPUs.
-
-    For a GPU, this is the chip whose name is the longest prefix of `device_kind`.
-    """
+    """Returns the chip of a `jax.Device.device_kind`, for a GPU by the longest matching prefix; None if unknown."""
     matching = [name for name in CHIPS if device_kind == name
                 or (name.startswith("NVIDIA") and device_kind.startswith(name))]
     return CHIPS[max(matching, key=len)] if matching else None
 
 
 def device_name(device: jax.Device) -> str:
-    """Returns `device.device_kind` or, for a CPU, the model name from /proc/cpuinfo, if it exists."""
     fields = processor() if device.platform == "cpu" else {}
     return fields.get("model name", device.device_kind)
 
@@ -91,11 +81,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 
 def similar_topologies(text: str) -> list[str]:
-    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"].
-
-    If the number of chips is unknown, these are all slices of the generation. If the generation is unknown, too, they
-    are one slice per generation. In Google Cloud's names, such as "v4-8", the number counts the cores of the chips.
-    """
+    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"]."""
     generation, rest = re.sub("lite(pod)?", "e", text.lower()), ""
     if found := re.search("|".join(TPU_SLICES), generation):
         generation, rest = found[0], generation[found.end():]
@@ -104,7 +90,7 @@ def similar_topologies(text: str) -> list[str]:
     sides = re.findall(r"\d+", rest)
     number = math.prod(map(int, sides)) if sides else 0
     if rest.startswith("-"):
-        number //= CHIPS[f"TPU {generation}"].cores
+        number //= CHIPS[f"TPU {generation}"].cores  # Google Cloud's names, such as "v4-8", count cores
     slices = TPU_SLICES[generation]
     equal = [shape for shape in slices if math.prod(map(int, shape.split("x"))) == number and rest != f":{shape}"]
     return [f"{generation}:{shape}" for shape in equal or slices]

@@ -65,11 +65,7 @@ def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = 
 
 
 def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
-    """Returns the operations of the model's `method` on a text of context_length tokens.
-
-    The products are the same for all attention backends (see `ops.xla_attention.counted`), and for all backends of the
-    experts' products, because unused rows are not counted.
-    """
+    """Returns the operations on context_length tokens, equal for all backends (see `ops.xla_attention.counted`)."""
     model = model.clone(config=dataclasses.replace(
         model.config, attention="counted", grouped_matmul="ragged", remat="none"))
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
@@ -78,10 +74,7 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of the optimizer's matrix products per update. Only Muon has matrix products.
-
-    `params` are the parameters or their shapes.
-    """
+    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes."""
     return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
 
 
@@ -133,7 +126,6 @@ def _sum(operations) -> Operations:
 
 
 def _count_ragged_dot(equation) -> int:
-    """Returns the FLOPs of a ragged_dot_general, which multiplies each row by the matrix of the row's group."""
     dimensions = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dimensions.dot_dimension_numbers
     if set(dimensions.lhs_ragged_dimensions) & set(contracted):

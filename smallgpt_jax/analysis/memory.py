@@ -56,12 +56,8 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
     positions = sequences * c.context_length
 
     def kept(qkv: float) -> float:
-        """Returns the saved activations per position and block, in units of the model width.
-
-        `qkv` counts queries, keys, values and attention outputs; it is 0 for other mixers. `inner` counts the MLP's
-        activation and its derivative. A gated MLP also saves the up-projection and the product.
-        """
-        inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
+        """Returns the saved activations per position and block, in model widths; `qkv` is 0 without attention."""
+        inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio  # gated: also the up-projection and the product
         return {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}[c.remat]
 
     activations = sum(count * positions * width * element * kept(0) for count, width in other_mixers(model, mesh))
@@ -84,28 +80,21 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
 
 
 def sum_of_ranks(model: LanguageModel) -> int:
-    """Returns the sum of the ranks of all matrices that are stored as two factors."""
     return sum(math.prod(p.shape[:p.module_stacks]) * p.shape[-1] for p in jax.tree.leaves(abstract_params(model))
                if p.axes[-1:] == ("rank",))
 
 
 def bytes_on_device(tree) -> int:
-    """Returns the bytes per device of a tree. Its leaves are arrays, or shapes with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def format_bytes(size: float) -> str:
-    """Returns a size as text: 3e6 → '2.9 MiB'; 3e9 → '2.79 GiB'."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """A group of identical attention layers.
-
-    `count` is the number of layers per device. `backend` computes the layers. If `backend` is a fallback,
-    `fallback_reason` gives the reason; else it is "".
-    """
+    """Identical attention layers. `count` is per device; `fallback_reason` is "" unless `backend` is a fallback."""
 
     count: int
     width: int
@@ -140,7 +129,6 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    """Returns the attention window of each attention module, {module path: window}."""
     return {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
 
 
@@ -161,10 +149,7 @@ def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
 
 
 def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
-    """Returns the mixers of all blocks, {module path: module}.
-
-    Traces the model, because the weights show neither windows nor classes.
-    """
+    """Returns {module path: mixer}. Traces the model, because the weights show neither windows nor classes."""
     found = {}
 
     def record(call, arguments, keywords, method):
@@ -192,7 +177,6 @@ def components(model: LanguageModel) -> dict[str, int]:
 
 
 def component_of(names: list[str]) -> str:
-    """Returns the component that a parameter belongs to, given the names on its path in the parameter tree."""
     components = {"token_embedding": "token embedding", "position_embedding": "position embedding",
              "attention": "attention", "mlp": "MLP", "head": "head"}
     if component := next((components[name] for name in names if name in components), None):

@@ -10,7 +10,7 @@ from smallgpt_jax.comparison.results import Run
 
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns {name: runs}. Runs with the same name train the same model with different seeds."""
+    """Returns {name: runs}; runs with the same name train the same model with different seeds."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.name, []).append(run)
@@ -19,8 +19,6 @@ def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Mean and range of one number over seeds."""
-
     mean: float
     low: float
     high: float
@@ -28,7 +26,6 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Returns mean and range, or None if a value is missing."""
     if not values or any(value is None for value in values):
         return None
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
@@ -36,8 +33,6 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 @dataclasses.dataclass(frozen=True)
 class Quartiles:
-    """Median and quartiles of one number."""
-
     median: float
     low: float
     high: float
@@ -45,7 +40,6 @@ class Quartiles:
 
 
 def quartiles(values: Sequence[float | None]) -> Quartiles | None:
-    """Returns median and quartiles, linear between the values; None if a value is missing."""
     if not values or any(value is None for value in values):
         return None
     low, median, high = map(float, np.percentile(values, (25, 50, 75)))
@@ -53,10 +47,7 @@ def quartiles(values: Sequence[float | None]) -> Quartiles | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the mean and range of `field`, "loss" or "bits_per_byte", over the ends of the runs.
-
-    Returns None if the last evaluations are at different steps, or if a value is missing.
-    """
+    """Returns the spread over the ends of the runs; None if their last steps differ or a value is missing."""
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
     return spread([run.final(field) for run in runs])
@@ -101,16 +92,12 @@ def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the numbers of targets in the runs' last evaluations differ by more than 1%.
-
-    If so, the losses are means over different rows.
-    """
+    """Whether the last losses are means over different rows: over numbers of targets that differ by over 1%."""
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and max(targets) > 1.01 * min(targets)
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    """Returns {context length: mean and range, over seeds, of the bits per byte on a text}."""
     found: dict[int, list[float | None]] = {}
     for run in runs:
         for row in run.texts:
@@ -120,7 +107,6 @@ def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
 
 
 def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
-    """Returns {field: value} for those of `fields` that have the same value in all runs."""
     first, *others = (run.config for run in runs)
     return {field: first.get(field) for field in fields
             if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}

@@ -44,7 +44,6 @@ class Plot:
 
 
 def aligned_table(table: Table) -> str:
-    """Returns a table as plain text with aligned columns."""
     head, *rows = aligned_rows([table.head, *table.rows])
     return "\n".join([head, *(row + "  ← best" * (i == table.best) for i, row in enumerate(rows))])
 
@@ -93,7 +92,6 @@ pre { background: #f4f4f4; padding: .8rem; white-space: pre-wrap; overflow-wrap:
 
 
 def to_html(title: str, blocks: Sequence) -> str:
-    """Returns a self-contained HTML page."""
     def text(block) -> str:
         match block:
             case Heading(text):

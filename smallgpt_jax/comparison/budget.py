@@ -35,10 +35,6 @@ SPEED_SECONDS = 5.0  # duration of a speed measurement
 
 
 def make_comparison(config: ConfigDict, output: Path) -> Comparison:
-    """Returns the comparison of a config, with the number of steps of each model.
-
-    Raises UserError for an invalid comparison and for a budget that a run cannot meet.
-    """
     runs, compare = resolve_runs(config), config.compare
     reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
@@ -60,17 +56,13 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
 
 
 def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
-    """Raises UserError if a run has fewer evaluations than its loss is averaged over."""
     if (count := -(-train.steps // train.eval_every)) < averaged:
         raise UserError(f"config.compare.averaged_evaluations={averaged}: {name} has only {count} evaluations; "
                         "decrease config.train.eval_every")
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
-    """Returns {name: config} of the runs of a comparison, before the budget is applied.
-
-    Raises UserError for an invalid comparison and for runs with different training texts.
-    """
+    """Returns {name: config} of the runs of a comparison, before the budget is applied."""
     validate_comparison(config)
     runs = {name: resolve_run(config, name) for name in run_names(config)}
     require_same_text(runs)
@@ -78,7 +70,6 @@ def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
 
 
 def validate_comparison(config: ConfigDict) -> None:
-    """Raises UserError for invalid values in the groups `compare` and `runs`."""
     if "compare" not in config or "runs" not in config:
         raise UserError("--config: this is the recipe of one run, not a comparison; use a config in configs/compare/, "
                         "or list existing runs in --workdirs")
@@ -106,7 +97,6 @@ def validate_comparison(config: ConfigDict) -> None:
 
 
 def run_names(config: ConfigDict) -> list[str]:
-    """Returns the names in config.compare.names, without duplicates."""
     return list(dict.fromkeys(name.strip() for name in config.compare.names.split(",") if name.strip()))
 
 
@@ -154,7 +144,6 @@ _trainable: set[str] = set()
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
-    """Raises UserError if two runs have different training texts."""
     first, *others = runs
     for other in others:
         for field in (*DataConfig.names(in_store=True), "store", "mixture"):
@@ -188,10 +177,7 @@ def set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target:
 
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
-    """Returns the cost of one training step: its FLOPs if the budget is "flops", else its tokens.
-
-    The FLOPs include those of padding and those of the optimizer. The tokens do not include padding.
-    """
+    """Returns a step's FLOPs, with padding and the optimizer, if that is the budget; else tokens without padding."""
     inputs = config.train.batch_size * config.model.context_length
     if budget == "flops":
         model = models.build(**config.model)
@@ -208,10 +194,7 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
 
 
 def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
-    """Returns {name: steps per second}, measured once per run and stored in speeds.json.
-
-    Raises UserError if a run has already started but no speed is stored for its config.
-    """
+    """Returns {name: steps per second}, measured once per run and stored in speeds.json."""
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
@@ -235,7 +218,6 @@ def config_digest(run: ConfigDict) -> str:
 
 
 def steps_per_second(config: ConfigDict) -> float:
-    """Returns the training speed of a config on this machine, measured for SPEED_SECONDS."""
     program = build_program(config)
     state, step = program.initial_state(), program.compile_train_step()
     batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),

@@ -50,8 +50,6 @@ RESULTS = {"command": Optional(TEXT), "runs": [{
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A cost of a run that can be limited."""
-
     label: str
     cost: Callable[[dict], float | None]  # of a run in results.json; None if it was not measured
     is_training: bool
@@ -124,7 +122,6 @@ class CannotTellError(Exception):
 
 
 def choose(path: Path, budget: str, limit: float) -> Answer:
-    """Returns the answer that the results.json at `path` gives for a budget, one of BUDGETS."""
     results = read_json(path, RESULTS, "give the results.json of a comparison")
     candidates, notes = read_candidates(results["runs"], BUDGETS[budget])
     if not candidates:
@@ -233,7 +230,6 @@ def require_range(within: Sequence[Candidate], measured: Sequence[Candidate], bu
 
 
 def _refuse_extrapolation(limit: float, low: float, high: float, nearest: float) -> None:
-    """Raises CannotTellError for a limit that is not near the budgets `low` to `high`, the nearest being `nearest`."""
     factor = max(limit / nearest, nearest / limit)
     if low <= limit <= high:
         raise CannotTellError(f"no run was trained near the budget; the nearest budget below it is {nearest:.3g}, by a "
@@ -256,11 +252,10 @@ def best_shares(draws: np.ndarray) -> np.ndarray:
 
 
 def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarray:
-    """Returns draws of the candidates' expected losses, shape (candidates, draws).
+    """Returns draws of the candidates' expected losses from Student's t-distribution, shape (candidates, draws).
 
     The spread over seeds is pooled over the candidates, because a few seeds determine no spread each. Runs of one seed
-    share their batches: if all candidates have the same seeds, what they have in common is removed. The draws are of
-    Student's t-distribution. Raises CannotTellError if no candidate has a second seed.
+    share their batches: if all candidates have the same seeds, what they have in common is removed.
     """
     losses = [{run["seed"]: run["curve"][-1]["loss"] for run in candidate.runs} for candidate in candidates]
     means = np.array([np.mean(list(by_seed.values())) for by_seed in losses])
@@ -339,10 +334,9 @@ def rank_by_law(fits: Sequence[scaling.Fit], candidates: Sequence[Candidate], bu
 
 # ------------------------------------------------------------------ output
 def training_command(candidate: Candidate, comparison: str, limit: float | None) -> str:
-    """Returns a command that trains a candidate's config again, with the training budget `limit` if one is given.
+    """Returns a command that trains a candidate again, with the training budget `limit` if one is given.
 
-    If its workdir is not on this machine, returns the command that made the comparison, restricted to the candidate.
-    Returns "" if the results have no such command.
+    If its workdir is not on this machine: the comparison's command, restricted to the candidate, or "" if unknown.
     """
     run = candidate.runs[0]
     workdir, config = run["workdir"], run["config"]
@@ -365,7 +359,6 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
 
 
 def format_answer(answer: Answer) -> str:
-    """Returns the answer as text of one screen. Of the front, it has the MAX_ROWS rows near the limit."""
     label = BUDGETS[answer.budget].label
     verdict = f"Choose {answer.chosen}: " if answer.chosen else "Cannot tell, because "
     parts = [f"Budget: {answer.limit:.4g} {label}", f"{verdict}{answer.reason}."]

@@ -24,11 +24,7 @@ PAPER_TOKENS_PER_STEP = 524_288  # in the runs of the paper's authors (arXiv 240
 
 
 def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None = None) -> Figure:
-    """Returns a plot of the validation loss against `axis`, a key of AXES.
-
-    Each line shows the mean loss over the seeds. The band around it reaches from the lowest to the highest loss.
-    `logged` contains the curves that `read_logged` returns; they are plotted too.
-    """
+    """Plots mean losses over seeds with bands of their range, and curves as returned by `read_logged`."""
     figure, plot = new_plot(AXES[axis], "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
         curve = aggregation.mean_curve(group, axis)
@@ -48,7 +44,6 @@ def loss_against(axis: str, runs: Sequence[Run], logged: dict[str, list] | None 
 
 
 def loss_against_parameters(runs: Sequence[Run]) -> Figure:
-    """Returns a plot of the last validation loss against the number of parameters, with a marker per finished run."""
     figure, plot = new_plot("parameters", "validation loss, nats per token")
     for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
         finished = [run for run in group if run.is_finished and run.final("loss") is not None]
@@ -93,10 +88,6 @@ def loss_against_learning_rate(grids: dict[str, Grid], runs: Sequence[Run]) -> F
 
 
 def loss_against_context(text: str, label: str, runs: Sequence[Run]) -> Figure:
-    """Returns a plot of the bits per byte of a text against the context length.
-
-    `text` is the name of the text in the results. `label` is its name on the axis.
-    """
     figure, plot = new_plot("context length, tokens", f"bits per byte, {label}")
     ticks = set()
     for style, (name, group) in zip(line_styles(), aggregation.group_by_name(runs).items()):
@@ -146,14 +137,12 @@ def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def line_styles():
-    """Yields an endless sequence of plot styles, one for each model."""
     for i in itertools.count():
         yield {"color": COLORS[i % len(COLORS)], "linestyle": STYLES[i % len(STYLES)],
                "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
 
 
 def new_plot(x: str, y: str):
-    """Returns a figure and its axes, labelled `x` and `y`."""
     figure = Figure(figsize=SIZE, layout="constrained")
     plot = figure.subplots()
     style_axes(plot, x, y)
@@ -161,7 +150,6 @@ def new_plot(x: str, y: str):
 
 
 def finish_plot(figure: Figure, plot) -> Figure:
-    """Adds the legend to a figure and returns the figure."""
     handles = [line for line in plot.lines if not line.get_label().startswith("_child")]
     labels = [line.get_label() for line in handles]
     if labels:

@@ -23,12 +23,9 @@ class Minimum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A model's losses after training, with a seed of its own, at two or more multiples of its own learning rate.
+    """A model's losses after training at two or more multiples of its own learning rate."""
 
-    The seed is not one of the comparison: the lowest of several losses of a seed is lower than an average one.
-    """
-
-    seed: int
+    seed: int  # not one of the comparison: the lowest of several losses of a seed is lower than an average one
     learning_rate: float  # the model's own learning rate, which is multiplied
     # {multiple: validation loss after the last step}, in ascending order of the multiples. A loss is infinite if the
     # run has diverged, and None if the run is not finished.
@@ -97,7 +94,6 @@ def search(seed: int, learning_rate: float, multiples: tuple[float, ...], max_ad
 
 
 def scale(config: Config, multiple: float) -> Config:
-    """Returns the config with its learning rates multiplied."""
     return config.replace(optimizer={
         field: multiple * getattr(config.optimizer, field) for field in ("learning_rate", "final_learning_rate")})
 

@@ -32,10 +32,7 @@ TIMED_TOKENS = 64
 
 
 def parse_texts(texts: str) -> dict[str, str]:
-    """Returns {name: source} for the texts listed in `texts`, in the format "NAME=SOURCE,NAME=SOURCE".
-
-    Raises UserError for other formats, for duplicate names, and for the name OWN_TEXT, which is reserved.
-    """
+    """Returns {name: source} for texts in the format "NAME=SOURCE,NAME=SOURCE"."""
     found = {}
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
@@ -53,10 +50,7 @@ def parse_texts(texts: str) -> dict[str, str]:
 
 
 def open_texts(config: Config, texts: dict[str, str]) -> dict[str, Corpus]:
-    """Returns {name: corpus} for a run's training text and for `texts`, all tokenized with the run's tokenizer.
-
-    `texts` maps names to sources. Prepares missing token stores. Raises UserError for sources that cannot be read.
-    """
+    """Returns {name: corpus} of a run's own text and of `texts`, {name: source}, with the run's tokenizer."""
     own = load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
     tokenizer = cache_folder() / "tokenizers" / name  # runs with equal tokenizers share this path
@@ -142,11 +136,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 
 def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:
-    """Returns the loss of a run's newest checkpoint on a sample.
-
-    The rows are `multiple` times as long as the run's context length. The keys of the result are "loss" (nats per
-    token), "bits_per_byte" and "tokens" (the number of targets).
-    """
+    """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets) at `multiple` context lengths."""
     trained, config = inference.load_trained(folder), read_config(folder)
     config = config.replace(model={"context_length": multiple * config.model.context_length},
                             data={"packing": "concat"})  # the packing that TextSample uses
@@ -167,10 +157,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
 
 
 def measure_decoding(folder: Path, log=print) -> None:
-    """Measures a run's decoding speed at batch size 1 and writes it to evaluations/decoding.json.
-
-    Does nothing if the file contains a speed.
-    """
+    """Writes the decoding speed at batch size 1 to evaluations/decoding.json, unless it contains one."""
     path = folder / EVALUATION_FOLDER / DECODING_FILE
     if read_json_or_none(path, DECODING):
         return
@@ -187,10 +174,7 @@ def measure_decoding(folder: Path, log=print) -> None:
 
 
 def decoding_speed(text_model: inference.TextModel, count: int) -> float:
-    """Returns the decoding speed in tokens per second, measured over `count` tokens after the prefill.
-
-    Decoding does not stop at an end-of-text token.
-    """
+    """Returns tokens per second over `count` tokens after the prefill, past end-of-text tokens."""
     sampling = Sampling(temperature=0.0)
     session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
                                     [[text_model.tokenizer.begin_of_text]])

@@ -105,10 +105,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
 
 def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index if there is none.
-
-    `count` maps a width to its number of parameters; the search starts at the width `start`.
-    """
+    """Returns the index of the first width with at least `target` parameters, or the last index if there is none."""
     low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:
         i = min(max(guess, low), high - 1)
@@ -119,23 +116,17 @@ def first_at_least(widths: list[int], start: int, target: float, count: Callable
 
 
 def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    """Returns the width whose number of parameters, `count(width)`, is nearest to `target`.
-
-    The search starts at the width `start`.
-    """
     i = first_at_least(widths, start, target, count)
     return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
 
 
 def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
-    """Returns a copy of `config` with width `d_model` and `num_heads` heads."""
     config = config.copy_and_resolve_references()
     config.model.update(d_model=d_model, num_heads=num_heads)
     return config
 
 
 def is_valid_model(fields: dict) -> bool:
-    """Whether a model with these fields can be built."""
     try:
         models.build(**fields)
     except UserError:

@@ -42,7 +42,6 @@ class Data(NamedTuple):
 
 
 def fit(sizes, tokens, losses) -> Law:
-    """Returns the law with the smallest squared error, from a grid of starts."""
     data, scales = _scaled(sizes, tokens, losses)
     starts = np.array(list(itertools.product(STARTS, STARTS)))
     exponents, constants, errors = _search(starts, data, np.ones((len(starts), len(data.losses))))
@@ -51,10 +50,7 @@ def fit(sizes, tokens, losses) -> Law:
 
 
 def bootstrap(law: Law, sizes, tokens, losses, weights: np.ndarray) -> Law:
-    """Returns one law per row of `weights`, shape (samples, points). Each search starts from `law`, the common fit.
-
-    A row counts how often each point is in the sample.
-    """
+    """Returns one law per row of `weights`, (samples, points): how often each point is in the sample."""
     data, scales = _scaled(sizes, tokens, losses)
     starts = np.tile([law.size_exponent, law.token_exponent], (len(weights), 1))
     exponents, constants, _ = _search(starts, data, np.asarray(weights, float))
@@ -75,8 +71,7 @@ def _unscaled(exponents: np.ndarray, constants: np.ndarray, scales: np.ndarray) 
 def _search(starts: np.ndarray, data: Data, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns (exponents, constants, squared errors) of one fit per row of `weights`, by Levenberg-Marquardt steps.
 
-    The steps of the logarithms of the exponents are those of all five parameters. After each, the three constants are
-    solved for exactly.
+    The steps of ln α and ln β are those of all five parameters. After each, the constants are solved for exactly.
     """
     bounds = np.log(EXPONENTS)
     logs = np.log(np.clip(starts, *EXPONENTS))

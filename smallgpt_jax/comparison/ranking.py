@@ -17,8 +17,7 @@ COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 class Ranking:
     """The finished models in ascending order of their mean loss, with paired differences over seeds.
 
-    The pairs of `neighbors` and `not_distinguishable` are chosen by the losses, so their p-values are corrected for
-    all pairs of models. Those of `against_reference` are corrected for the comparisons with the reference only.
+    The losses choose `neighbors` and `not_distinguishable`, so their p-values are corrected for all pairs of models.
     """
 
     means: dict[str, float]
@@ -28,7 +27,6 @@ class Ranking:
     not_distinguishable: tuple[str, ...]  # from the first model; excludes it
 
     def verdict(self, name: str) -> Difference | None:
-        """Returns the difference of a model to the reference, or None if there is none."""
         return next((row for row in self.against_reference if row.name == name), None)
 
 
@@ -49,7 +47,6 @@ def rank(groups: Mapping[str, list[Run]], reference: str | None) -> Ranking:
 
 
 def conclusion(groups: Mapping[str, list[Run]], ranking: Ranking) -> str:
-    """Returns text that names the two models with the lowest loss, and those not distinguishable from the first."""
     if len(aggregation.last_losses(groups)) < 2:
         return "Fewer than two runs are finished: no ranking."
     if not ranking.means:
@@ -124,7 +121,6 @@ def differences_table(differences: tuple[Difference, ...]) -> Table:
 
 
 def ranking_facts(ranking: Ranking) -> dict[str, Any]:
-    """Returns the content of a ranking for results.json."""
     def facts(differences: tuple[Difference, ...]) -> list[dict]:
         return [{**dataclasses.asdict(row), "verdict": row.verdict, "seeds_needed": row.seeds_needed}
                 for row in differences]

@@ -83,7 +83,6 @@ def grid_facts(grid: Grid) -> dict[str, Any]:
 
 
 def read(path: Path) -> Record:
-    """Returns the record in a results.json. Raises UserError if it is damaged or has another format."""
     content = read_json(path, RECORD, f"expected a results.json of format {FORMAT}; repeat the comparison's command "
                                       "where its runs are")
     return Record(
@@ -129,7 +128,6 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
 
 
 def require_mergeable(where: str, one: Run, other: Run) -> None:
-    """Raises UserError if runs of two records cannot be in one report. `where` names the two records."""
     if changes := results.text_changes(one, other):
         raise UserError(f"{where}: cannot be compared, since their texts differ ({changes}); report on them separately")
     if one.last and other.last and (differences := different(one.evaluation_rows, other.evaluation_rows)):
@@ -158,7 +156,6 @@ def fixed_fields(run: Run) -> dict[str, Any]:
 
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Returns a list of the first three different entries as text, or ""."""
     found = [f"{name} {one.get(name)!r} and {other.get(name)!r}" for name in dict.fromkeys([*one, *other])
              if one.get(name) != other.get(name)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

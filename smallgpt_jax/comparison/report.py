@@ -33,12 +33,7 @@ SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length
 
 
 def write_report(output: Path, record: Record, logged: dict[str, list] | None = None) -> str:
-    """Writes report.html, report.md with its PNG plots, and results.json into the folder `output`.
-
-    `logged` contains additional curves for the plot of the loss against tokens.
-
-    Returns the report as plain text, up to and including the first table.
-    """
+    """Writes report.html, report.md, PNG plots and results.json. Returns the plain text up to the first table."""
     blocks = report_blocks(record, logged)
     for block in blocks:
         if isinstance(block, Plot):
@@ -83,7 +78,6 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
 
 
 def legend(runs: Sequence[Run], order: Ranking) -> str:
-    """Returns text that explains the columns of the summary table."""
     has_seeds = len({run.name for run in runs}) < len(runs)
     averaged = max((run.averaged for run in runs), default=1)
     return ("Loss: nats per token on the validation split, "
@@ -99,7 +93,6 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
 
 
 def differences_blocks(order: Ranking) -> list:
-    """Returns the tables of paired differences over seeds. They are empty with a single model."""
     if not order.neighbors:
         return []
     blocks = [Heading("Differences over seeds"), Paragraph(
@@ -130,7 +123,6 @@ def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
 
 
 def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
-    """Returns the blocks about further texts, longer contexts, benchmarks and experts."""
     blocks = []
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
@@ -153,7 +145,6 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> lis
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """Returns warnings about runs that are incomplete or not comparable."""
     if not runs:
         return ["The comparison has no runs."]
     found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
@@ -182,7 +173,6 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def uncounted_work(runs: Sequence[Run]) -> list[str]:
-    """Returns warnings about runs with unknown FLOPs, and about unequal work that FLOPs do not count."""
     first = {run.name: run for run in runs}
     found = [f"The FLOPs of {name} are unknown: {run.flops_problem}." for name, run in first.items()
              if run.flops_problem]
@@ -195,7 +185,6 @@ def uncounted_work(runs: Sequence[Run]) -> list[str]:
 
 
 def grid_warnings(grids: dict[str, Grid], runs: Sequence[Run]) -> list[str]:
-    """Returns warnings about models whose best learning rate may be outside their grid or whose mean is biased."""
     seeds = {(run.name, run.seed) for run in runs}
     found = [f"{name}: seed {grid.seed} chose the learning rate and is also in the mean, which is therefore too low."
              for name, grid in grids.items() if (name, grid.seed) in seeds]
@@ -206,7 +195,6 @@ def grid_warnings(grids: dict[str, Grid], runs: Sequence[Run]) -> list[str]:
 
 
 def grid_table(grids: dict[str, Grid]) -> Table:
-    """Returns a table of the last validation loss at each multiple of the models' own learning rates."""
     def cell(loss: float | None) -> str:
         return MISSING if loss is None else "diverged" if loss == math.inf else f"{loss:.4f}"
 
@@ -225,10 +213,7 @@ def grid_table(grids: dict[str, Grid]) -> Table:
 
 
 def summary_table(groups: dict[str, list[Run]], order: Ranking) -> Table:
-    """Returns a table of losses, size, speed and memory, with one row per model.
-
-    The rows are in ascending order of the loss; models without a comparable loss are last.
-    """
+    """Returns one row per model, in ascending order of the loss; models without a comparable loss are last."""
     ranked = list(order.means)
     names = [*ranked, *(name for name in groups if name not in ranked)]
     head, rows = ["run", "validation loss"], [[name, losses_cell(groups[name])] for name in names]
@@ -271,11 +256,7 @@ def unfinished_note(group: list[Run]) -> str:
 
 
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
-    """Returns the mean and the range of a number over all seeds, as text: '1.2345 (1.2300 to 1.2390)'.
-
-    `seeds` is the number of seeds. If the number is missing for some seeds, a note such as ", 2 of 3 seeds" is
-    appended.
-    """
+    """Returns text such as '1.2345 (1.2300 to 1.2390), 2 of 3 seeds'; the end only if seeds lack the number."""
     if numbers is None:
         return MISSING
     return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
@@ -293,7 +274,6 @@ def speed_values(group: list[Run]) -> dict[str, list[float | None]]:
 
 
 def speed_table(groups: dict[str, list[Run]]) -> Table:
-    """Returns a table of the medians and quartiles over seeds, such as "1,234 (1,200 to 1,250)"."""
     def cell(values: list[float | None], form: str) -> str:
         if (found := aggregation.quartiles(values)) is None:
             return MISSING
@@ -346,7 +326,6 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def provenance(runs: Sequence[Run], command: str) -> list:
-    """Returns report blocks about the training (machines, versions, dates, time) and the command of the comparison."""
     sessions = [session for run in runs for session in run.sessions]
     machines = dict.fromkeys(f"{s['devices']} × {s['device']}" for s in sessions)
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())

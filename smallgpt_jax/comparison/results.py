@@ -62,15 +62,11 @@ EVALUATION = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """An evaluation of a run.
-
-    `tokens`, `flops` and `seconds` are totals over all training steps before the evaluation. `flops` includes padding
-    and the optimizer; `tokens` excludes padding.
-    """
+    """An evaluation of a run. `tokens`, `flops` and `seconds` are totals over all training steps before it."""
 
     step: int
-    tokens: int
-    flops: float | None  # None if they cannot be counted
+    tokens: int  # without padding
+    flops: float | None  # with padding and the optimizer; None if they cannot be counted
     seconds: float | None  # None if the run has logged no speed
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
@@ -79,8 +75,6 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run, as read from its workdir."""
-
     name: str
     workdir: str
     seed: int
@@ -112,10 +106,7 @@ class Run:
         return self.curve[-1] if self.curve else None
 
     def final(self, field: str) -> float | None:
-        """Returns the mean of `field` over the last evaluations, or None if a value is missing.
-
-        Ignores evaluations with another number of targets than the last one.
-        """
+        """Returns the mean over the last evaluations with as many targets as the last; None if a value is missing."""
         points = [point for point in self.curve if point.targets == self.last.targets][-self.averaged:]
         values = [getattr(point, field) for point in points]
         return None if not values or None in values else statistics.fmean(values)
@@ -129,11 +120,7 @@ class Run:
 
 
 def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1) -> Run:
-    """Returns the results of the run in `folder`. Raises UserError if the folder contains no trained run.
-
-    With `trust_custom_code`, the module of a custom architecture is imported. `averaged` is the number of last
-    evaluations over which the loss of the run is the mean.
-    """
+    """Returns the results of a run, whose loss is the mean over the `averaged` last evaluations."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = read_config(folder, trust_custom_code)
@@ -181,8 +168,6 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
 
 
 class Counts(NamedTuple):
-    """The numbers of parameters and FLOPs of a model with a given optimizer."""
-
     components: dict[str, int]  # number of parameters of each component
     active_parameters: int
     cost: Cost  # of training, without the optimizer
@@ -191,10 +176,7 @@ class Counts(NamedTuple):
 
 @functools.cache
 def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
-    """Returns the parameters and FLOPs of a model.
-
-    The result is cached, because computing it traces the model. FLOPs do not depend on the optimizer's settings.
-    """
+    """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
     params = models.abstract_params(model)
     optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
     return Counts(memory.components(model), models.num_active_parameters(model), train_cost(model),
@@ -202,15 +184,11 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
 
 
 def steps_done(folder: Path) -> int:
-    """Returns the last logged step."""
     return max((line["step"] for line in read_lines(folder / METRICS_FILE)), default=0)
 
 
 def training_seconds(lines: Sequence[dict], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Returns the steps with a logged speed, and the seconds of training up to each of these steps.
-
-    The seconds are computed from the speeds. Both lists begin with 0.
-    """
+    """Returns the steps with a logged speed, and the seconds of training up to each. Both lists begin with 0."""
     steps, seconds = [0], [0.0]
     for line in lines:
         if line["split"] == "train" and line.get("tokens_per_second"):
@@ -235,8 +213,7 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} of a checkpoint, from lm-evaluation-harness's result files.
 
-    Uses only evaluations of the full model, in its own dtype, on all examples of a task. If several of them have the
-    same key, the newest is used. The metric is acc_norm if present, else acc.
+    Uses the newest evaluation of the full model, in its own dtype, on all examples; acc_norm if present, else acc.
     """
     scores = {}
     # Skips evaluations that used only some of ParallelGPT's parallel paths, and evaluations with the flag --dtype. Both
@@ -274,10 +251,9 @@ def settings_suffix(evaluation: dict, task: str) -> str:
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs. A run's name is its folder's name without -seedN.
+    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x" becomes "gpt-lr2x".
 
-    For example, "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x" becomes "gpt-lr2x". Runs have the same name only if
-    their configs are equal except for the seed. Otherwise, the second name gets a number: "gpt (2)".
+    Runs share a name only if their configs are equal except for the seed; otherwise, the second is "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
@@ -293,11 +269,7 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def require_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError if a run is listed twice, or if the runs cannot be compared.
-
-    All runs must have the same training text. If several runs were measured on texts with the same name, these texts
-    must be the same, too.
-    """
+    """Raises UserError if a run is listed twice, or if training texts or texts of the same name differ."""
     seen: dict[tuple, Run] = {}
     for run in runs:
         other = seen.setdefault((run.name, run.seed), run)
@@ -312,7 +284,6 @@ def require_comparable(runs: Sequence[Run]) -> None:
 
 
 def text_changes(one: Run, other: Run) -> str:
-    """Returns the differences between the training texts of two runs, or "" if the texts are the same."""
     before, now = one.text["description"], other.text["description"]
     if same_text(before, now) and one.text["tokenizer"] == other.text["tokenizer"]:
         return ""
@@ -320,7 +291,6 @@ def text_changes(one: Run, other: Run) -> str:
 
 
 def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
-    """Raises UserError if the measured texts differ."""
     for row, run in measured[1:]:
         first, other = measured[0]
         if row["fingerprint"] != first["fingerprint"]:
@@ -338,5 +308,4 @@ def text_identity(folder: Path) -> dict[str, Any]:
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of all texts that runs were measured on."""
     return list(dict.fromkeys(row["text"] for run in runs for row in run.texts))

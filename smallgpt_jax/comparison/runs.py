@@ -1,8 +1,4 @@
-"""The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid.
-
-The runs of a grid have a seed that is not in the comparison: the loss that chose the learning rate is too low for an
-average loss.
-"""
+"""The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,8 +14,6 @@ RUNS_FOLDER = "runs"  # in a comparison's folder
 
 
 class PlannedRun(NamedTuple):
-    """One run of a comparison; `config` is a complete training config."""
-
     name: str
     config: Config
     folder: Path
@@ -29,8 +23,6 @@ class PlannedRun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The models of a comparison, and the seeds and learning rates to train them with."""
-
     output: Path
     models: dict[str, Config]  # {name: config}, each with the number of steps that the budget allows
     seeds: range
@@ -44,10 +36,7 @@ class Comparison:
         return self.seeds[0] - 1
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
-        """Returns {name: grid}, or {} if the comparison has no multiples.
-
-        `losses` maps the folders of finished runs to their losses; see `Grid.losses`.
-        """
+        """Returns {name: grid}. `losses` maps the folders of finished runs to their losses; see `Grid.losses`."""
         return {name: learning_rates.search(
             self.grid_seed, model.optimizer.learning_rate, self.multiples, self.max_added,
             lambda multiple, name=name: losses.get(run_folder(self.output, name, self.grid_seed, multiple)))
@@ -84,9 +73,6 @@ class Comparison:
 
 
 def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Path:
-    """Returns the workdir of a run, named after the run, its seed and the multiple of its learning rate.
-
-    The multiple 1 is left out of the name. A grid that is added later can then reuse the existing runs.
-    """
+    """Returns the workdir of a run. Multiple 1 is not in its name: a grid that is added later can reuse the run."""
     suffix = "" if multiple == 1 else f"-lr{learning_rates.format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"

@@ -1,8 +1,7 @@
 """Scaling laws of several models: predictions with intervals, compute multipliers, budgets at which the order changes.
 
-Functions of plain records. Each model has its own law (`power_law`), and its uncertainty is a bootstrap over runs.
-Between models, the bootstraps are independent, which ignores that runs of one seed share their batches. The intervals
-of differences are therefore wide rather than narrow.
+Each model's uncertainty is a bootstrap over runs. Between models, the bootstraps are independent, which ignores that
+runs of one seed share their batches. The intervals of differences are therefore wide rather than narrow.
 """
 
 import dataclasses
@@ -77,14 +76,7 @@ def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
 
 
 def fit(records: Sequence[Record], size: str = "parameters", draws: int = DRAWS, seed: int = 0) -> Fit:
-    """Returns the law of one model. Raises UserError if its runs are too few.
-
-    Args:
-      records: all of one name.
-      size: which number of parameters is N, one of SIZES.
-      draws: number of bootstrap samples. Each draws whole runs with replacement.
-      seed: of the samples.
-    """
+    """Returns the law of one model, with `draws` bootstrap samples of its runs; `size` is N, one of SIZES."""
     name = records[0].name
     if missing := missing_for_fit(records, size):
         raise UserError(f"{name}: too few runs for a scaling law; train {missing}")
@@ -101,8 +93,7 @@ def _sample_runs(records: Sequence[Record], size: str, draws: int, rng: np.rando
     """Returns how often each record is in each bootstrap sample, shape (draws, records).
 
     A sample has one run fewer than the data, because the spread of samples of the same size is too narrow for few runs
-    (Rao and Wu, 1988). Samples without MIN_SIZES sizes or MIN_HORIZONS numbers of tokens are drawn again: they
-    determine no law.
+    (Rao and Wu, 1988). Samples that determine no law are drawn again.
     """
     kept, left = [], draws
     runs = np.unique([record.run for record in records], return_inverse=True)[1]
@@ -133,7 +124,6 @@ class Prediction:
 
 def predict(fitted: Fit, sizes: Sequence[float], tokens: Sequence[float], interval: float = INTERVAL,
             seed: int = 0) -> list[Prediction]:
-    """Returns a prediction for each pair of `sizes` and `tokens`."""
     draws = fitted.draws.loss(sizes, tokens)
     draws = draws + np.random.default_rng(seed).choice(fitted.noise, size=draws.shape)
     low, high = _bounds(draws, interval)
@@ -164,8 +154,6 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """How well a ranking of models agrees with the held-out losses."""
-
     ranking: tuple[str, ...]  # lowest loss first
     accuracy: float  # share of the pairs of models in the held-out order
     regret: float  # held-out loss of the first model, minus the lowest one
@@ -180,7 +168,6 @@ class HeldOutCheck:
 
 
 def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCheck:
-    """Returns the errors of the predictions for runs that were not fitted. Every fit needs held-out records."""
     groups = group_by_name(held_out)
     if absent := [fitted.name for fitted in fits if fitted.name not in groups]:
         raise UserError(f"{absent[0]}: no held-out run; train one, or leave the model out")
@@ -204,7 +191,6 @@ def _outcomes(fitted: Fit, held_out: Sequence[Record]) -> list[Outcome]:
 
 
 def _loss_of_largest(records: Sequence[Record]) -> float:
-    """Returns the mean loss, over seeds, of the runs with the most FLOPs."""
     largest = max(record.flops for record in records)
     return float(np.mean([record.loss for record in records if record.flops > 0.99 * largest]))
 
@@ -219,10 +205,7 @@ def decisions(scores: Mapping[str, float], actual: Mapping[str, float]) -> Decis
 
 # ------------------------------------------------------------------ compute
 def cost_per_token(fitted: Fit, sizes: np.ndarray, cost: str = "flops") -> np.ndarray:
-    """Returns the training cost per token at each size: the trained ones' mean, interpolated in logarithms.
-
-    `cost` is a field of the records.
-    """
+    """Returns the training cost per token at each size: the trained ones' mean, interpolated in logarithms."""
     trained, per_token = fitted.values(fitted.size), np.log(fitted.values(cost) / fitted.values("tokens"))
     known = np.unique(trained)
     return np.exp(np.interp(np.log(sizes), np.log(known), [per_token[trained == size].mean() for size in known]))

@@ -90,10 +90,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Returns the smallest number of seeds at which a paired t-test finds a difference of `mean` with 80% power.
-
-    `deviation` is the standard deviation of the difference over seeds. Returns None above MAX_SEEDS.
-    """
+    """Returns the fewest seeds at which a paired t-test finds a difference of `mean` with 80% power."""
     if mean == 0:
         return None
     if deviation == 0:

@@ -25,8 +25,7 @@ def train_comparison(comparison: Comparison, text: Corpus,
                      measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
     """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
-    Skips runs that another process is training. When no other runs are left, waits for the skipped runs of grids,
-    because their losses determine which runs follow.
+    Skips runs that another process is training, but waits for those of grids: their losses determine which runs follow.
     """
     losses: dict[Path, float] = {}
     measured, busy = set(), set()
@@ -56,10 +55,7 @@ def train_comparison(comparison: Comparison, text: Corpus,
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
-    """Trains a run to its last step, unless it is finished. Returns its loss, as in `last_loss`.
-
-    The loss is infinite if the run has diverged. Returns None if another process is training the run.
-    """
+    """Trains a run unless it is finished. Returns its loss, inf if it diverged, None if another process trains it."""
     check_existing(run, comparison.output, text)
     if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
@@ -86,13 +82,11 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
 
 
 def last_loss(run: PlannedRun, averaged: int) -> float:
-    """Returns the mean loss of a finished run's last evaluations, or infinity if it is not finite."""
     loss = results.read_run(run.name, run.folder, averaged=averaged).final("loss")
     return math.inf if loss is None else loss
 
 
 def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:
-    """Raises UserError if the run's folder contains a run with another config or another training text."""
     try:
         check_workdir(run.folder, run.config)
         check_same_text(run.folder, text)

@@ -27,50 +27,33 @@ PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The memory and speed of a training step and the memory of an evaluation step.
+    """Memory and speed of a training step, and memory of an evaluation step; bytes, cycles, collectives per device.
 
-    `flops_per_token` counts the matrix products and convolutions of the model, `flops_per_step` also those of the
-    optimizer. Both are None if they cannot be counted, and `flops_problem` says why.
-
-    Bytes, cycles and collectives are per device:
-
-    - `needed_bytes`: total memory of a training step.
-    - `eval_needed_bytes`: total memory during an evaluation step, including the optimizer state. None if training does
-      not fit.
-    - `estimated_cycles`: the compiler's estimate for a training step. It does not include the cycles of custom
-      kernels (such as Pallas kernels) or the time spent waiting for collectives.
-    - `kernel_cycles`: roofline estimate for the custom kernels, see `kernels.kernel_seconds`.
-    - `estimated_mfu`: model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B). It counts the FLOPs of
-      the model, but not those of the optimizer.
-    - `collectives`: {kind: count and bytes} of a training step. None if the step does not fit or its HLO cannot be
-      read.
-
-    Cycles and speed are None if `collectives` is None, if the devices are not TPUs, or if the cost of a kernel is
-    unknown. `estimated_mfu` is also None if the FLOPs are unknown.
+    Cycles and speed are None without `collectives`, without a TPU's clock rate, or with a kernel of unknown cost.
     """
 
     parameters: int
     active_parameters: int
-    flops_per_token: float | None
-    flops_per_step: float | None
-    flops_problem: str
+    flops_per_token: float | None  # products and convolutions of the model; None if they cannot be counted
+    flops_per_step: float | None  # with those of the optimizer
+    flops_problem: str  # why the FLOPs cannot be counted
     tokens_per_step: int
     devices: int
     device_kind: str
     hbm_bytes: int | None
     argument_bytes: int
     temp_bytes: int | None
-    needed_bytes: int
+    needed_bytes: int  # of a training step
     eval_temp_bytes: int | None
-    eval_needed_bytes: int | None
+    eval_needed_bytes: int | None  # with the optimizer state; None if training does not fit
     fits: bool
     account: dict[str, float]
     compile_seconds: float
-    collectives: dict[str, dict[str, int]] | None
-    estimated_cycles: int | None
-    kernel_cycles: int | None
+    collectives: dict[str, dict[str, int]] | None  # {kind: count and bytes}; None without fit or readable HLO
+    estimated_cycles: int | None  # see `HloModule.cycles`
+    kernel_cycles: int | None  # roofline of the custom kernels
     estimated_step_seconds: float | None
-    estimated_mfu: float | None
+    estimated_mfu: float | None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
 
     @property
     def peak_bytes(self) -> int:
@@ -78,11 +61,7 @@ class Estimate:
 
 
 def estimate(program: "Program", log: Callable[[str], None] = lambda line: None) -> Estimate:
-    """Compiles the training step and the evaluation step of `program` and returns their estimate.
-
-    If a step does not fit into the memory of a device, `Estimate.fits` is False. `log` is called with lines about the
-    progress.
-    """
+    """Compiles both steps. If one does not fit into a device's memory, `Estimate.fits` is False."""
     config, model, mesh = program.config, program.model, program.mesh
     state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
     chip = chips.find_chip(kind)
@@ -154,11 +133,10 @@ def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.HloMo
 
 
 def read_hlo(step: jax.stages.Compiled, dump: Path) -> hlo.HloModule | None:
-    """Returns the HLO of a compiled training step, or None if it cannot be read.
+    """Returns the HLO of a training step from the TPU compiler's dump, else from `as_text()`; None if unreadable.
 
-    Reads the TPU compiler's dump in the folder `dump` if there is one, otherwise `step.as_text()`. Both have the
-    same text. The dump is preferred because `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard
-    error (libtpu 0.0.51, jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
+    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2:
+    "async-update instruction should have 1 operands but sees 3").
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
@@ -184,11 +162,7 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
 
 
 def total_bytes(memory_stats) -> int:
-    """Returns the total bytes of a program's arguments, temporaries and results.
-
-    Results that share the memory of an argument are not counted again.
-    `memory_stats` is the program's `memory_analysis()`.
-    """
+    """Returns the bytes of a program's `memory_analysis()`. Results that share an argument's memory count once."""
     return (memory_stats.argument_size_in_bytes + memory_stats.temp_size_in_bytes
             + memory_stats.output_size_in_bytes - memory_stats.alias_size_in_bytes)
 
@@ -227,16 +201,9 @@ def estimate_speed(module: hlo.HloModule, positions: int, chip: chips.Chip,
 
 
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:
-    """Returns the largest batch size with which training and evaluation fit into `hbm` bytes per device.
+    """Returns the largest batch size, a multiple of `divisor`, that fits into `hbm` bytes per device.
 
-    The search compiles few programs: it interpolates the memory linearly between a batch size that fits and one that
-    does not. Raises UserError if no batch size fits.
-
-    Args:
-      build: returns the program for a batch size.
-      divisor: the batch size must be a multiple of this number.
-      hbm: memory per device in bytes.
-      log: called with lines about the progress.
+    Compiles few programs: interpolates the memory linearly between a batch size that fits and one that does not.
     """
     needed: dict[int, int] = {}
 

@@ -1,7 +1,6 @@
-"""Collectives and cycle estimates of a compiled program, parsed from its HLO text.
+"""Collectives and cycle estimates of a compiled program, parsed from the HLO text of `jax.stages.Compiled.as_text()`.
 
-HLO text, as returned by `jax.stages.Compiled.as_text()`, is a sequence of computations with one instruction per line.
-Instructions in the body of a loop are counted once per iteration.
+The text is a sequence of computations with one instruction per line. Those in a loop's body count per iteration.
 """
 
 import dataclasses
@@ -17,11 +16,9 @@ _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction. `shape` is the text of the result's type; `line` is the text of the whole instruction."""
-
-    shape: str
+    shape: str  # text of the result's type
     opcode: str
-    line: str
+    line: str  # text of the whole instruction
 
     @property
     def calls(self) -> list[str]:
@@ -66,14 +63,11 @@ class Instruction:
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits per element of an HLO dtype: bf16 → 16, pred → 8, token → 0."""
     found = re.search(r"\d+", dtype)
     return int(found[0]) if found else 8 if dtype == "pred" else 0
 
 
 class HloModule:
-    """The HLO of a compiled program. `computations` maps the name of each computation to its list of instructions."""
-
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
         for line in text.splitlines():
@@ -85,11 +79,7 @@ class HloModule:
                 body.append(Instruction(instruction[1], instruction[2], line))
 
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Returns {kind: {"count": …, "bytes": …}} of the collectives that a device executes.
-
-        For each kind, such as "all-reduce", "count" is the number of executions, and "bytes" is the total size of their
-        results. Collectives of groups of a single device are not counted.
-        """
+        """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a single device."""
         # {(channel, shape of the result): collective}. Several instructions of one asynchronous collective have the
         # same key, and count once. The channel alone is no key: all collectives of a shard_map share it.
         channels = {}
@@ -109,11 +99,7 @@ class HloModule:
         return found
 
     def cycles(self) -> int:
-        """Returns the compiler's cycle estimate for the program.
-
-        The estimate does not include the cycles of custom kernels (such as Pallas kernels) or the time spent waiting
-        for collectives.
-        """
+        """Returns the compiler's cycle estimate, without custom kernels and without waiting for collectives."""
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:
@@ -138,10 +124,7 @@ class HloModule:
                     yield from self.executed(fused, called, times)
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop.
-
-        It is read from the compiler's annotation or, if there is none, from the constant in the loop's condition.
-        """
+        """Returns a loop's iterations, from the compiler's annotation or else the constant in its condition."""
         if annotation := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(annotation[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

@@ -1,7 +1,4 @@
-"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed.
-
-For the kernels of ops/flash_attention.py, the vector unit's time is included.
-"""
+"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed."""
 
 import math
 import re
@@ -22,10 +19,9 @@ FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3, 3.5), "flash_attention_gra
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
-    """Returns the seconds that a kernel takes at peak speed; None for an unknown kernel.
+    """Returns the seconds of the kernel that an HLO line calls, at peak speed; None for an unknown kernel.
 
-    `line` is the HLO instruction that calls the kernel; `positions` is the context length. Memory traffic is ignored,
-    because it takes less time than the products. The exception is "online-softmax", which reads the scores from memory.
+    Ignores memory traffic, which takes less time than the products, except in "online-softmax", which reads the scores.
     """
     operands = line.partition("operand_layout_constraints=")[2]
     if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
@@ -75,8 +71,8 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
 def ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
-    The kernel multiplies tiles of rows. It computes a tile once for each group that has rows in the tile. These are at
-    most rows / tile + groups − 1 products. One operand lists the group of each product.
+    A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products, which one operand
+    lists.
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))

@@ -1,7 +1,6 @@
 """The folder of JAX's persistent compilation cache, which several processes and machines can share.
 
-XLA compiles for the instruction set of the host's processor, and JAX's cache keys do not contain it. Each kind of
-processor therefore has a subfolder of its own.
+XLA compiles for the host's instruction set, which JAX's cache keys lack, so each kind of processor has a subfolder.
 """
 
 import hashlib
@@ -20,11 +19,7 @@ PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/c
 
 
 def configure() -> None:
-    """Sets the folder of JAX's compilation cache. Short compilations are cached too.
-
-    Keeps a folder that the calling program has set. Sets no folder if VARIABLE is the empty string. Raises UserError if
-    VARIABLE is a URL that is not supported.
-    """
+    """Keeps a folder that the calling program has set. Sets none if VARIABLE is the empty string."""
     given = os.environ.get(VARIABLE)
     if given != "" and jax.config.jax_compilation_cache_dir in (None, given):
         jax.config.update("jax_compilation_cache_dir", str(folder()))
@@ -36,7 +31,6 @@ def configure() -> None:
 
 
 def folder() -> Path:
-    """Returns the folder for this machine: a subfolder of $JAX_COMPILATION_CACHE_DIR or of the cache folder."""
     shared = os.environ.get(VARIABLE)
     return (as_path(VARIABLE, shared) if shared else cache_folder() / "compiled") / processor_kind()
 

@@ -32,18 +32,10 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process coun
 
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Connects this process to the other processes of the run. Silences standard output except on the primary process.
+    """Connects this process to the others within `timeout` seconds, and silences the output of all but process 0.
 
-    Must be called before JAX initializes its devices. If `coordinator`, `num_processes` and `process_id` are None, JAX
-    detects their values on a TPU VM and in a Slurm step with several tasks. Elsewhere, None means a single process.
-
-    Exits with status 1 if a process does not connect in time. Raises UserError for invalid arguments.
-
-    Args:
-      coordinator: address HOST:PORT at which process 0 listens and to which the other processes connect.
-      num_processes: number of processes of the run.
-      process_id: number of this process, from 0.
-      timeout: seconds to wait for the other processes.
+    Call it before JAX initializes its devices. If `coordinator` (HOST:PORT of process 0), `num_processes` and
+    `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of several tasks; others run one process.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
@@ -85,11 +77,7 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
 
 @contextlib.contextmanager
 def exit_on_peer_failure() -> Iterator[None]:
-    """Exits with status 1 and a message if the `with` block raises an error because another process has died.
-
-    JAX raises such an error when a collective operation fails. If the operation hangs instead, JAX aborts this process
-    after HEARTBEAT_TIMEOUT seconds and prints its own message.
-    """
+    """Exits with status 1 if another process has died. If an operation hangs, JAX aborts after HEARTBEAT_TIMEOUT."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either
@@ -113,18 +101,13 @@ def on_tpu_vm() -> bool:
 
 
 def skip_tpu_search() -> None:
-    """Sets JAX's platform to the CPU if libtpu is installed but the machine has no TPU.
-
-    libtpu may be installed without a TPU because the command `plan` uses it. Without this setting, JAX would search for
-    a TPU and log errors.
-    """
+    """Keeps JAX from searching for a TPU, and logging errors, where libtpu is installed only for `plan`."""
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
 
 
 def is_primary() -> bool:
-    """Returns whether this process is the primary process, which writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -133,10 +116,7 @@ def is_single_process() -> bool:
 
 
 def start_any_process(condition: bool) -> jax.Array:
-    """Starts to compute whether `condition` is true in any process (collective).
-
-    On accelerators, returns before the result is computed; bool() of the result waits for it.
-    """
+    """Computes whether any process has `condition` (collective). On accelerators, only bool() of the result waits."""
     shardings, program = _compiled_any()
     conditions = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), condition))
     # On CPUs, wait here, because programs on simulated devices can deadlock (see program.Program.runnable).
@@ -156,10 +136,7 @@ def any_process(condition: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], Result]) -> Result | None:
-    """Runs `action` on process 0 while the other processes wait (collective). Returns its result, on process 0 only.
-
-    If `action` raises an error, all processes raise an error.
-    """
+    """Runs `action` on process 0 while the others wait (collective). If it raises an error, all processes do."""
     result = failure = None
     try:
         if is_primary():
@@ -180,10 +157,7 @@ def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require_equal(what: str, text: str) -> None:
-    """Raises UserError in all processes if `text` differs between processes (collective).
-
-    `what` is the name of `text` in the error message.
-    """
+    """Raises UserError in all processes if `text`, called `what`, differs between processes (collective)."""
     if is_single_process():
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)

@@ -14,17 +14,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def configure() -> None:
-    """Makes glibc keep freed memory in this process, if JAX runs on the CPU.
+    """Makes glibc keep freed memory, if JAX runs on the CPU. Call it before threads exist: they have their own arenas.
 
-    Does nothing with another C library, or if an environment variable configures glibc's allocator.
-
-    XLA allocates the temporary memory of a program at each call, and frees it afterwards. By default, glibc returns
-    such large blocks to the operating system, which then maps and zeroes their pages again at the next training step.
-    On two cores of an AMD EPYC (a virtual machine, 2026-11-22), this took 26% of the CPU time of a training step of
-    gpt:quickstart with batch size 32, and 16% at width 256. A process that keeps its memory needs about twice as much.
-
-    Call this function before JAX initializes its devices. Threads that already exist keep their own arenas, and large
-    blocks in these arenas are always mapped anew.
+    By default, glibc returns a program's temporary memory after each call, and the next training step maps and zeroes
+    it again: 26% of the CPU time of a step of gpt:quickstart with batch size 32, 16% at width 256 (two cores of an AMD
+    EPYC, a virtual machine, 2026-11-22). A process that keeps its memory needs about twice as much.
     """
     is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if is_configured or not runs_on_cpu():

@@ -8,27 +8,21 @@ import jax
 
 
 def platform() -> str:
-    """Returns "cpu", "gpu" or "tpu": the platform of the current mesh or, if no mesh is set, JAX's default platform.
-
-    In ahead-of-time compilation, the mesh may consist of devices that this machine does not have. The platform of the
-    mesh can then differ from JAX's default platform.
-    """
+    """Returns "cpu", "gpu" or "tpu": of the current mesh (ahead of time, of another machine), or JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def exchange_dtype(dtype: str) -> str:
-    """Returns the dtype in which the shards of the mesh axis `data` exchange gradients.
-
-    This is `dtype`, the compute dtype, but on CPUs it is float32: under a shard_map over some of the mesh axes, XLA's
-    CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
+    """Gradients are exchanged over `data` in float32 on CPUs: under a shard_map over some mesh axes, XLA's CPU compiler
+    aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
     """
     return "float32" if platform() == "cpu" else dtype
 
 
 @functools.cache
 def has_bfloat16_instructions() -> bool:
-    """Returns whether this machine's processor multiplies bfloat16 matrices with AVX512-BF16 or AMX."""
+    """Returns whether this processor has AVX512-BF16 or AMX."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor().get("flags", "").split())
 
 

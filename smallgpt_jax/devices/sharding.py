@@ -1,7 +1,4 @@
-"""The device mesh and the shardings of arrays on it.
-
-Modules give the axes of their weights and activations logical names. RULES maps the logical names to mesh axes.
-"""
+"""The device mesh and the shardings of arrays on it. RULES maps the logical names of axes to mesh axes."""
 
 import contextlib
 import dataclasses
@@ -49,11 +46,7 @@ class MeshConfig(ConfigGroup):
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-    """Returns the mesh of the config; −1 means the remaining devices.
-
-    Raises UserError if the product of the lengths is not the number of devices, or if the lengths do not fit the shape
-    of a slice of TPUs.
-    """
+    """Raises UserError if the lengths do not multiply to the number of devices, or do not fit a slice of TPUs."""
     devices = jax.devices() if devices is None else devices
     lengths = dataclasses.asdict(config)
     requested = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
@@ -76,7 +69,6 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
-    """Returns the number of shards into which `mesh` (default: the current mesh) splits the rows of a batch."""
     mesh = mesh or jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in ("data", "fsdp") if axis in auto_axes(mesh))
 
@@ -90,7 +82,6 @@ def use_mesh(mesh: Mesh):
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a (batch, …) array: rows are sharded over the mesh axes `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(dict(RULES)["batch"]))
 
 
@@ -99,15 +90,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, params):
-    """Returns the sharding of each parameter. The leaves of `params` have a `shape` and logical `axes`."""
+    """The leaves of `params` have a `shape` and logical `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params)
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the PartitionSpec of an array with the given shape, whose axes have the logical names `names`.
-
-    An axis is replicated if its length is not divisible by the number of shards.
-    """
+    """An axis is replicated if its length is not divisible by the number of shards."""
     rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
     spec = nn.logical_to_mesh_axes(names, rules)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
@@ -127,11 +115,7 @@ def replicated_dimensions(mesh: Mesh, params) -> list[str]:
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, params):
-    """Returns the shardings of the optimizer state, whose arrays may have any shapes.
-
-    `params` are as in `param_shardings`, and have a `path`. An array of the state belongs to the parameter whose path
-    is a part of the array's own. Arrays that belong to no parameter, such as counts, are replicated.
-    """
+    """Shards an array like the parameter whose path is a part of its own; others, such as counts, are replicated."""
     by_path = {p.path: p for p in jax.tree.leaves(params)}
 
     def place(path, array):
@@ -144,11 +128,8 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns the sharding of an array with this shape in the optimizer state of a parameter.
-
-    A dimension that is as long as the parameter's dimension at the same position is sharded like it. If none of them is
-    "embed", which the mesh axis `fsdp` shards, `fsdp` shards the first other dimension that it divides: the matrices of
-    an optimizer can be larger than the weights.
+    """A dimension as long as the parameter's at the same position is sharded like it. If none is "embed", `fsdp` shards
+    the first other dimension that it divides: the matrices of an optimizer can be larger than the weights.
     """
     if shape == param.shape:
         return NamedSharding(mesh, divisible_spec(mesh, param.axes, shape))
@@ -166,20 +147,13 @@ def auto_axes(mesh) -> set[str]:
 
 
 def current_mesh():
-    """Returns the mesh over which the compiler partitions the traced function.
-
-    Returns None if there is nothing to partition: on one device, or inside a shard_map over all axes.
-    """
+    """Returns None if there is nothing to partition: on one device, or inside a shard_map over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
 
 
 def gather_fsdp(weight, names: tuple[str, ...]):
-    """Returns the weight gathered over the mesh axis `fsdp`, still sharded over the other mesh axes.
-
-    Without an explicit gather, the compiler splits matrix products into parts that are too small to be fast, and
-    exchanges shards between these parts.
-    """
+    """Without it, the compiler splits products into parts too small to be fast, and exchanges shards between them."""
     mesh = current_mesh()
     if not mesh:
         return weight
@@ -189,11 +163,8 @@ def gather_fsdp(weight, names: tuple[str, ...]):
 
 
 def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
-    """Returns `function` under shard_map: each device calls it on its shards of the arguments.
-
-    Kernels need this, because the compiler cannot partition them. `names` are the logical axes of each argument. The
-    result is sharded like the first argument. If an argument is sharded along its logical axis `summed`, the devices'
-    results are summed along that axis.
+    """Returns `function` under shard_map, which kernels need, because the compiler cannot partition them. The result is
+    sharded like the first argument, and summed over the devices along the logical axis `summed`.
     """
     mesh = current_mesh()
     if not mesh:
@@ -215,19 +186,13 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
 
 
 def has_data_shards() -> bool:
-    """Returns whether the current mesh splits batches over the mesh axis `data`."""
     mesh = current_mesh()
     return mesh is not None and mesh.shape["data"] > 1
 
 
 def sum_over_data_shards(function, dtype):
-    """Returns `function` under shard_map: each shard of the mesh axis `data` calls it, and the results are summed once.
-
-    `function` takes parameters, model state and batch. It returns a tree of sums over the rows of the batch. Arrays of
-    two or more dimensions are sent as `dtype`.
-
-    This is for functions that sum gradients in a loop. Without shard_map, the compiler would sum the gradients over the
-    devices in every iteration.
+    """Returns `function`(parameters, model state, batch) under shard_map over `data`. Its results, sums over rows, are
+    summed once, matrices as `dtype`; otherwise, the compiler would sum gradients in every iteration of a loop.
     """
     def total(x):
         return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)

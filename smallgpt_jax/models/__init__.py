@@ -27,8 +27,5 @@ __all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstra
 
 
 def build(**fields) -> LanguageModel:
-    """Returns the language model for the fields of a config's `model` group.
-
-    Raises UserError for invalid fields.
-    """
+    """Returns the model for the fields of a config's `model` group; raises UserError if one is invalid."""
     return LanguageModel(make_config(**fields))

@@ -1,8 +1,8 @@
 """The built-in architectures, and the lookup of custom architectures by `package.module:Class`.
 
-An architecture is the trunk of a language model: the Linen module between the embedding and the final norm. Its inputs
-are (batch, time, d_model) activations and a `Context`. Its outputs are (batch, time, config.output_width) activations.
-It has a field `config`, whose class is the class attribute `Config`: `ModelConfig` or a subclass.
+An architecture is the Linen module between the embedding and the final norm. It is called with (B, T, d_model)
+activations and a `Context`, and returns (B, T, config.output_width). The class attribute `Config` is the class of its
+field `config`: `ModelConfig` or a subclass.
 """
 
 import dataclasses
@@ -24,10 +24,6 @@ ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
 
 def find_architecture(name: str):
-    """Returns the trunk class for `name`: a key of ARCHITECTURES, or `package.module:Class`.
-
-    Raises UserError if there is no such class, or if it has no `Config`.
-    """
     where = f"config.model.architecture={name!r}"
     trunk = find_class(name, ARCHITECTURES, where)
     config_class = getattr(trunk, "Config", None)
@@ -38,15 +34,11 @@ def find_architecture(name: str):
 
 
 def field_names(architecture: str) -> tuple[str, ...]:
-    """Returns the field names of an architecture's config."""
     return tuple(field.name for field in dataclasses.fields(find_architecture(architecture).Config))
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated model config; `fields["architecture"]` selects its class.
-
-    Raises UserError for unknown, missing and invalid fields.
-    """
+    """Returns the validated config. Raises UserError for unknown, missing and invalid fields."""
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
     config = config_class.from_fields(fields)

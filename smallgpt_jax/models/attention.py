@@ -25,14 +25,8 @@ from smallgpt_jax.ops.xla_attention import QUERIES
 
 
 class QKVProjection(Dense):
-    """The fused projection of (B, T, D) to queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K).
-
-    H is the number of heads, G the number of key–value heads, and K the head width.
-
-    The kernel has shape (D, G, H/G + 2, K). Each of the G groups has H/G query heads, one key head and one value head.
-    G is a separate axis, so that a mesh can shard it. `value_gain` scales the initial weights of the value heads.
-
-    With a `rank_ratio`, two factors replace the kernel: (D, r) and (r, G, H/G + 2, K).
+    """Projects to queries (B, H, T, K), keys and values (B, G, T, K). The kernel is (D, G, H/G + 2, K), or (D, r) and
+    (r, G, H/G + 2, K): each group has H/G query heads, one key head and one value head. A mesh can shard G.
     """
 
     value_gain: float = 1.0
@@ -66,12 +60,10 @@ class QKVProjection(Dense):
 
 
 def merge_axes(x, axis: int):
-    """Returns `x` with axes `axis` and `axis` + 1 merged into one."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
 
 
 def split_heads(y_BxTxGxJxK):
-    """Splits the fused projection's output into queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, K)."""
     batch, time, groups, parts, head_width = y_BxTxGxJxK.shape
     if parts == 3:
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
@@ -97,12 +89,7 @@ class OutputProjection(Dense):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. It is grouped-query attention if there are fewer key–value heads than heads.
-
-    In decoding, the cache stores the keys (after RoPE) and values of the previous positions. It has 2·B·S·G·K elements
-    of the model's dtype, for batch size B, cache length S, G key–value heads and head width K. With an attention window
-    of w positions, S is at most w.
-    """
+    """Causal (grouped-query) self-attention. Its cache has 2·B·S·G·K elements; S is at most the window."""
 
     config: ModelConfig
 
@@ -128,17 +115,10 @@ class Attention(nn.Module):
             residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Appends the new keys and values to the cache. Returns the attention over the whole cache, (B, H, T, K).
+        """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys and values to it.
 
-        Slot s of the cache normally holds position s. If the attention window is shorter than `context.cache_length`,
-        the cache is rolling: it has one slot per position of the window, and new positions overwrite the oldest ones
-        (see `rolling_positions`).
-
-        Rows with fewer new tokens than others end with padding. A cache that is not rolling stores the padding too.
-        Later tokens overwrite it before it is read.
-
-        The cache has one axis for batch and heads. With two axes, XLA's CPU compiler would copy the whole cache for
-        every token.
+        The padding of shorter rows is stored too, and overwritten before it is read; a rolling cache drops it. Batch
+        and heads are one axis, because with two XLA's CPU compiler would copy the whole cache for every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]

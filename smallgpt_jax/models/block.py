@@ -1,9 +1,7 @@
-"""Blocks, and stacks of blocks.
-
-The parameters of blocks with equal configs are stacked along a leading `layers` axis. A checkpoint of L blocks contains
+"""Blocks, and stacks of blocks, whose parameters are stacked along a leading `layers` axis:
 
 - one stack, if all configs are equal: `blocks/mlp/up/kernel` has shape (L, D, F);
-- P stacks of L / P blocks, if the configs repeat with period P: `blocks/i` contains the blocks i, i + P, i + 2P, …;
+- P stacks, if the configs repeat with period P: `blocks/i` contains the blocks i, i + P, i + 2P, …;
 - otherwise, one stack per run of consecutive blocks with equal configs: `blocks/0`, `blocks/1`, ….
 
 Scanning and rematerialization do not change this layout.
@@ -38,8 +36,6 @@ PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics"
 
 
 class Block(nn.Module):
-    """A block: by default x + mixer(norm(x)), then x + MLP(norm(x)). `config.norm_position` moves the norms."""
-
     config: ModelConfig
 
     @nn.compact
@@ -54,10 +50,8 @@ class Block(nn.Module):
         return x_BxTxD
 
     def add(self, x_BxTxD, norm: nn.Module, f):
-        """Returns the sum of x and f(x), normalized as `config.norm_position` says, (B, T, D).
-
-        "pre" is x + f(norm(x)), "post" is norm(x + f(x)), and "deepnorm" is norm(α·x + f(x)) with α = (2N)^¼, where N
-        is the number of blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
+        """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼ for N blocks in
+        sequence (Wang et al., arXiv 2203.00555, decoder-only models).
         """
         c = self.config
         if c.norm_position == "pre":
@@ -67,11 +61,7 @@ class Block(nn.Module):
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns one config for each of `length` consecutive blocks, starting with block `first` of the model.
-
-    The configs differ only in mixer and attention window. Block i of the model gets mixer i of `config.mixers` and
-    window i of `config.attention_windows`. Both are repeated if there are more blocks.
-    """
+    """Returns the configs of `length` blocks from block `first` on; they differ in mixer and attention window."""
     mixers, windows = config.mixers, config.attention_windows or (0,)
     own = [(mixers[i % len(mixers)], windows[i % len(windows)]) for i in range(first, first + length)]
     return [dataclasses.replace(config, mixers=(mixer,), attention_windows=(window,) if window else ())
@@ -79,12 +69,7 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function (B, T, D) → (B, T, D) that applies one block per config, in sequence.
-
-    Call `stack_blocks` in a module's compact method. `block` is a module class with a field `config` and the call
-    signature of `Block`. With `config.scan_layers`, blocks with equal configs run in a loop, so that compile time does
-    not grow with depth. Otherwise the loop is unrolled.
-    """
+    """Returns a function (B, T, D) → (B, T, D) that applies one block per config. Call it in a compact method."""
     period = period_of(configs)
     if period == 1:
         return stack_equal_blocks(block(configs[0], name=name), len(configs), context)
@@ -109,13 +94,13 @@ def period_of(configs: Sequence[ModelConfig]) -> int:
 
 
 def runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
-    """Returns (start, end) of each run of consecutive blocks with the same config."""
+    """Returns (start, end) of each run of consecutive equal configs."""
     starts = [i for i, config in enumerate(configs) if i == 0 or config != configs[i - 1]]
     return list(zip(starts, [*starts[1:], len(configs)]))
 
 
 class Pattern(nn.Module):
-    """One period of a repeating pattern of blocks: one block per config, in sequence."""
+    """One period of a repeating pattern of blocks."""
 
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
@@ -132,8 +117,6 @@ class Pattern(nn.Module):
 
 
 class BlockRuns(nn.Module):
-    """Blocks in sequence; each run of consecutive blocks with the same config is one stack."""
-
     configs: tuple[ModelConfig, ...]
     block: Callable[..., nn.Module]
 
@@ -146,10 +129,7 @@ class BlockRuns(nn.Module):
 
 
 def stack_equal_blocks(block: nn.Module, length: int, context: Context):
-    """Returns a function (B, T, D) → (B, T, D) that applies `length` copies of `block`, in sequence.
-
-    The copies' variables are stacked along a leading `layers` axis.
-    """
+    """Returns a function (B, T, D) → (B, T, D) that applies `length` copies of `block`, stacked along `layers`."""
     if context.decode:
         return lambda x_BxTxD: functools.reduce(
             lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
@@ -170,10 +150,8 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Returns `module(x_BxTxD, context)`, computed with slice i of the stacked parameters and state.
-
-    A stack is an array with a leading axis, or a tuple with one array per slice. `inference.layout` converts arrays to
-    tuples before decoding, because slicing an array would copy the weights for every generated token.
+    """Calls the module with slice i of its stacks, which are arrays or, in decoding, tuples with one array per slice
+    (see `inference.layout`), because slicing an array would copy the weights for every token.
     """
     def pick(variables):
         return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))

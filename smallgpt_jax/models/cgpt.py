@@ -1,7 +1,4 @@
-"""ConvGPT (arXiv 2404.14462, section 3.3).
-
-ConvGPT is LinearGPT with causal convolutions over time instead of the dense layers between stages.
-"""
+"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions instead of its dense layers."""
 
 import dataclasses
 
@@ -16,13 +13,7 @@ from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 
 
 class CausalConv(nn.Module):
-    """Causal convolution over time, (B, T, D) → (B, T, features).
-
-    y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], where x is 0 before the first position of a text. With
-    kernel_size 1, this is a dense layer.
-
-    In decoding, the cache stores the last kernel_size − 1 inputs of each row, (B, kernel_size − 1, D).
-    """
+    """y[t] = b + Σ_j W[j]·x[t − (kernel_size − 1) + j], (B, T, D) → (B, T, features); x is 0 before a text's start."""
 
     features: int
     kernel_size: int
@@ -50,7 +41,7 @@ class CausalConv(nn.Module):
         return y.reshape(batch, time, self.features)
 
     def with_past(self, x_BxTxD, context: Context):
-        """Returns x_BxTxD with the previous kernel_size − 1 inputs prepended, (B, kernel_size − 1 + T, D)."""
+        """Prepends the previous kernel_size − 1 inputs, which the cache stores, (B, kernel_size − 1 + T, D)."""
         batch, _, width = x_BxTxD.shape
         taps = self.kernel_size - 1
         if not context.decode or taps == 0:
@@ -77,8 +68,6 @@ class CGPTConfig(LGPTConfig):
 
 
 class CGPT(LGPT):
-    """LGPT with causal convolutions of `conv_kernel` taps instead of the dense layers between stages."""
-
     config: CGPTConfig
 
     Config = CGPTConfig

@@ -102,21 +102,16 @@ class ModelConfig(ConfigGroup):
 
     @property
     def kv_heads(self) -> int:
-        """The number of key–value heads per block."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def window(self) -> int:
-        """The attention window of a block, in positions; 0 means unlimited.
-
-        In the config of a whole model, this is the window of the first block. `layer_configs` returns the configs of
-        single blocks.
-        """
+        """A block's attention window, 0: unlimited. Of a whole model's config, the window of the first block."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
     def depth(self) -> int:
-        """The number of blocks that a token passes through, one after the other."""
+        """The number of blocks in sequence."""
         return self.num_layers
 
     @property
@@ -126,16 +121,14 @@ class ModelConfig(ConfigGroup):
 
     @property
     def mlp_width(self) -> int:
-        """The width of the MLP's inner layer; in a mixture of experts, of one expert."""
         return round(self.mlp_ratio * self.d_model)
 
     @property
     def output_width(self) -> int:
-        """The width of the trunk's output."""
         return self.d_model
 
     def validate(self) -> None:
-        """Raises UserError for invalid values. Subclasses that override this method call `super().validate()` first."""
+        """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
         self.validate_types()
         self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", least=1)
         if not 0 <= self.dropout < 1:
@@ -161,7 +154,6 @@ class ModelConfig(ConfigGroup):
         self.validate_block()
 
     def validate_experts(self) -> None:
-        """Raises UserError if a field of the mixture of experts is invalid."""
         self.validate_range("num_experts", least=1)
         if not 1 <= self.experts_per_token <= self.num_experts:
             self.refuse("experts_per_token",
@@ -174,7 +166,7 @@ class ModelConfig(ConfigGroup):
         self.validate_choice("grouped_matmul", grouped_matmul.BACKENDS)
 
     def validate_block(self) -> None:
-        """Raises UserError for fields that are invalid for blocks of width d_model."""
+        """Checks what depends on the width of a block, which can differ between stages."""
         if not self.head_dim and self.d_model % self.num_heads:
             self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
                         "is set")

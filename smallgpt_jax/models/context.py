@@ -10,13 +10,8 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 
 @flax.struct.dataclass
 class Context:
-    """The mode of a forward pass, and all its inputs except the activations.
-
-    In training and evaluation, a row is one text that starts at position 0. With `segment_ids_BxT`, a row contains
-    several texts that do not attend to each other.
-
-    In decoding, a row contains only the new tokens of a text. Layers store their values for the earlier tokens in the
-    variable collection "cache". Rows may differ in length; shorter rows are padded at the end.
+    """In training and evaluation, a row is one text from position 0 on, or several texts with `segment_ids_BxT`. In
+    decoding, it is a text's new tokens, padded at the end; the collection "cache" stores the earlier ones.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
@@ -43,7 +38,6 @@ class Context:
         return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
 
     def attention_mask(self, window: int) -> AttentionMask:
-        """Returns the attention mask for a window of `window` positions (0: unlimited)."""
         return AttentionMask(window, self.segment_ids_BxT, self.prefix_lengths_B)
 
 
@@ -51,10 +45,7 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of the collection "cache" and whether this call created it. New variables are zero.
-
-    A module that is called several times per forward pass, such as a shared layer, has one variable per call.
-    """
+    """Returns a variable of "cache", zero at first, and whether it is new. Each call of a shared layer has its own."""
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)
     is_new = not module.has_variable("cache", f"{name}_{calls}")

@@ -12,10 +12,7 @@ from smallgpt_jax.models.config import ModelConfig
 
 
 def find_class(name: str, table: Mapping[str, type], where: str) -> type:
-    """Returns the class for `name`: a key of `table`, or `package.module:Class`.
-
-    Raises UserError, which begins with `where`, if there is no such class.
-    """
+    """Returns the class for `name`, a key of `table` or `package.module:Class`. UserErrors begin with `where`."""
     module, colon, class_name = str(name).partition(":")
     if not module or not colon or module.startswith("."):
         if str(name) not in table:
@@ -33,10 +30,7 @@ def find_class(name: str, table: Mapping[str, type], where: str) -> type:
 
 
 def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
-    """Returns (field, name) of each class in the fields of a model's config that is not built in.
-
-    The fields may come from a file and have values of any type.
-    """
+    """Returns (field, name) of each class that is not built in. Mappings may come from a file, with any values."""
     fields = model if isinstance(model, Mapping) else dataclasses.asdict(model)
     mixers = fields.get("mixers")
     named = [("architecture", fields.get("architecture")),
@@ -45,11 +39,7 @@ def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
 
 
 def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
-    """Raises UserError if building the model with these fields, read from the file or folder `where`, would import a
-    module.
-
-    With `trust`, and for modules that the program has imported already, nothing is refused.
-    """
+    """Raises UserError if building the model would import a new module, unless `trust`."""
     for field, name in custom_classes(fields):
         module, _, _ = name.partition(":")
         if not trust and module not in sys.modules:

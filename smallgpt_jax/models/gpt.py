@@ -8,8 +8,6 @@ from smallgpt_jax.models.context import Context
 
 
 class GPT(nn.Module):
-    """A sequence of `num_layers` blocks, (B, T, D) → (B, T, D)."""
-
     config: ModelConfig
 
     Config = ModelConfig

@@ -18,11 +18,7 @@ HEAD_WIDTH_AT_INIT_STD = 256
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model: embedding, trunk of the architecture, final norm, output head.
-
-    Build it with `models.build`, which validates the config. With `Context(train=True)`, `apply` needs the rng
-    "dropout".
-    """
+    """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the rng "dropout"."""
 
     config: ModelConfig
 
@@ -40,10 +36,7 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
-        """Returns the input of the output head, (B, T, W), where W is the trunk's output width.
-
-        With learned positions, T must be at most context_length; other position encodings accept any T.
-        """
+        """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
         dtype = self.config.dtype
         # Gather the embedding, because devices look up whole rows. Keep it in float32, because the gradient of a
         # frequent token sums too many terms for bfloat16.
@@ -61,7 +54,7 @@ class LanguageModel(nn.Module):
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
-        """Returns the position embedding of each token, (B or 1, T, D)."""
+        """Returns (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
         # mode="clip", because the padding of short rows can be beyond the last position of the embedding.
@@ -70,10 +63,7 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def head_weight(self):
-        """Returns the weights of the output head, (V, W), in the compute dtype.
-
-        V is the vocabulary size and W the trunk's output width. With tied embeddings, the token embedding is returned.
-        """
+        """Returns the weights of the output head, (V, W), in the compute dtype."""
         c = self.config
         if c.tie_embeddings:
             weight = self.token_embedding
@@ -87,7 +77,7 @@ class LanguageModel(nn.Module):
         return self.logits(self.hidden(tokens_BxT, context))
 
     def next_logits(self, tokens_BxT, context: Context):
-        """Returns the logits of the token that follows each row's `context.length_B` tokens, (B, V) float32."""
+        """Returns the logits of the token after each row's `context.length_B` tokens, (B, V) float32."""
         x_BxTxW = self.hidden(tokens_BxT, context)
         last = jnp.take_along_axis(x_BxTxW, jnp.maximum(context.length_B, 1)[:, None, None] - 1, axis=1)
         return self.logits(last)[:, 0]

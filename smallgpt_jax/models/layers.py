@@ -1,13 +1,11 @@
 """The layers of blocks: dense layers, norms, MLPs.
 
 Suffixes of variable names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head
-width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products are computed in `config.dtype`.
+width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products are computed in `config.dtype`. Weights
+without logical axes, as of flax's nn.Dense, are replicated.
 
-The axes of weights have logical names, which `devices/sharding.py` maps to mesh axes. Weights without axis names, such
-as those of flax's own nn.Dense, work too and are replicated.
-
-`config.model.norm` selects a function (config, name) → module from NORMS. `config.model.mlp` selects a module class
-from MLPS. The class has a field `config`; its modules are called with (B, T, D) activations and a `Context`.
+An entry of NORMS is a function (config, name) → module. An entry of MLPS is a module class with a field `config`,
+called with (B, T, D) activations and a `Context`.
 """
 
 import dataclasses
@@ -26,16 +24,12 @@ from smallgpt_jax.ops.matmul import matmul
 
 
 def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
-    """Returns the rank r of the factors (inputs, r) and (r, outputs) that replace an (inputs, outputs) matrix.
-
-    r = ⌊rank_ratio · inputs · outputs / (inputs + outputs)⌋, but at least 1. With this rank, the factors have at most
-    rank_ratio times as many parameters as the matrix. PELA (arXiv 2310.10700) uses c = 1 / rank_ratio.
-    """
+    """Returns r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. PELA (arXiv 2310.10700) uses c = 1 / rank_ratio."""
     return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
 
 
 def project(x, kernel, context: Context):
-    """Returns the product of (B, T, *inputs) activations and a (*inputs, *features) kernel, (B, T, *features)."""
+    """(B, T, *inputs) activations and a (*inputs, *features) kernel → (B, T, *features)."""
     batch_and_time, inputs = x.shape[:2], x.shape[2:]
     kernel_IxO = kernel.reshape(math.prod(inputs), -1)
     x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(kernel.dtype)
@@ -44,10 +38,8 @@ def project(x, kernel, context: Context):
 
 
 class Dense(nn.Module):
-    """A dense layer on any number of axes: (B, T, *inputs) → (B, T, *features), kernel (*inputs, *features).
-
-    `axes` are the logical names of the kernel's axes. With a `rank_ratio` above 0, two factors replace the kernel:
-    `kernel_in` (*inputs, r) and `kernel_out` (r, *features). The rank r comes from `factor_rank`.
+    """(B, T, *inputs) → (B, T, *features), with a kernel (*inputs, *features) whose axes have the logical names `axes`.
+    With a `rank_ratio`, `kernel_in` (*inputs, r) and `kernel_out` (r, *features) replace it; see `factor_rank`.
     """
 
     features: tuple[int, ...]
@@ -89,10 +81,7 @@ class Dense(nn.Module):
 
 
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
-    """Returns a LayerNorm over the last axis, with a bias if `config.use_bias` is set.
-
-    The variance is computed in float32 as E[x²] − E[x]², which takes one pass over x; E[(x − E[x])²] would take two.
-    """
+    """The variance is E[x²] − E[x]² in float32, which takes one pass over x; E[(x − E[x])²] would take two."""
     return nn.LayerNorm(
         epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
         scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)),
@@ -100,10 +89,7 @@ def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
-    """Returns an RMSNorm over the last axis, computed in float32: x/√(mean(x²) + ε)·γ.
-
-    See Zhang & Sennrich, arXiv 1910.07467.
-    """
+    """x/√(mean(x²) + ε)·γ in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
     return nn.RMSNorm(
         epsilon=config.norm_epsilon, dtype=config.dtype,
         scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)
@@ -113,13 +99,10 @@ NORMS = {"layer": layer_norm, "rms": rms_norm}
 
 
 def norm(config: ModelConfig, name: str | None = None) -> nn.Module:
-    """Returns the norm selected by `config.norm`."""
     return NORMS[config.norm](config, name)
 
 
 class MLP(nn.Module):
-    """Two dense layers with an activation a between them: a(x·W_up)·W_down."""
-
     config: ModelConfig
 
     @nn.compact
@@ -133,7 +116,7 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP with activation a: (a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
+    """(a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
 
     config: ModelConfig
 
@@ -149,14 +132,8 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A mixture of experts: the router chooses some experts for each token, and all tokens use the shared experts.
-
-    y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12). Each expert is an MLP
-    of kind `config.expert_mlp` and width `config.mlp_width`. The shared experts form one MLP of this kind, with width
-    `num_shared_experts` · `mlp_width`. No token is dropped.
-
-    The weights of the E routed experts are stacked along a leading axis. Tensor parallelism splits the width of each
-    expert, so all devices have equal work.
+    """y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12). No token is dropped.
+    Tensor parallelism splits the width of each expert, so all devices have equal work.
     """
 
     config: ModelConfig

@@ -57,14 +57,7 @@ class LGPTConfig(ModelConfig):
 
 
 class LGPT(nn.Module):
-    """Stages of `blocks_per_stage` blocks. Between two stages, a dense layer halves the width.
-
-    If `compress_last_stage` is set, a dense layer also halves the width after the last stage. The module maps (B, T, D)
-    to (B, T, D / 2^C), where C is the number of layers that halve the width.
-
-    With `stage_heads` "fixed", all stages have `num_heads` heads, and the head width halves from stage to stage, as in
-    the paper. With "scaled", all stages have the same head width, and the number of heads halves from stage to stage.
-    """
+    """(B, T, D) → (B, T, D / 2^C), where C is the number of layers that halve the width."""
 
     config: LGPTConfig
 
@@ -81,17 +74,12 @@ class LGPT(nn.Module):
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """Returns the layer that halves the width after `stage`, (B, T, D) → (B, T, D/2).
-
-        The layer's initial weights have std 1/√D, which preserves the variance of the activations. With GPT-2's std of
-        0.02, the variance of the residual stream in narrow stages would fall below the norms' epsilon.
-        """
+        """The std 1/√D preserves the variance; with 0.02, it would fall below the norms' ε in narrow stages."""
         return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
                      True, stage.dtype, name=name)
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    """Returns one config per stage: `config` with the stage's d_model, num_heads and num_kv_heads."""
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(

@@ -1,7 +1,6 @@
-"""Mixers: the modules of blocks that move information between positions.
+"""Mixers: Linen modules that move information between positions, with a field `config`.
 
-A mixer is a Linen module with a field `config`, which is called with (B, T, D) activations and a `Context`.
-docs/your-own.md describes what it must do in decoding and with separate documents.
+They are called with (B, T, D) activations and a `Context`. docs/your-own.md describes decoding and separate documents.
 """
 
 import dataclasses
@@ -17,10 +16,6 @@ MIXERS = {"attention": Attention}  # names in config.model.mixers
 
 
 def find_mixer(name: str) -> type[nn.Module]:
-    """Returns the mixer class for `name`: a key of MIXERS, or `package.module:Class`.
-
-    Raises UserError if there is no such class, or if it is not a module with a field `config`.
-    """
     where = f"config.model.mixers={name!r}"
     mixer = find_class(name, MIXERS, where)
     if not (isinstance(mixer, type) and issubclass(mixer, nn.Module)
@@ -30,6 +25,5 @@ def find_mixer(name: str) -> type[nn.Module]:
 
 
 def make_mixer(config: ModelConfig) -> nn.Module:
-    """Returns the mixer of a block. The weights of attention are named "attention", those of others "mixer"."""
     mixer = find_mixer(config.mixers[0])
     return mixer(config, name="attention" if mixer is Attention else "mixer")

@@ -1,7 +1,4 @@
-"""A model's parameters: their shapes and logical axes.
-
-flax stores the axis names of a parameter in a box around its array. Only this module opens the boxes.
-"""
+"""A model's parameters: their shapes and logical axes, which flax stores in boxes that only this module opens."""
 
 import dataclasses
 import functools
@@ -35,7 +32,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """The last part of the path, such as "kernel", "bias" and "scale"."""
+        """Such as "kernel", "bias" and "scale"."""
         return self.path[-1]
 
     @property
@@ -49,38 +46,30 @@ class Parameter:
 
     @property
     def own_axes(self) -> tuple[int, ...]:
-        """The indices of the axes that are not in STACKS."""
         return tuple(i for i, axis in enumerate(self.axes) if axis not in STACKS)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter is a matrix, or a stack of matrices, and neither a bias nor a scale."""
+        """Whether it is a matrix, or a stack of matrices, and neither a bias nor a scale."""
         return self.name not in ("bias", "scale") and len(self.own_axes) >= 2
 
 
 def init_variables(model: LanguageModel, seed: int):
-    """Returns the initial variables, {collection: tree of arrays}."""
+    """Returns {collection: tree of arrays}."""
     return unboxed(model.init(jax.random.key(seed), jnp.zeros((1, model.config.context_length), jnp.int32)))
 
 
 def abstract_params(model: LanguageModel):
-    """Returns the parameters as a tree of `Parameter`. Allocates no arrays."""
     return abstract_variables(model)["params"]
 
 
 def abstract_model_state(model: LanguageModel):
-    """Returns the variable collection "state", which is part of TrainState, as a tree of `Parameter`.
-
-    It is {} for most models.
-    """
+    """Returns the collection "state", which is part of TrainState; {} for most models."""
     return abstract_variables(model)["state"]
 
 
 def abstract_variables(model: LanguageModel):
-    """Returns {"params": tree of `Parameter`, "state": tree of `Parameter`}.
-
-    A model is traced only once per process. Callers must not change the trees.
-    """
+    """Returns the collections "params" and "state" as trees of `Parameter`. Callers must not change them."""
     config = model.config
     return trace_variables(model, (find_architecture(config.architecture), *map(find_mixer, config.mixers)))
 
@@ -98,7 +87,6 @@ def trace_variables(model: LanguageModel, classes: tuple[type[nn.Module], ...]):
 
 
 def with_axes(tree):
-    """Returns a tree of `Parameter` for a tree of shapes, with or without boxes."""
     def opened(path, box) -> Parameter:
         return Parameter(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), box.value.shape,
                          box.value.dtype, tuple(box.names))
@@ -107,11 +95,7 @@ def with_axes(tree):
 
 
 def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
-    """Calls a module's method, and then boxes the parameters that the module has created without axis names.
-
-    In a box, `nn.scan` and `nn.vmap` record the axes that they add. Otherwise, a stack of vectors would be taken for a
-    matrix.
-    """
+    """Boxes parameters without axis names, so that `nn.scan` and `nn.vmap` record the axes that they add."""
     result, module = call(*arguments, **keywords), method.module
     own = module.variables.get("params", {}) if module.scope else {}
     for name, value in own.items():
@@ -121,12 +105,10 @@ def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
 
 
 def unboxed(tree):
-    """Returns the tree of arrays without the boxes that hold their axis names."""
     return nn.unbox(tree)
 
 
 def boxed(tree):
-    """Returns the tree with all arrays in boxes. The axes of arrays that had no box are named None."""
     return jax.tree.map(lambda x: x if is_box(x) else PlainAxes(x, names=(None,) * x.ndim), tree, is_leaf=is_box)
 
 
@@ -145,10 +127,7 @@ class PlainAxes(nn.LogicallyPartitioned):
 
 
 def require_factors(model: LanguageModel) -> None:
-    """Raises UserError if `config.rank_ratio` is set, but no layer uses it.
-
-    Custom architectures use it only through the blocks or the dense layers of this package.
-    """
+    """Custom architectures use `rank_ratio` only through the blocks or the dense layers of this package."""
     if model.config.rank_ratio and not any("rank" in p.axes for p in jax.tree.leaves(abstract_params(model))):
         model.config.refuse("rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0")
 
@@ -158,7 +137,7 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def num_active_parameters(model: LanguageModel) -> int:
-    """Returns the number of parameters that one token uses, without the experts that were not chosen for it."""
+    """Returns the number of parameters that one token uses, without the experts not chosen for it."""
     c = model.config
     return sum(p.size * c.experts_per_token // c.num_experts if "expert" in p.axes else p.size
                for p in jax.tree.leaves(abstract_params(model)))

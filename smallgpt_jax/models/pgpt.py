@@ -34,11 +34,7 @@ class PGPTConfig(ModelConfig):
 
 
 class Path(nn.Module):
-    """One path, (B, T, D) → (B, T, D): a dense layer with a bias, then num_layers / num_paths blocks.
-
-    The dense layer's initial weights have std 1/√D, which preserves the variance of the embeddings. GPT-2's std of 0.02
-    would shrink the embeddings of narrow models.
-    """
+    """The dense layer's std 1/√D preserves the variance of the embeddings; 0.02 would shrink them in narrow models."""
 
     config: PGPTConfig
 
@@ -51,17 +47,9 @@ class Path(nn.Module):
 
 
 class PGPT(nn.Module):
-    """The weighted sum of `num_paths` parallel paths, (B, T, D) → (B, T, D).
-
-    Each path has num_layers / num_paths blocks.
-
-    With `path_weights` "learned", the weights of the P paths are the softmax of P logits. The last logit is fixed at 0.
-    The other logits are learned and start at 0.5. With two paths, the weighted sum is the same as in the paper's
-    released code: sigmoid(w)·path0 + (1 − sigmoid(w))·path1, with w initialized to 0.5.
-
-    With `path_weights` "equal", each weight is 1/P.
-
-    The parameters of the paths are stacked along a leading `path` axis.
+    """A weighted sum of paths, whose parameters are stacked along a leading `path` axis. Learned weights are the
+    softmax of P logits; the last is 0, the others start at 0.5. With two paths, this is the paper's released code:
+    sigmoid(w)·path0 + (1 − sigmoid(w))·path1 with w initialized to 0.5.
     """
 
     config: PGPTConfig
@@ -95,7 +83,7 @@ class PGPT(nn.Module):
 
 
 def path_weights(params) -> np.ndarray:
-    """Returns the path weights of a ParallelGPT model, (number of paths,) float64; they sum to 1."""
+    """Returns the path weights, (number of paths,) float64; they sum to 1."""
     equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
     logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
@@ -103,10 +91,7 @@ def path_weights(params) -> np.ndarray:
 
 
 def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
-    """Returns the config, parameters and model state of a model that keeps only the paths with the indices `paths`.
-
-    The weights of the kept paths are renormalized to sum to 1.
-    """
+    """Keeps only the paths with the indices `paths`; their weights are renormalized to sum to 1."""
     chosen = np.array(paths)
 
     def cut(variables):

@@ -14,17 +14,11 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nn.Module):
-    """Chooses K = `experts_per_token` of the E routed experts for each token, as in DeepSeek-V3 (arXiv 2412.19437).
+    """Chooses K = `experts_per_token` of the E routed experts for each token (DeepSeek-V3, arXiv 2412.19437).
 
-    Expert i has the score s_i = sigmoid(x·e_i), computed in float32, where e_i is a learned vector. The K experts with
-    the largest s_i + b_i are chosen. The gate of a chosen expert is its score divided by the sum of the K scores
-    (equations 13 to 16). If K is 1, the gate is the score itself: s / s would be 1, and the router would have no
-    gradient.
-
-    The biases b are a state. They balance the experts without an auxiliary loss; see `move_biases`.
-
-    With `balance_loss` α, the loss α·Σ f_i·P_i per sequence is added (equations 17 to 20; see `sequence_balance`). For
-    balanced experts, it is α.
+    Expert i has the score s_i = sigmoid(x·e_i). The K experts with the largest s_i + b_i are chosen; the biases b are a
+    state (see `move_biases`). Gates are the chosen scores divided by their sum (equations 13 to 16). If K is 1, the
+    gate is the score itself: s / s would be 1, and the router would have no gradient.
     """
 
     config: ModelConfig
@@ -48,7 +42,6 @@ class Router(nn.Module):
         return experts_BxTxK, c.expert_scale * gates_BxTxK
 
     def products(self, x_BxTxD):
-        """Returns the product of each token with the vector of each expert, (B, T, E) float32."""
         kernel_DxE = sharding.gather_fsdp(
             self.param("kernel", normal(INIT_STD, *ROUTER_AXES), (x_BxTxD.shape[-1], self.config.num_experts)),
             ROUTER_AXES)
@@ -56,7 +49,6 @@ class Router(nn.Module):
         return jnp.dot(x_RxD, kernel_DxE, precision="highest").reshape(*x_BxTxD.shape[:2], -1)
 
     def choose(self, biased_BxTxE):
-        """Returns the experts with the largest biased scores, (B, T, K) int32."""
         def on_one_device(biased_BxTxE):
             return jax.lax.top_k(biased_BxTxE, self.config.experts_per_token)[1]
 
@@ -64,7 +56,6 @@ class Router(nn.Module):
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
     def one_hot(self, experts_BxTxK):
-        """Returns whether each expert is one of the K experts of each token, (B, T, E) float32."""
         return jnp.sum(jax.nn.one_hot(experts_BxTxK, self.config.num_experts), axis=2)
 
     def count(self, experts_BxTxK, mask_BxT) -> None:
@@ -82,11 +73,8 @@ def masked(x_BxTxE, mask_BxT):
 
 
 def move_biases(state, loads, rate: float):
-    """Returns the model state after an update (arXiv 2412.19437, section 2.1.2).
-
-    The bias of an expert grows by `rate` if the expert got fewer tokens than the mean, and shrinks by this rate if it
-    got more. `loads` are the loads that routers sowed, with a leading axis for microbatches. A router that is applied
-    several times has one load for each time; its biases move once.
+    """Raises the bias of experts with less than the mean load by `rate`, and lowers the others' (arXiv 2412.19437,
+    section 2.1.2). `loads` have a leading axis for microbatches, and one entry per time that a router is applied.
     """
     moved = flax.traverse_util.flatten_dict(state)
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
@@ -97,12 +85,7 @@ def move_biases(state, loads, rate: float):
 
 
 def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
-    """Returns Σ f_i·P_i over the experts (arXiv 2412.19437, equation 17), averaged over sequences.
-
-    f_i is the share of tokens for which expert i has one of the K largest scores, without biases, divided by its value
-    for balanced experts, K/E (equation 18). P_i is the score of expert i divided by the sum of the token's scores,
-    averaged over tokens (equations 19 and 20).
-    """
+    """Returns Σ f_i·P_i over experts, averaged over sequences (arXiv 2412.19437, equations 17 to 20)."""
     def mean_BxE(x_BxTxE):
         if mask_BxT is None:
             return jnp.mean(x_BxTxE, axis=1)

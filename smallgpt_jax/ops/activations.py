@@ -10,12 +10,8 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def gelu(x):
-    """Returns the exact GELU, x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415), in the dtype of x.
-
-    GELU is computed in float32, because 1 + erf in bfloat16 loses the negative tail of Φ.
-
-    The forward pass also computes the derivative and saves it instead of x. This needs no additional memory, because
-    both have the same dtype. The backward pass then need not compute `erf` and `exp`, which are slow on CPUs.
+    """Returns x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415). In bfloat16, 1 + erf would lose the negative tail of Φ.
+    The derivative is saved instead of x: both have the same dtype, and erf and exp are slow on CPUs.
     """
     return _gelu_forward(x)[0]
 

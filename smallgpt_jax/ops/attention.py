@@ -1,19 +1,11 @@
-"""Attention with several backends.
+"""Attention with several backends, selected by `config.model.attention`:
 
-Backends, selected by `config.model.attention`:
+- "xla": plain JAX (`xla_attention.chunked`), on every platform and for what the kernels do not support
+- "flash": this project's Pallas kernel for TPUs (`flash_attention.py`)
+- "splash": JAX's Pallas kernel for TPUs, which also supports separate documents and any context length
+- "cudnn": NVIDIA's fused kernel
 
-- "xla": plain JAX (`xla_attention.chunked`). It runs on every platform.
-- "flash": this project's Pallas kernel for TPUs (`flash_attention.py`).
-- "splash": JAX's Pallas kernel for TPUs, which also supports separate documents and any context length.
-- "cudnn": NVIDIA's fused kernel.
-- "auto": the backend depends on the platform for which the program is compiled.
-
-The kernels do not materialize the (time, time) scores.
-
-In the cases that a kernel does not support, "xla" replaces it; see `select_backend`.
-
-Heads may share keys and values (grouped-query attention, Ainslie et al., arXiv 2305.13245): with H heads and G
-key–value heads, head h attends to the keys of key–value head h // (H / G).
+Head h attends to the keys of key–value head h // (H / G) (grouped-query attention, Ainslie et al., arXiv 2305.13245).
 """
 
 import math
@@ -37,11 +29,7 @@ BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")  # values of config.model
 
 def select_backend(backend: str, platform: str, *, time: int, head_width: int, dtype: str, mask: AttentionMask,
                    has_alibi: bool = False, per_group: int = 1) -> tuple[str, str]:
-    """Returns the backend to use on a platform, and the reason for a fallback to "xla".
-
-    The reason is "" if there is no fallback. `platform` is "tpu", "gpu" or "cpu". `per_group` is the number of heads
-    per key–value head. "splash" replaces "flash", without a reason, in the cases that only "splash" supports.
-    """
+    """Returns the backend for "tpu", "gpu" or "cpu", and the reason for a fallback to "xla", or ""."""
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "flash" and (mask.segment_ids_BxT is not None
@@ -74,10 +62,8 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
 
 
 def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
-    """Returns softmax(q·kᵀ/√K)·v over the positions that `mask` allows, (B, H, T, K).
-
-    See Vaswani et al., arXiv 1706.03762, equation 1. Scores and softmax are float32. `slopes_H` are ALiBi slopes: each
-    head's slope times the distance between query and key is subtracted from the head's scores.
+    """Returns softmax(q·kᵀ/√K)·v where `mask` allows it, (B, H, T, K) (Vaswani et al., arXiv 1706.03762, equation 1).
+    Scores and softmax are float32. ALiBi subtracts a head's slope times the distance in positions from its scores.
     """
     _, heads, time, head_width = q_BxHxTxK.shape
     if mask.window >= time:
@@ -91,10 +77,6 @@ def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=Non
 
 
 def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the flash attention kernel on each device's shard of rows and heads.
-
-    If the platform is not a TPU, the kernel runs in the slow interpret mode.
-    """
     assert slopes_H is None and mask == AttentionMask(mask.window), "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups, interpret = k_BxGxTxK.shape[1], platform() != "tpu"
@@ -112,10 +94,6 @@ def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs the splash kernel on each device's shard of rows and heads.
-
-    If the platform is not a TPU, the kernel runs in the slow interpret mode.
-    """
     assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
@@ -139,10 +117,7 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret: bool):
-    """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask.
-
-    Keys and values may have fewer heads than the queries.
-    """
+    """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask."""
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
     # TPUs pad the last axis to a multiple of `lanes`. With narrow heads on the last axis, most memory would be padding.
@@ -160,7 +135,6 @@ def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret
 
 
 def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Runs cuDNN's attention kernel on each device's shard of rows and heads."""
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None and slopes_H is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]

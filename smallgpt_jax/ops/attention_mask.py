@@ -7,10 +7,7 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class AttentionMask:
-    """A causal attention mask. Its fields add a window, the borders between texts, or a bidirectional prefix.
-
-    `attention.select_backend` falls back to "xla" if a backend does not support a field.
-    """
+    """A causal mask with a window, borders between texts, or a bidirectional prefix."""
 
     # The length of the attention window in positions, including the query's own position; 0: unlimited.
     window: int = flax.struct.field(pytree_node=False, default=0)
@@ -18,10 +15,7 @@ class AttentionMask:
     prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix (prefix LM)
 
     def allowed(self, start: int, time: int, keys: slice):
-        """Returns the mask for `time` queries, whose first position is `start`, and the keys at positions `keys`.
-
-        The mask is a (B or 1, time, number of keys) bool array. It is True where a query attends to a key.
-        """
+        """Returns (B or 1, time, number of keys) bools; `start` is the position of the first query."""
         queries_Tx1 = jnp.arange(start, start + time)[:, None]
         keys_1xS = jnp.arange(keys.start, keys.stop)[None]
         allowed_BxTxS = (keys_1xS <= queries_Tx1)[None]

@@ -1,7 +1,4 @@
-"""Cross-entropy loss over the vocabulary.
-
-The sequence is split into chunks. The loss of a chunk and its gradient are computed together.
-"""
+"""Cross-entropy over the vocabulary. The loss of each chunk of positions is computed together with its gradient."""
 
 import functools
 
@@ -20,22 +17,17 @@ MAX_DIFFERENCE = 70.0
 
 
 def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_loss: float = 0.0):
-    """Returns the weighted sum of losses, Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar.
+    """Returns Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar. `chunks` must divide T.
 
-    The sequence is split into `chunks` equal parts, so that (batch, time, vocabulary) logits are never materialized.
-    `chunks` must divide T. Logits and softmax are float32; the operands of the matmuls have the dtype of `x_BxTxW` and
-    `head_VxW`.
-
-    The forward pass also computes the gradients, with three matmuls per part. If the backward pass computed them, it
-    would need a fourth matmul to compute the logits again.
-
-    `z_loss` · log(Σ exp(logits))² is added to each loss (Chowdhery et al., arXiv 2204.02311, section 5).
+    (batch, time, vocabulary) logits are never materialized. The forward pass also computes the gradients, with three
+    matmuls per chunk; the backward pass would need a fourth for the logits. `z_loss` · log(Σ exp(logits))² is added to
+    each loss (Chowdhery et al., arXiv 2204.02311, section 5).
     """
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks), _in_chunks(weights_BxT, chunks), z_loss)
 
 
 def _in_chunks(x_BxT, chunks: int):
-    """Splits a (B, T, …) array along T and returns it as (chunks, B, T / chunks, …)."""
+    """(B, T, …) → (chunks, B, T / chunks, …)"""
     batch, time, *rest = x_BxT.shape
     return jnp.moveaxis(x_BxT.reshape(batch, chunks, time // chunks, *rest), 1, 0)
 
@@ -45,7 +37,6 @@ def _rows(x_BxCxW):
 
 
 def _chunk_loss(chunk, head_VxW, z_loss: float):
-    """Returns the weighted sum of a chunk's losses."""
     x_BxCxW, _, weights_BxC = chunk
     logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
     log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
@@ -62,20 +53,14 @@ def _logits(x_RxW, head_VxW):
 
 
 def _target_logits(chunk, head_VxW):
-    """Returns the float32 logits of a chunk's targets, flattened to one axis."""
     x_BxCxW, targets_BxC, _ = chunk
     return jnp.einsum("rw,rw->r", _rows(x_BxCxW), jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
                       preferred_element_type=jnp.float32)
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
-    """Returns the weighted sum of a chunk's losses, and the gradient of this sum with respect to the logits.
-
-    The gradient has the dtype of x.
-
-    The loss of a position is log Σⱼ exp(lⱼ − l), where l is the logit of its target. Subtracting l instead of the
-    maximum logit saves a pass over the logits. The differences lⱼ − l are clipped at MAX_DIFFERENCE. With a z-loss, the
-    maximum is subtracted, because log Σⱼ exp(lⱼ) would be too low after clipping.
+    """Returns the sum and its gradient by the logits. The loss is log Σⱼ exp(lⱼ − l), where l is the target's logit: to
+    subtract l, not the maximum, saves a pass over the logits, but needs clipping, which a z-loss does not allow.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)

@@ -1,15 +1,12 @@
 """A TPU kernel for causal attention. The last axis of all arrays is for positions, not for the head width.
 
 It is FlashAttention (Dao, arXiv 2307.08691): the (time, time) scores exist only in blocks of (keys × queries), in a
-core's own memory. Two properties make it faster than JAX's splash attention at context lengths of a few thousand:
+core's own memory. At context lengths of a few thousand, it is faster than JAX's splash attention:
 
-- The axis order. Heads narrower than 128 need no padding in memory. The products with the attention weights stream K
-  rows per head through the matrix unit; splash attention streams T rows.
-- One kernel for all gradients. It computes the scores once; splash attention computes them in each of two kernels.
+- Heads narrower than 128 need no padding, and products with the attention weights stream K rows per head, not T.
+- One kernel for all gradients computes the scores once; splash attention computes them in each of two kernels.
 
-The kernels keep the queries, keys, values and gradients of a whole head in a core's memory; see `fits`.
-
-Shapes: B batch, H heads, G key–value heads, R = H/G query heads per key–value head, K head width, T time.
+Shapes: B batch, H heads, G key–value heads, R = H/G, K head width, T time, C queries and S keys of a block.
 """
 
 import functools
@@ -28,45 +25,31 @@ OUTPUT = "attention_output"  # name of the forward pass's results in remateriali
 
 
 def is_short(window: int) -> bool:
-    """Returns whether the kernels use short blocks, and compute all blocks in reach at once, not in a loop."""
     return 0 < window <= 2 * SHORT_BLOCK
 
 
 def block_length(time: int, window: int) -> int:
-    """Returns the length of a block of keys or queries.
-
-    Of the scores in short blocks, fewer are outside the window. In long blocks, a score takes less time.
-    """
+    """Short blocks have fewer scores outside the window; in long blocks, a score takes less time."""
     return math.gcd(time, SHORT_BLOCK if is_short(window) else BLOCK)
 
 
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
-    """Returns whether the kernels' arrays fit into the 16 MiB of a core's memory that a kernel may use by default.
-
-    For each byte of a key–value head's queries, the gradient kernel needs at most 18 bytes: a float32 sum, and two
-    copies of each of its 7 arguments and results. One copy is moved while the other is used. Blocks of scores need
-    another 5 MiB.
+    """Returns whether a whole head fits into the 16 MiB of a core's memory that a kernel may use by default: blocks of
+    scores need 5 MiB, and each byte of queries at most 18 for gradients: a float32 sum, and 7 arguments and results,
+    each twice, as one copy is moved while the other is used.
     """
     return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
 
 
 def blocks_in_reach(time: int, window: int) -> int:
-    """Returns the maximum number of earlier blocks of keys that a block of queries attends to.
-
-    A query attends to keys that are at most `window` − 1 positions before it; a window of 0 is unlimited. Keys that are
-    d blocks before a query are at least d · length − (length − 1) positions before it.
-    """
+    """Keys that are d blocks before a query are at least d · length − (length − 1) positions before it."""
     length = block_length(time, window)
     return (window + length - 2) // length if window else time // length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
-    """Returns the causal attention output softmax(kᵀ·q)·v, (B, H, K, T). The softmax is over keys and float32.
-
-    T must be a multiple of 128; see also `fits`. Each query attends to its newest `window` positions, or to all of them
-    if `window` is 0. With `interpret`, the kernels run on any platform.
-    """
+    """Returns softmax(kᵀ·q)·v over keys, (B, H, K, T). T must be a multiple of 128; a window of 0 is unlimited."""
     return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window, interpret)[0]
 
 
@@ -76,10 +59,7 @@ def _dot(a, b, contract: tuple[int, int]):
 
 
 def _scores(k_KxS, q_KxC, blocks_apart, window: int):
-    """Returns the (S, C) scores of a block of keys and the block of queries that is `blocks_apart` blocks later.
-
-    `blocks_apart` is an int or, if it is known only when the kernel runs, a positive traced integer.
-    """
+    """Returns masked (S, C) scores; `blocks_apart` is an int, or a positive traced integer."""
     scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
     length, is_known = q_KxC.shape[1], isinstance(blocks_apart, int)
     is_diagonal = is_known and blocks_apart == 0
@@ -93,11 +73,7 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
 
 
 def _for_each_block(time: int, window: int, body, later: bool = False):
-    """Calls body(i, n) for each block i of a row of `time` positions, in ascending order.
-
-    n is the number of blocks in reach that are before block i or, with `later`, after it. With a short window, n is an
-    int.
-    """
+    """Calls body(i, n), with n blocks in reach before i (`later`: after it); n is an int if the window is short."""
     blocks, reach = time // block_length(time, window), blocks_in_reach(time, window)
 
     def neighbors(i):
@@ -116,12 +92,10 @@ def _for_each_block(time: int, window: int, body, later: bool = False):
 
 
 def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
-    """Computes the output and the log-sums of exponentials of one head, for one block of C queries after the other."""
     width, time = q_KxT.shape
     length = block_length(time, window)
 
     def add_keys(query_block, blocks_apart, carry):
-        """Adds the blocks of keys that are `blocks_apart`, a sequence, before the block of queries."""
         largest_1xC, sums_1xC, y = carry
         q = q_KxT[:, pl.ds(query_block * length, length)]
         keys = [pl.ds((query_block - apart) * length, length) for apart in blocks_apart]
@@ -154,10 +128,7 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
 
 def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT, dq_RxKxT, dk_KxT, dv_KxT,
                      dq_sums_RxKxT, *, window: int):
-    """Computes the gradients of one key–value head and of its R query heads.
-
-    `products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2).
-    """
+    """`products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2)."""
     per_group, width, time = q_RxKxT.shape
     length = block_length(time, window)
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)

@@ -1,23 +1,14 @@
 """Products of groups of rows with one matrix per group, for mixtures of experts.
 
-Rows are first moved into slots, so that the rows of a group are adjacent. A group of n rows has ⌈n/b⌉ blocks of b
-slots. The number of slots is static and large enough for any grouping, so no row is ever dropped.
+Rows are moved into slots: a group of n rows has ⌈n/b⌉ blocks of b slots. The number of slots is static and large enough
+for any grouping, so no row is ever dropped. Backends (`config.model.grouped_matmul`):
 
-Backends (`config.model.grouped_matmul`):
+- "ragged": `jax.lax.ragged_dot`, b = 1. TPUs have a kernel; elsewhere, XLA multiplies every row by all matrices.
+- "blocks": one batched product of all blocks, each with a copy of its matrix; at most b − 1 unused rows per group.
 
-- "ragged": `jax.lax.ragged_dot`, with b = 1. TPUs have a kernel for it. On CPUs and GPUs, XLA multiplies every row by
-  the matrices of all groups.
-- "blocks": one batched product of all blocks, each with a copy of its group's matrix. It computes at most b − 1 unused
-  rows per group.
-- "auto": "ragged" on TPUs, otherwise "blocks".
-
-The table shows how many times as fast "blocks" is as "ragged" and as a dense MLP of equal FLOPs, in forward and
-backward pass together. Each row goes to 3 of 16 experts. Measured with `python benchmarks/ops.py --only=experts` in
-float32 on two cores of an AMD EPYC, jax 0.10.2, 2026-11-22:
-
-    shapes                                "ragged"           dense MLP
-    1,024 rows of width 128               13.1               0.39
-    2,048 rows of width 256               11.0               0.37
+Relative speed of "blocks": 13.1 × "ragged" and 0.39 × a dense MLP of equal FLOPs with 1,024 rows of width 128, and 11.0
+and 0.37 with 2,048 rows of width 256; 3 of 16 experts, forward and backward, float32, two cores of an AMD EPYC, jax
+0.10.2, 2026-11-22 (`python benchmarks/ops.py --only=experts`).
 """
 
 from typing import NamedTuple
@@ -42,24 +33,20 @@ class Grouping(NamedTuple):
 
 
 def select_backend(name: str) -> str:
-    """Returns "ragged" or "blocks"."""
     if name == "auto":
         return "ragged" if platform() == "tpu" else "blocks"
     return name
 
 
 def block_size(backend: str, rows: int, num_groups: int) -> int:
-    """Returns the number of rows per block: a power of two, at most half of the mean number of rows per group."""
+    """Returns a power of two, at most half of the mean number of rows per group."""
     if backend == "ragged":
         return 1
     return min(MAX_BLOCK, 1 << max(0, (rows // (2 * num_groups)).bit_length() - 1))
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
-    """Sorts R rows by group and pads the rows of each group to a multiple of `block`. Returns the place of each row.
-
-    `group_of_row_R` (int32) is the group of each row.
-    """
+    """Sorts rows by their group (int32), and pads the rows of each group to a multiple of `block`."""
     rows = group_of_row_R.size
     # A group with rows has at most `block` − 1 unused slots.
     num_blocks = (rows + min(num_groups, rows) * (block - 1)) // block
@@ -87,17 +74,12 @@ def into_slots(x_RxD, grouping: Grouping):
 
 
 def from_slots(y_SxD, grouping: Grouping):
-    """Returns the rows from their slots, (R, D)."""
     return _rearrange(y_SxD, grouping.slot_of_row_R, grouping.row_of_slot_S)
 
 
 @jax.custom_vjp
 def _rearrange(x, source, destination):
-    """Returns x[source], with zeros where `source` is beyond the end of x.
-
-    `destination` is the inverse of `source`, so the gradient is a gather too. The gradient of a plain x[source] would
-    be a scatter, which is slower.
-    """
+    """Returns x[source], zero beyond the end of x. By `destination`, its inverse, the gradient is no slow scatter."""
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
@@ -114,7 +96,6 @@ _rearrange.defvjp(_rearrange_forward, _rearrange_backward)
 
 
 def grouped_matmul(x_SxI, w_GxIxO, grouping: Grouping, backend: str):
-    """Returns the product of each slot with the matrix of its group, (S, O). `backend` is "ragged" or "blocks"."""
     if backend == "ragged":
         return jax.lax.ragged_dot(x_SxI, w_GxIxO, grouping.group_sizes_G)
     slots, num_blocks = len(x_SxI), len(grouping.group_of_block_N)
@@ -124,7 +105,6 @@ def grouped_matmul(x_SxI, w_GxIxO, grouping: Grouping, backend: str):
 
 @jax.custom_vjp
 def _block_matmul(x_NxbxI, w_GxIxO, group_of_block_N):
-    """Returns the product of each block with the matrix of its group, (N, b, O)."""
     return jnp.einsum("nbi,nio->nbo", x_NxbxI, w_GxIxO[group_of_block_N])
 
 
@@ -133,7 +113,7 @@ def _block_matmul_forward(x_NxbxI, w_GxIxO, group_of_block_N):
 
 
 def _block_matmul_backward(residuals, ct_NxbxO):
-    """Returns the gradients. The gradient of a matrix is summed over its blocks in float32, whatever its dtype."""
+    """The gradient of a matrix is summed over its blocks in float32, whatever its dtype."""
     x_NxbxI, w_GxIxO, group_of_block_N = residuals
     dx_NxbxI = jnp.einsum("nbo,nio->nbi", ct_NxbxO, w_GxIxO[group_of_block_N])
     dw_NxIxO = jnp.einsum("nbi,nbo->nio", x_NxbxI, ct_NxbxO, preferred_element_type=jnp.float32)
@@ -145,11 +125,8 @@ _block_matmul.defvjp(_block_matmul_forward, _block_matmul_backward)
 
 
 def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str):
-    """Returns Σ_k gate_k · expert_k(x) for each token, (B, T, D).
-
-    If `into_ExDxF` is [W_up], an expert is a(x·W_up)·W_down. If it is [W_gate, W_up], an expert is
-    (a(x·W_gate) ⊙ x·W_up)·W_down. Each device groups its own rows of the batch, so that no token moves to another
-    device.
+    """Returns Σ_k gate_k · expert_k(x), (B, T, D). `into_ExDxF` is [W_up], or [W_gate, W_up] for gated MLPs. Each
+    device groups its own rows of the batch, so that no token moves to another device.
     """
     backend, width = select_backend(backend), len(into_ExDxF)
 

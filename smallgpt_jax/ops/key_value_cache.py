@@ -1,7 +1,4 @@
-"""The key–value cache of decoding: its slots, and attention that reads it.
-
-A row of the cache belongs to one key–value head of one text: G is (number of texts) × (key–value heads per text).
-"""
+"""The key–value cache of decoding. A row of it (axis G) belongs to one key–value head of one text."""
 
 import math
 
@@ -12,11 +9,7 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Returns the cache after `x_GxTxK` has been written to it.
-
-    The T entries of row g are written to row g of the cache, beginning at slot `start_G[g]`. If T > 1, entries beyond
-    the end of the cache are dropped. If T is 1, an entry beyond the end overwrites the last slot.
-    """
+    """Writes row g from slot `start_G[g]` on. Past the end, entries are dropped if T > 1, else in the last slot."""
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
@@ -28,21 +21,13 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
 
 
 def rolling_positions(end_G, slots: int):
-    """Returns the position that each slot of a rolling cache holds, (G, slots).
-
-    `end_G` is the number of positions that have been written, per row. Position p is written to slot p mod `slots`, so
-    the cache holds the newest positions. The result is negative for an empty slot.
-    """
+    """Returns each slot's position after `end_G` writes, (G, slots): p is in slot p mod `slots`; negative if empty."""
     newest_Gx1 = end_G[:, None] - 1
     return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
 
 
 def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
-    """Returns a rolling cache after the entries in `x_GxTxK` have been written to it.
-
-    Only the first `count_G[g]` of the T entries of row g are written; the other entries are padding. `start_G` is the
-    position of each row's first entry.
-    """
+    """Writes the first `count_G[g]` entries of row g, of which the first has position `start_G[g]`."""
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:
         # If a row's only entry is padding, the row is finished, and padding may overwrite its cache.
@@ -54,12 +39,7 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
 
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None,
                      key_positions_GxS=None):
-    """Returns softmax(q·keysᵀ/√K)·values over the keys that `mask` allows, (G, R, T, K).
-
-    Each of the G rows of the cache belongs to one key–value head of one text, and R query heads attend to it.
-    `slopes_GxR` are ALiBi slopes. `key_positions_GxS` are the positions of the keys; they are negative for empty slots.
-    By default, slot s holds position s.
-    """
+    """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K). `key_positions_GxS` are negative for empty slots."""
     assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(head_width)  # Q = R·T

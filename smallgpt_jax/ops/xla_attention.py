@@ -1,7 +1,4 @@
-"""Attention in plain JAX, for every platform and every mask.
-
-Queries, keys, values, mask and ALiBi slopes are as in `attention.attention`; the queries are already divided by √K.
-"""
+"""Attention in plain JAX. Arguments are as in `attention.attention`, with queries divided by √K."""
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +10,21 @@ QUERIES = 128  # queries per chunk
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns the attention output. All scores, including masked ones, are computed at once.
-
-    Tests and benchmarks compare the other backends with this one.
-    """
+    """The oracle of tests and benchmarks: computes all scores at once, including masked ones."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
 
 def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Computes the matrix products that count as attention's FLOPs. The function is only traced, never run.
-
-    Each query is multiplied with `mask.window` keys, or with all T keys if there is no window. The causal mask does not
-    reduce the count. This is the convention of model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
-    appendix B). The values of the result have no meaning.
+    """The products that count as attention's FLOPs, only traced, never run. The window reduces them, the causal mask
+    does not, as in model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
     keys = slice(0, mask.window or q_BxHxTxK.shape[2])
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Returns the attention output. The queries are processed in chunks of QUERIES.
-
-    Each chunk of queries skips the keys after the chunk and the keys before the chunk's attention window.
-    """
+    """Processes QUERIES queries at a time, without the keys after the chunk or before its attention window."""
     time, dtype, parts = q_BxHxTxK.shape[2], q_BxHxTxK.dtype, []
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     for start in range(0, time, QUERIES):
@@ -50,11 +38,7 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
-    """Returns the attention output of T queries for the S keys at positions `keys`, (B, H, T, K).
-
-    `start` is the position of the first query. The weights are normalized after the product with the values. This
-    saves a pass over the (T, S) weights in both the forward and the backward pass.
-    """
+    """Returns (B, H, T, K). Normalizing after the product with the values saves a pass over the (T, S) weights."""
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups

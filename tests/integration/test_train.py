@@ -56,7 +56,7 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
     trained = [line for line in lines if line["split"] == "train"]
     assert [line["step"] for line in trained] == [50, 100, 150]
     assert all({"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= set(line) for line in trained)
-    assert trained[-1]["learning_rate"] == pytest.approx(3e-4, rel=0.05)
+    assert trained[-1]["learning_rate"] == pytest.approx(6e-4, rel=0.05)
     evaluated = [line for line in lines if line["split"] == "eval"]
     assert [line["step"] for line in evaluated] == [75, 150]
     store = json.loads((tmp_path / "store.json").read_text())["splits"]["validation"]

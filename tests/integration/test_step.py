@@ -18,6 +18,7 @@ from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.estimation import hlo
+from smallgpt_jax.models import parameters
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
@@ -289,6 +290,7 @@ def test_the_initial_state_takes_two_traces():
             calls.append(arguments)
         return call(*arguments, **keywords)
 
+    parameters.trace_variables.cache_clear()  # other tests have traced the same model
     with nn.intercept_methods(count):
         program = build_program(load_config("gpt", **SMALL), jax.devices()[:1])
         state = program.initial_state()

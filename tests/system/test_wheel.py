@@ -65,8 +65,8 @@ def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path)
     assert "step 2/2" in output
     session = json.loads((tmp_path / "run" / "sessions.jsonl").read_text())
     assert session["versions"]["smallgpt_jax"] == __version__ and "commit" not in session
-    text = run_installed(installed, scripts / "smallgpt-generate", "--workdir=run", "--trust_custom_code", "--prompt=the cat",
-                         "--max_new_tokens=2", cwd=tmp_path)
+    text = run_installed(installed, scripts / "smallgpt-generate", "--workdir=run", "--trust_custom_code",
+                         "--prompt=the cat", "--max_new_tokens=2", cwd=tmp_path)
     assert text.startswith("the cat")
 
 

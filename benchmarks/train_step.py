@@ -9,7 +9,7 @@ This project's models are compared with the peer, `transformers`' GPT-2 of the s
 exact GELU and an untied head. Unlike our gpt, it has biases. AdamW and gradient clipping have the same settings for all
 models. Our models run their compiled training step. The peer runs twice, eagerly and with `torch.compile`, both with
 PyTorch's fused attention (SDPA) and fused AdamW; in bfloat16, with autocast. Each peer runs in a process of its own,
-because our commands change how their process allocates memory (smallgpt_jax/host_memory.py).
+because our commands change how their process allocates memory (smallgpt_jax/devices/host_memory.py).
 
 All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
 each round, each model runs --steps steps without waiting between steps. The benchmark fails if the loss of a model does

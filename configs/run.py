@@ -16,6 +16,7 @@ own tokenizer, a token store in the cache folder, and values for fine-tuning on 
 A custom architecture or mixer is used only with --trust_custom_code, because a workdir of others may name any module.
 """
 
+import re
 import sys
 
 from configs import base
@@ -29,7 +30,8 @@ def get_config(folder: str):
     path = as_path("--config=configs/run.py", folder)
     saved = read_groups(path)
     # absl reads a recipe before the flags that follow it.
-    models.refuse_custom_code(saved["model"], path, "--trust_custom_code" in sys.argv)
+    trust = any(re.fullmatch("--?trust_custom_code(=(true|t|1|yes|y))?", argument.lower()) for argument in sys.argv)
+    models.refuse_custom_code(saved["model"], path, trust)
     config = base.get_config("paper", saved["model"].get("architecture"))
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(path / TOKENIZER_FOLDER), ""

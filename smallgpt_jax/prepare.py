@@ -10,6 +10,7 @@ command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -
 from absl import flags
 
 from smallgpt_jax import cli
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.output import best_effort
 
@@ -22,7 +23,7 @@ flags.mark_flag_as_required("config")
 
 @best_effort("stdout")
 def main() -> None:
-    corpus, is_new = open_or_prepare(_CONFIG.value.data, _WORKERS.value)
+    corpus, is_new = open_or_prepare(DataConfig.from_fields(_CONFIG.value.data), _WORKERS.value)
     for store in corpus.stores:
         print(f"{'new' if is_new else 'existing'} token store: {store.folder}")
 

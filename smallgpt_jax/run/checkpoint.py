@@ -8,7 +8,7 @@ number. Only imported models have a checkpoint of step 0; it has no optimizer st
 
 A checkpoint has these items:
 
-- `params`, `opt_state`, `model_state`: separate items, so that inference does not read the optimizer state.
+- `params`, `opt_state`, `model_state`, `heads`: separate items, so that inference reads only what it needs.
 - `check`: JSON with a checksum per array, and with the losses of steps that are not in metrics.jsonl yet. Checksums are
   needed because orbax does not checksum every file.
 """

@@ -57,6 +57,8 @@ class OptimizerConfig(ConfigGroup):
     def started(self, steps: int) -> Self:
         """Replaces each AT_START. Raises UserError for an invalid schedule."""
         end = steps if self.decay_steps == AT_START else self.decay_steps
+        if end < 1:
+            self.refuse("decay_steps", "must be at least 1; -1 means config.train.steps")
         warmup = math.floor(self.warmup_fraction * end) if self.warmup_steps == AT_START else self.warmup_steps
         final = (self.final_fraction * self.learning_rate if self.final_learning_rate == AT_START
                  else self.final_learning_rate)
@@ -152,9 +154,10 @@ class Config:
         if unknown := [name for name in config if name not in GROUPS]:
             raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
         groups = {name: dict(config.get(name, {})) for name in GROUPS}
+        is_same_teacher = saved and groups["train"].get("teacher", "") == saved.train.teacher
         for name, group in GROUPS.items():
             for field in group.names(at_start=True) if saved else ():
-                if groups[name].get(field, AT_START) == AT_START:
+                if groups[name].get(field, AT_START) == AT_START and (field != "teacher_step" or is_same_teacher):
                     groups[name][field] = getattr(getattr(saved, name), field)
         typed = {name: group.from_fields(groups[name]) for name, group in GROUPS.items() if name != "model"}
         for group in typed.values():

@@ -36,7 +36,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     lines += [f"{packing.split.folder.name}, {config.data.packing}: {packing.padding:.2%} padding, "
               f"{packing.cut_documents:.0%} of the documents split"
               for packing in pipeline.train.packings]
-    if (end := config.optimizer.decay_steps) != config.train.steps:
+    if (end := config.optimizer.decay_steps) != config.train.steps and config.optimizer.schedule != "constant":
         lines.append(f"learning rate decay ends at step {end}, training at step {config.train.steps} "
                      "(config.optimizer.decay_steps, config.train.steps)")
     return "\n".join([*lines, *fallback_messages(program)])

@@ -21,11 +21,11 @@ from smallgpt_jax.analysis.flops import UnknownFlops, count_operations, train_fl
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import cross_entropy
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -88,7 +88,8 @@ def measure_parts() -> dict[str, float]:
     import jax
     jax.config.update("jax_enable_compilation_cache", False)
     path, _, size = _CONFIG.value.partition(":")
-    program = build_program(importlib.import_module(path.removesuffix(".py").replace("/", ".")).get_config(size or "paper"))
+    recipe = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    program = build_program(recipe.get_config(size or "paper"))
     end("config, mesh and shapes of the model")
     program.compile_train_step()
     end("tracing and compilation of the training step")

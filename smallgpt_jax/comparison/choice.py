@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from smallgpt_jax.comparison import scaling
+from smallgpt_jax.comparison.results import RESULTS_FORMAT
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
+from smallgpt_jax.run.names import CONFIG_FILE
+from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     LOSS,
@@ -29,6 +32,7 @@ from smallgpt_jax.storage.json_files import (
     Each,
     Optional,
     integer,
+    one_of,
     read_json,
 )
 
@@ -40,12 +44,12 @@ MAX_ROWS = 6  # of a table
 MEASURED = Optional((NULL, POSITIVE))
 EMBEDDINGS = ("token embedding", "position embedding")
 # The part of results.json that is read.
-RESULTS = {"command": Optional(TEXT), "runs": [{
+RESULTS = {"format": one_of(RESULTS_FORMAT), "command": Optional(TEXT), "runs": [{
     "name": TEXT, "workdir": TEXT, "seed": integer(0), "config": OBJECT, "is_finished": BOOLEAN, "diverged": BOOLEAN,
     "parameters": integer(1), "active_parameters": integer(1), "components": Each(integer(0)), "memory_bytes": MEASURED,
-    "weight_bytes": MEASURED, "decoding": Optional((NULL, {"tokens_per_second": POSITIVE})),
+    "averaged": Optional(integer(1)), "decoding": Optional((NULL, {"tokens_per_second": POSITIVE})),
     "curve": [{"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
-               "loss": (NULL, LOSS)}]}]}
+               "loss": (NULL, LOSS), "targets": Optional(integer(1))}]}]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +66,18 @@ BUDGETS = {
     "seconds": Budget("seconds of training on the machine of the records", lambda run: run["curve"][-1]["seconds"],
                       True, "train it with a smaller config.train.log_every"),
     "parameters": Budget("parameters", lambda run: run["parameters"], False, ""),
-    "bytes": Budget("bytes of weights (float32)", lambda run: run.get("weight_bytes") or 4 * run["parameters"], False,
-                    ""),
+    "bytes": Budget("bytes of weights (float32)", lambda run: 4 * run["parameters"], False, ""),
     "decode_ms": Budget("ms per decoded token at batch size 1", lambda run: 1000 / run["decoding"]["tokens_per_second"]
                         if run.get("decoding") else None, False, "rerun compare with config.compare.decoding=true"),
     "memory": Budget("bytes of memory per device in training", lambda run: run.get("memory_bytes"), False,
                      "it is logged when a run starts; train it again"),
 }
+
+
+def final_loss(run: dict) -> float:
+    """Returns the mean over the run's last evaluations on the same rows, as in `results.Run.final`."""
+    points = [point for point in run["curve"] if point.get("targets") == run["curve"][-1].get("targets")]
+    return float(np.mean([point["loss"] for point in points[-run.get("averaged", 1):] if point["loss"] is not None]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Candidate:
 
     @property
     def loss(self) -> float:
-        return float(np.mean([run["curve"][-1]["loss"] for run in self.runs]))
+        return float(np.mean([final_loss(run) for run in self.runs]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +266,7 @@ def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarra
     The spread over seeds is pooled over the candidates, because a few seeds determine no spread each. Runs of one seed
     share their batches: if all candidates have the same seeds, what they have in common is removed.
     """
-    losses = [{run["seed"]: run["curve"][-1]["loss"] for run in candidate.runs} for candidate in candidates]
+    losses = [{run["seed"]: final_loss(run) for run in candidate.runs} for candidate in candidates]
     means = np.array([np.mean(list(by_seed.values())) for by_seed in losses])
     if len(candidates) == 1:
         return np.broadcast_to(means[:, None], (1, draws))
@@ -299,8 +308,8 @@ def read_records(candidates: Sequence[Candidate]) -> list[scaling.Record]:
             last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
             found.append(scaling.Record(
                 candidate.model, f"{run['workdir']} {run['name']} {run['seed']}", run["seed"], run["parameters"],
-                run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"], last["loss"],
-                last["seconds"]))
+                run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"],
+                final_loss(run), last["seconds"]))
     return found
 
 
@@ -340,7 +349,7 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
     """
     run = candidate.runs[0]
     workdir, config = run["workdir"], run["config"]
-    if not (Path(workdir) / "config.json").is_file():
+    if not (as_path("--results", workdir) / CONFIG_FILE).is_file():
         try:
             words = shlex.split(comparison)
         except ValueError:  # an open quote

@@ -1,6 +1,6 @@
 """The record of a comparison, results.json: what a report is made of, without the workdirs of the runs.
 
-docs/comparison.md documents the fields. A change of their meaning increases FORMAT.
+docs/comparison.md documents the fields. A change of their meaning increases RESULTS_FORMAT.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 from smallgpt_jax.comparison import aggregation, ranking, results
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.results import Point, Run
+from smallgpt_jax.comparison.results import RESULTS_FORMAT, Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
@@ -33,9 +33,8 @@ from smallgpt_jax.storage.json_files import (
     read_json,
 )
 
-FORMAT = 1
 POINT = {"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
-         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": (NULL, integer(0))}
+         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": integer(1)}
 RUN = {
     "name": TEXT, "workdir": TEXT, "seed": integer(0),
     "config": {"train.steps": integer(1), "model.context_length": integer(1)},
@@ -48,7 +47,7 @@ RUN = {
     "flops_problem": TEXT}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
-RECORD = {"format": one_of(FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
+RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
           "learning_rates": Optional(Each(GRID)), "runs": [RUN]}
 
 
@@ -65,7 +64,7 @@ class Record:
 def write(record: Record, path: Path) -> None:
     groups = aggregation.group_by_name(record.runs)
     write_atomically(path, json.dumps({
-        "format": FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
+        "format": RESULTS_FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
         "reference": record.reference,
         **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
         "ranking": ranking.ranking_facts(ranking.rank(groups, record.reference)),
@@ -83,8 +82,8 @@ def grid_facts(grid: Grid) -> dict[str, Any]:
 
 
 def read(path: Path) -> Record:
-    content = read_json(path, RECORD, f"expected a results.json of format {FORMAT}; repeat the comparison's command "
-                                      "where its runs are")
+    content = read_json(path, RECORD, f"expected a results.json of format {RESULTS_FORMAT}; repeat the comparison's "
+                                      "command where its runs are")
     return Record(
         content["title"], content["budget"], content["command"], content["reference"],
         tuple(map(read_recorded_run, content["runs"])),

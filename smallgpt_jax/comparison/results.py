@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -47,13 +48,12 @@ from smallgpt_jax.training.optimizer import OPTIMIZERS
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
 RESULTS_FILE = "results.json"  # in a comparison's folder
+RESULTS_FORMAT = 1
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
           "fingerprint": TEXT}]
 DECODING = {"tokens_per_second": POSITIVE}
-# ROWS lists the config fields that determine the validation rows. TARGETS lists the config fields that determine the
-# number of targets.
-ROWS, TARGETS = ("model.context_length", "data.packing", "data.separate_documents"), (
-    "train.eval_steps", "train.batch_size")
+# The config fields that determine the validation rows.
+ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
     "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
@@ -115,8 +115,7 @@ class Run:
     def evaluation_rows(self) -> dict[str, Any]:
         """What determines the rows of the last evaluation, besides the text."""
         targets = self.last and self.last.targets
-        fields = ROWS if targets is not None else ROWS + TARGETS
-        return {**{f"config.{field}": self.config.get(field) for field in fields}, "targets": targets}
+        return {**{f"config.{field}": self.config.get(field) for field in ROWS}, "targets": targets}
 
 
 def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1) -> Run:
@@ -223,7 +222,8 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     for path in sorted(paths, key=modified_at):
         evaluation = read_json_or_none(path, EVALUATION) or {}
         for task, values in evaluation.get("results", {}).items():
-            metrics = {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
+            metrics = {key.partition(",")[0]: value for key, value in values.items()
+                       if isinstance(value, float) and math.isfinite(value)}
             metric = next((metric for metric in ("acc_norm", "acc") if metric in metrics), None)
             if metric and not is_limited(evaluation, task):
                 scores[f"{task} {metric}{settings_suffix(evaluation, task)}"] = metrics[metric]

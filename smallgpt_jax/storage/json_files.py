@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.object_storage import is_remote, is_request_error
 
 MAX_BYTES = 2**27  # the tokenizer.json of the largest vocabularies has 35 MB
 MAX_DEPTH = 50
@@ -66,6 +67,8 @@ def read_json(path: Path, schema, advice: str):
             pieces = itertools.islice(iter(lambda: file.read(2**20), b""), MAX_BYTES // 2**20 + 1)
             return parse_json(b"".join(pieces), schema)
     except OSError as error:
+        if is_remote(path) and is_request_error(error):  # not the file's fault; commands explain it
+            raise
         raise UserError(f"{path}: {error.strerror or error}; {advice}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}; {advice}") from None

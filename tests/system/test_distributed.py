@@ -15,8 +15,9 @@ from smallgpt_jax.training.train import train
 pytestmark = pytest.mark.slow
 
 STEPS = 20
-FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, train__steps=STEPS,
-              train__log_every=1, train__checkpoint_every=4, train__eval_every=10, train__eval_steps=2)
+FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, optimizer__decay_steps=40,
+              train__steps=STEPS, train__log_every=1, train__checkpoint_every=4, train__eval_every=10,
+              train__eval_steps=2)
 CONFIG = ("--config=configs/gpt.py:tiny",
           *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()))
 

@@ -30,7 +30,7 @@ def make_runs(losses: dict[str, float], noise: float = 0.005, seeds: int = 3, se
 def ask(tmp_path):
     def answer(runs: list[dict], budget: str, limit: float, **results) -> choice.Answer:
         path = tmp_path / "results.json"
-        path.write_text(json.dumps({"title": "t", "format": 7, **results, "runs": runs}))
+        path.write_text(json.dumps({"title": "t", "format": 1, **results, "runs": runs}))
         return choice.choose(path, budget, limit)
 
     return answer
@@ -189,13 +189,13 @@ def test_an_answer_takes_less_than_two_seconds(ask):
 
 def test_bad_input(tmp_path):
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({"runs": make_runs({"a": 3.0, "b": 3.2})}))
+    path.write_text(json.dumps({"format": 1, "runs": make_runs({"a": 3.0, "b": 3.2})}))
     both = call("choose", f"--results={path}", "--flops=1e14", "--seconds=3")
     assert both.returncode == 2 and "--flops and --seconds cannot be combined; give one of --flops" in both.stderr
     unknown = call("choose", f"--results={tmp_path}/none.json", "--flops=1e14")
     assert unknown.returncode == 1 and "none.json: No such file or directory; give the results.json" in unknown.stderr
     good = call("choose", f"--results={path}", "--flops=1.2e14", "--json")
     assert good.returncode == 0 and json.loads(good.stdout)["chosen"] == "a"
-    path.write_text(json.dumps({"runs": [{"name": 3}]}))
+    path.write_text(json.dumps({"format": 1, "runs": [{"name": 3}]}))
     with pytest.raises(UserError, match=r"runs\[0\]"):
         choice.choose(path, "flops", 1e14)

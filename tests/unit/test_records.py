@@ -35,7 +35,7 @@ def run(name: str, seed: int, loss: float, fingerprint: str = "v", targets: int 
     text = json.loads(json.dumps(TEXT))
     text["description"]["fingerprints"]["validation"] = fingerprint
     points = tuple(Point(step, step * 100, step * 1e6, 1.0 * step, loss + 2 - step, 1.5, targets) for step in (1, 2))
-    session = {"time": "2026-11-23T00:00:00+00:00", "device": "cpu", "devices": 1, "argument_bytes": 5,
+    session = {"time": "2026-11-23T00:00:00+00:00", "device": "cpu", "devices": 1, "padding": 0.0, "argument_bytes": 5,
                "temp_bytes": 5, "versions": {"jax": "1"}, "commit": "c"}
     return Run(name=name, workdir=f"/elsewhere/{name}-seed{seed}", seed=seed, config=config.flat(), is_finished=True,
                diverged=False, is_imported=False, steps_done=2, parameters=100, active_parameters=100,

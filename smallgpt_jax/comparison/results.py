@@ -113,7 +113,7 @@ class Run:
 
     @property
     def evaluation_rows(self) -> dict[str, Any]:
-        """What determines the rows of the last evaluation, besides the text."""
+        """The config fields and the number of targets that, with the text, fix the rows of the last evaluation."""
         targets = self.last and self.last.targets
         return {**{f"config.{field}": self.config.get(field) for field in ROWS}, "targets": targets}
 

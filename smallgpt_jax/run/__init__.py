@@ -1,1 +1,1 @@
-"""What a run consists of and leaves behind: its config, its workdir, and the files in it."""
+"""The config of a run, its workdir, and the files in it."""

@@ -92,7 +92,7 @@ class TrainConfig(ConfigGroup):
     teacher_step: int = at_start(AT_START)
     # weight of the distance to the teacher's features
     feature_weight: float = 0.1
-    # what the model is trained to predict: "causal": the next token. Others are added in training/objectives.py
+    # training objective: "causal" (the next token). Further ones are entries of OBJECTIVES (training/objectives.py)
     objective: str = "causal"
     # seed of weights, data order and dropout; 0 to 2^32 - 1
     seed: int = 1337

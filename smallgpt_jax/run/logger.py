@@ -1,4 +1,4 @@
-"""What a run logs about its updates and evaluations."""
+"""The log of updates and evaluations."""
 
 import math
 import statistics

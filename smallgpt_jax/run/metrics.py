@@ -29,7 +29,7 @@ def is_table(value) -> bool:
         return False
 
 
-# What the readers of metrics.jsonl rely on.
+# Fields that the readers of metrics.jsonl need.
 TRAIN_LINE = {
     "step": integer(0), "split": one_of("train"), "loss": LOGGED, "loss_mean": Optional(LOGGED),
     "tokens_per_second": Optional((NULL, SPEED)), "learning_rate": Optional(LOGGED),

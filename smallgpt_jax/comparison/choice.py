@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def model(self) -> str:
-        return self.name.partition("@")[0]
+        return scaling.model_of(self.name)
 
     @property
     def loss(self) -> float:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallgpt_jax.comparison import aggregation, figures, ranking, records, results
+from smallgpt_jax.comparison import aggregation, figures, ranking, records, results, scaling_report
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
     MISSING,
@@ -46,13 +46,25 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
+    """In a comparison of several sizes, all but the scaling section describes the largest size of all models."""
+    if not records.is_scaling(record.runs):
+        return comparison_blocks(record, logged)
+    unfinished = sum(not run.is_finished for run in record.runs)
+    return [Paragraph(f"The first table compares the models at size {records.largest_common_size(record.runs)}, the "
+                      "section Scaling at all sizes."
+                      + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished."),
+            *comparison_blocks(records.at_one_size(record), logged, scaling_report.scaling_blocks(record)),
+            Heading("All sizes"), runs_table(record.runs)]
+
+
+def comparison_blocks(record: Record, logged: dict[str, list] | None, scaling_blocks: Sequence = ()) -> list:
     runs, grids = record.runs, record.grids
     groups = aggregation.group_by_name(runs)
     order = ranking.rank(groups, record.reference)
     blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
-              summary_table(groups, order), Paragraph(legend(runs, order)),
+              summary_table(groups, order), Paragraph(legend(runs, order)), *scaling_blocks,
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),

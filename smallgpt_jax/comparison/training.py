@@ -21,37 +21,43 @@ from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
 
 
-def train_comparison(comparison: Comparison, text: Corpus,
-                     measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
+                     before_held_out: Callable[[dict[Path, float]], None] = lambda losses: None) -> dict[Path, float]:
     """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
-    Skips runs that another process is training, but waits for those of grids: their losses determine which runs follow.
+    Skips runs that another process is training, but waits for those of grids, whose losses determine which runs follow,
+    and for all others before the first held-out run. `before_held_out` gets their losses.
     """
     losses: dict[Path, float] = {}
-    measured, busy = set(), set()
+    measured, busy, is_predicted = set(), set(), not comparison.held_out
     while True:
         planned = comparison.runs(losses)
-        ready = (run for run in planned
-                 if run.folder not in busy and run.folder not in (losses if run.in_grid else measured))
-        if run := next(ready, None):
-            if run.folder not in losses:
-                folders = list(dict.fromkeys(other.folder for other in planned))
-                number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
-                loss = train_run(run, comparison, text, number)
-                if loss is None:
-                    busy.add(run.folder)
-                    continue
-                losses[run.folder] = loss
-            if not run.in_grid:
-                measured.add(run.folder)
-                if losses[run.folder] < math.inf:
-                    measure_run(run)
-        elif awaited := next((run for run in planned if run.in_grid and run.folder in busy), None):
-            print(f"waiting for {awaited.folder}, which another process is training", flush=True)
-            with file_lock(awaited.folder / LOCK_FILE, wait=True):
-                busy.remove(awaited.folder)
-        else:
+        run = next((run for run in planned
+                    if run.folder not in busy and run.folder not in (losses if run.in_grid else measured)), None)
+        if run is None or run.is_held_out:
+            if awaited := next((other for other in planned if other.folder in busy
+                                and (other.in_grid or (comparison.held_out and not other.is_held_out))), None):
+                print(f"waiting for {awaited.folder}, which another process is training", flush=True)
+                with file_lock(awaited.folder / LOCK_FILE, wait=True):
+                    busy.remove(awaited.folder)
+                continue
+            if not is_predicted:
+                before_held_out(losses)
+                is_predicted = True
+        if run is None:
             return losses
+        if run.folder not in losses:
+            folders = list(dict.fromkeys(other.folder for other in planned))
+            number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+            loss = train_run(run, comparison, text, number)
+            if loss is None:
+                busy.add(run.folder)
+                continue
+            losses[run.folder] = loss
+        if not run.in_grid:
+            measured.add(run.folder)
+            if losses[run.folder] < math.inf:
+                measure_run(run)
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:

@@ -52,7 +52,8 @@ def get_config(preset: str = "small"):
     runs = {f"{model}@{size}": run_fields(model, size, num_steps(size, tokens_per_parameter, common))
             for size in (*fitted, held_out) for model in MODELS}
     return base.comparison(common, runs, budget="own", held_out=held_out, reference=f"gpt@{fitted[0]}",
-                           seeds=2 if preset == "tiny" else 3, learning_rates=(0.5, 1.0, 2.0), decoding=False)
+                           horizons=(0.125, 0.25, 0.5, 1.0), seeds=2 if preset == "tiny" else 3,
+                           learning_rates=(0.5, 1.0, 2.0), decoding=False)
 
 
 def common_config(preset: str):

@@ -31,7 +31,8 @@ def write_predictions(comparison: Comparison, losses: Mapping[Path, float], comm
             print(f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made", flush=True)
         elif held_out := [run for run in planned if run.is_held_out]:
             records = prediction.records_of([
-                results.read_run(run.name, run.folder, averaged=comparison.averaged)
+                results.read_run(run.name, run.folder, averaged=comparison.averaged, horizon=run.horizon,
+                                 trunk=run.trunk)
                 for run in planned if not run.is_held_out])
             content = prediction.predict(records, list(map(planned_record, held_out)))
             content |= {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command,

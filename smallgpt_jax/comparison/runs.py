@@ -1,6 +1,8 @@
 """The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid.
 
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the first size.
+
+With horizons, the run of horizon 1 is the trunk of the shorter ones (training/trunk.py).
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ from smallgpt_jax.comparison import learning_rates, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.storage.files import safe_name
+from smallgpt_jax.training.learning_rate import decay_start
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
 
@@ -22,6 +25,8 @@ class PlannedRun(NamedTuple):
     folder: Path
     multiple: float = 1.0  # of the model's own learning rate
     in_grid: bool = False  # True: the run only serves to choose the learning rate
+    horizon: float = 1.0  # multiple of the model's number of steps
+    trunk: Path | None = None  # folder of the run whose checkpoint a shorter run starts from
     is_held_out: bool = False  # True: the losses of the other runs predict its loss before it starts
 
 
@@ -33,6 +38,7 @@ class Comparison:
     multiples: tuple[float, ...]  # of each model's own learning rate; empty: no grid
     max_added: int  # maximum number of learning rates that are added to a model's grid
     averaged: int = 1  # number of last evaluations over which the loss of a run is the mean
+    horizons: tuple[float, ...] = (1.0,)  # of each run, except those of grids
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
 
@@ -63,7 +69,8 @@ class Comparison:
         """Returns the runs in training order, as far as the known losses determine them.
 
         The first part contains the runs of all grids, with `grid_seed`. The second part contains the runs at the best
-        multiples, for all seeds and models, seed by seed. The third part contains those of the held-out size.
+        multiples, for all seeds and models, seed by seed; after each of them, its shorter runs. The third part contains
+        those of the held-out size.
 
         A model is left out of these while its grid is unfinished, and if it has diverged at every multiple.
         """
@@ -74,11 +81,12 @@ class Comparison:
                 *(run for run in found if run.is_held_out and self.train_held_out)]
 
     def runs_at_best(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns the runs of all models and seeds whose learning rates are known."""
+        """Returns the runs of all models, seeds and horizons whose learning rates are known."""
         grids = {scaling.model_of(name): grid for name, grid in self.grids(losses).items()}
         best = {model: grid.best for model, grid in grids.items() if grid.is_finished and not grid.has_diverged}
         rates = {name: best.get(scaling.model_of(name)) if grids else 1.0 for name in self.models}
-        return [self._run(name, seed, rates[name]) for seed in self.seeds for name in self.models if rates[name]]
+        return [run for seed in self.seeds for name in self.models if rates[name]
+                for run in with_shorter_runs(self._run(name, seed, rates[name]), self.horizons)]
 
     def num_runs(self, losses: Mapping[Path, float]) -> int:
         """Returns the number of runs to train, assuming that no grid is extended further."""
@@ -86,7 +94,8 @@ class Comparison:
         left_out = {scaling.model_of(name) for name, grid in grids.items() if grid.has_diverged}
         trained = [name for name in self.models if scaling.model_of(name) not in left_out
                    and (self.train_held_out or name not in self.held_out_names)]
-        return sum(len(grid.losses) for grid in grids.values()) + len(trained) * len(self.seeds)
+        return (sum(len(grid.losses) for grid in grids.values())
+                + len(trained) * len(self.seeds) * len(self.horizons))
 
     @property
     def held_out_names(self) -> list[str]:
@@ -97,7 +106,25 @@ class Comparison:
         if multiple != 1:
             config = learning_rates.scale(config, multiple)
         return PlannedRun(name, config, run_folder(self.output, name, seed, multiple), multiple, in_grid,
-                          name in self.held_out_names and not in_grid)
+                          is_held_out=name in self.held_out_names and not in_grid)
+
+
+def with_shorter_runs(run: PlannedRun, horizons: tuple[float, ...]) -> list[PlannedRun]:
+    """Returns `run`, which keeps the checkpoints that the shorter runs start from, and the shorter runs."""
+    shorter = [run._replace(
+        config=shortened(run.config, horizon).replace(train={"trunk": str(run.folder)}), horizon=horizon,
+        folder=run.folder.with_name(f"{run.folder.name}-x{learning_rates.format_multiple(horizon)}"), trunk=run.folder)
+        for horizon in horizons if horizon < 1]
+    if not shorter:
+        return [run]
+    kept = {*run.config.train.kept_steps, *(decay_start(one.config.optimizer) for one in shorter)}
+    return [run._replace(config=run.config.replace(train={"kept_steps": tuple(sorted(kept))})), *shorter]
+
+
+def shortened(config: Config, horizon: float) -> Config:
+    """The warmup is not shortened, because runs of all horizons have it in common."""
+    return config.replace(train={"steps": round(horizon * config.train.steps)},
+                          optimizer={"decay_steps": round(horizon * config.optimizer.decay_steps)})
 
 
 def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, prediction, scaling, scaling_figures
+from smallgpt_jax.comparison import choice, prediction, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck, Segment
@@ -15,7 +15,18 @@ SIZE_LABELS = {"parameters": "total", "active_parameters": "active"}
 INTERVAL = f"{scaling.INTERVAL:.0%}"
 
 
+def introduction(record: Record) -> list:
+    if not records.is_scaling(record.runs):
+        return []
+    unfinished = sum(not run.is_finished for run in record.runs)
+    return [Paragraph(f"The first table compares the models at size {records.largest_common_size(record.runs)}, the "
+                      "section Scaling at all sizes."
+                      + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished.")]
+
+
 def scaling_blocks(record: Record) -> list:
+    if not records.is_scaling(record.runs):
+        return []
     groups = scaling.group_by_name(prediction.records_of(record.runs))
     reference = scaling.model_of(record.reference)
     lacking = {name: lack for name, rows in groups.items() if (lack := scaling.missing_for_fit(rows))}

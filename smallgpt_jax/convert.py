@@ -29,8 +29,9 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.storage.files import as_path, atomic_folder, local_path, removed_on_error, resolve
+from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
+from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],

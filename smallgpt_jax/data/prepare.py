@@ -13,7 +13,8 @@ from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.unfinished_store import write_store
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import file_lock, rename
+from smallgpt_jax.storage.atomic import rename
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 

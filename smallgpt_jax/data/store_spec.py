@@ -13,7 +13,8 @@ from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.store import MADE_FROM, METADATA_FILE, TokenStore, open_store
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import as_path, cache_folder
+from smallgpt_jax.storage.cache import cache_folder
+from smallgpt_jax.storage.paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,9 @@ from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.storage.files import local_path, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
+from smallgpt_jax.storage.paths import local_path
 
 KIND_FILE = "tokenizer_kind.json"
 END_OF_TEXT = "<|endoftext|>"

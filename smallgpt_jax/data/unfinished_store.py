@@ -18,7 +18,7 @@ from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.store_writer import StoreWriter
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 
 def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:

@@ -14,7 +14,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 
 LOGGED = (NULL, NUMBER)  # null: not finite

@@ -16,7 +16,7 @@ from data_helpers import files_of, prepare_store, write_jsonl
 from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizers
 from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import file_lock
+from smallgpt_jax.storage.locks import file_lock
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from absl import flags
 
 from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
@@ -137,7 +137,7 @@ def import_model(source: str, folder: Path) -> None:
         model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
         origin, tokenizer = origin | facts, None
     if _TOKENIZER.value or not tokenizer:
-        tokenizer = tokenizers.from_spec(_TOKENIZER.value or "gpt2", [])
+        tokenizer = TokenizerSource(_TOKENIZER.value or "gpt2").make()
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")

@@ -19,11 +19,11 @@ from smallgpt_jax.storage.object_storage import is_remote, list_files, require_b
 
 
 def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> TokenStore:
-    """Returns the token store of `spec`. If the store does not exist, prepares it first, or resumes (see journal.py).
+    """Prepares the token store of `spec`, or resumes its preparation (see journal.py).
 
     `workers` is the number of tokenizer threads (None: one per core); the content of the store does not depend on it.
     The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
-    UserError if the existing store was made from another source or with other settings.
+    UserError if another process has made a store with another source or settings meanwhile.
     """
     if is_remote(spec.folder):
         return prepare_remote_store(spec, workers, log)
@@ -59,10 +59,8 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
 
 def prepare_remote_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
     folder = spec.folder
-    require_bucket("config.data.store", folder)
     spec.refuse_inside_source(folder)
-    if store := spec.open():
-        return store
+    require_bucket("config.data.store", folder)
     if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
         raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
     local = prepare_local_store(spec.in_cache(), workers, log)

@@ -52,7 +52,7 @@ class MetricsWriter:
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
                  start_tracker: Callable[[list[dict]], Tracker] | None = None):
-        self._writes = distributed.is_primary()
+        self.first_step, self._writes = first_step, distributed.is_primary()
         if not self._writes:
             return
         self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""

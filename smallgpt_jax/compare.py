@@ -31,8 +31,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import LOCK_FILE, STORE_FILE
-from smallgpt_jax.storage.files import as_path, file_lock, local_path, resolve
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
+from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "

@@ -24,8 +24,9 @@ from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
-from smallgpt_jax.storage.files import file_lock, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
 

@@ -20,7 +20,6 @@ from smallgpt_jax.comparison.results import RESULTS_FORMAT
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
 from smallgpt_jax.run.names import CONFIG_FILE
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     LOSS,
@@ -35,6 +34,7 @@ from smallgpt_jax.storage.json_files import (
     one_of,
     read_json,
 )
+from smallgpt_jax.storage.paths import as_path
 
 DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
 WITHIN = 1.01  # a cost up to this multiple of the budget is within it

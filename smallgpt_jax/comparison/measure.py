@@ -23,8 +23,11 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import read_description
-from smallgpt_jax.storage.files import atomic_folder, cache_folder, file_lock, refuse_url, write_atomically
+from smallgpt_jax.storage.atomic import atomic_folder, write_atomically
+from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.paths import refuse_url
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.validation import mean_loss
 

@@ -18,7 +18,7 @@ from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS
 from smallgpt_jax.run.sessions import SESSION
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import (
     ARRAY,
     BOOLEAN,

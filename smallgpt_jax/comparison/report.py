@@ -21,9 +21,9 @@ from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
-from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.formatting import duration, millions, safe_name
 from smallgpt_jax.run import plotting
-from smallgpt_jax.storage.files import safe_name, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns

@@ -30,7 +30,6 @@ from smallgpt_jax.run.names import (
 )
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import describe_changes, read_description
-from smallgpt_jax.storage.files import resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
     NULL,
@@ -43,6 +42,7 @@ from smallgpt_jax.storage.json_files import (
     read_json_or_none,
 )
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.paths import resolve
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text

@@ -14,8 +14,8 @@ from smallgpt_jax.data.store import METADATA, TokenStore, open_store
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import POSITIVE
+from smallgpt_jax.storage.paths import as_path
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 # The schema of `Corpus.description`.

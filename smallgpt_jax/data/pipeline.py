@@ -42,8 +42,8 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    rows = sharding.local_rows(mesh, batch_size)
     train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
+    rows = sharding.local_rows(mesh, batch_size)
 
     def to_devices(batch):
         return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)

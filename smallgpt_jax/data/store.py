@@ -21,7 +21,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import local_copy
+from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import ANYTHING, NUMBER, TEXT, Each, find_mismatch, integer, one_of, read_json
 
 FORMAT = 3

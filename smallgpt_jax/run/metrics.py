@@ -14,7 +14,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 
 LOGGED = (NULL, NUMBER)  # null: not finite
@@ -52,7 +52,7 @@ class MetricsWriter:
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
                  start_tracker: Callable[[list[dict]], Tracker] | None = None):
-        self._writes = distributed.is_primary()
+        self.first_step, self._writes = first_step, distributed.is_primary()
         if not self._writes:
             return
         self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""

@@ -19,7 +19,8 @@ from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import read_config, write_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, LOCK_FILE, ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
 from smallgpt_jax.run.training_text import check_same_text
-from smallgpt_jax.storage.files import file_lock, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error, require_bucket
 
 

@@ -17,7 +17,7 @@ from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
 
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message

@@ -12,7 +12,8 @@ from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import evaluated_steps
-from smallgpt_jax.run.logger import Logger
+from smallgpt_jax.run.logger import Logger, Units
+from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.profiler import Profiler
 from smallgpt_jax.run.progress import RunProgress
@@ -83,13 +84,11 @@ class Session:
         config = self.program.config
         start_tracker = config.train.tracker and functools.partial(
             trackers.Tracker, config.train.tracker, self.spool.folder, config.to_dict(), log=self.progress.message)
-        return Logger(
-            self.spool.folder, first_step, self.progress, self.clock, log_every=config.train.log_every,
-            tokens_per_step=self.pipeline.tokens_per_step,
-            bytes_per_token=self.pipeline.corpus.bytes_per_token("validation"),
-            peak_tokens_per_second=messages.peak_tokens_per_second(self.program),
-            unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [],
-            start_tracker=start_tracker)
+        units = Units(self.pipeline.tokens_per_step, self.pipeline.corpus.bytes_per_token("validation"),
+                      messages.peak_tokens_per_second(self.program))
+        writer = MetricsWriter(self.spool.folder, first_step, self.progress.message, start_tracker)
+        return Logger(writer, self.progress, self.clock, units, config.train.log_every,
+                      checkpoints.unlogged_losses(first_step) if first_step else [])
 
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""

@@ -19,7 +19,7 @@ from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
-from smallgpt_jax.storage.files import local_path
+from smallgpt_jax.storage.paths import local_path
 from smallgpt_jax.training.objectives import Examples, Outputs, Term
 
 FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher

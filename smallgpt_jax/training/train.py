@@ -21,7 +21,7 @@ from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import open_spool
 from smallgpt_jax.run.workdir import check_workdir, open_workdir
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.program import build_program, is_out_of_memory, out_of_memory_message

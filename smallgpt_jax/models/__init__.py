@@ -7,7 +7,7 @@ from smallgpt_jax.models.architectures import (
     make_config,
 )
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.custom_code import custom_classes, refuse_custom_code
+from smallgpt_jax.models.custom_code import custom_classes, foreign_classes, refuse_custom_code
 from smallgpt_jax.models.language_model import LanguageModel, build
 from smallgpt_jax.models.parameters import (
     Parameter,
@@ -21,5 +21,6 @@ from smallgpt_jax.models.parameters import (
 )
 
 __all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "init_variables",
-           "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
+           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "foreign_classes",
+           "init_variables", "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code",
+           "require_factors"]

@@ -23,8 +23,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, measure, records, results, training
+from smallgpt_jax.comparison import budget, inference_cost, measure, records, results, training
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.errors import UserError
@@ -87,7 +88,7 @@ def merge_results(output: Path) -> Record:
     paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
     if not paths:
         raise UserError("--results: the list is empty; name at least one results.json")
-    if (output / RUNS_FOLDER).is_dir() and (output / results.RESULTS_FILE).exists():
+    if (output / RUNS_FOLDER).is_dir() and (output / RESULTS_FILE).exists():
         raise UserError(f"--output={output}: contains the report of other runs; use another --output")
     return records.merge([(path, records.read(path)) for path in paths], repeating_command())
 
@@ -99,7 +100,7 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
     own = output / RUNS_FOLDER
-    if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
+    if own.is_dir() and (output / RESULTS_FILE).exists() and not all(
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
@@ -133,7 +134,7 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
-                measure.measure_decoding(run.folder)
+                inference_cost.measure_inference(run.folder)
 
     losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run)
     return [(run.name, run.folder) for run in comparison.runs(losses)

@@ -12,7 +12,8 @@ from typing import Any
 
 from smallgpt_jax.comparison import aggregation, ranking, results
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.results import RESULTS_FORMAT, Point, Run
+from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
@@ -43,8 +44,8 @@ RUN = {
     "components": Each(integer(0)), "flops_per_token": (NULL, NUMBER), "tokens_per_step": POSITIVE, "curve": [POINT],
     "averaged": integer(1), "tokens_per_second": (NULL, POSITIVE), "memory_bytes": (NULL, integer(0)),
     "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
-    "decoding": (NULL, results.DECODING), "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER),
-    "flops_problem": TEXT}
+    "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER), "flops_problem": TEXT,
+    "weight_bytes": Optional((NULL, integer(0))), "inference": Optional((NULL, results.INFERENCE))}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
@@ -62,13 +63,17 @@ class Record:
 
 
 def write(record: Record, path: Path) -> None:
+    write_atomically(path, json.dumps(content(record), indent=1) + "\n")
+
+
+def content(record: Record) -> dict[str, Any]:
     groups = aggregation.group_by_name(record.runs)
-    write_atomically(path, json.dumps({
+    return {
         "format": RESULTS_FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
         "reference": record.reference,
         **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
         "ranking": ranking.ranking_facts(ranking.rank(groups, record.reference)),
-        "runs": [dataclasses.asdict(run) for run in record.runs]}, indent=1) + "\n")
+        "runs": [dataclasses.asdict(run) for run in record.runs]}
 
 
 def grid_facts(grid: Grid) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def read(path: Path) -> Record:
 
 
 def read_recorded_run(fields: dict[str, Any]) -> Run:
-    values = {name: fields[name] for name in (field.name for field in dataclasses.fields(Run))}
+    values = {name: fields[name] for name in (field.name for field in dataclasses.fields(Run)) if name in fields}
     points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
     return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
 

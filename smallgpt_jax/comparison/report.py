@@ -4,7 +4,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallgpt_jax.comparison import aggregation, figures, ranking, records, results
+from smallgpt_jax.comparison import (
+    aggregation,
+    choice_report,
+    costs,
+    figures,
+    inference_report,
+    ranking,
+    records,
+    results,
+)
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
     MISSING,
@@ -18,6 +27,7 @@ from smallgpt_jax.comparison.blocks import (
     to_markdown,
 )
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
+from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
@@ -38,7 +48,7 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
-    records.write(record, output / results.RESULTS_FILE)
+    records.write(record, output / RESULTS_FILE)
     write_atomically(output / "report.md", to_markdown(record.title, blocks))
     write_atomically(output / "report.html", to_html(record.title, blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
@@ -52,7 +62,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
-              summary_table(groups, order), Paragraph(legend(runs, order)),
+              summary_table(groups, order), Paragraph(legend(runs, order)), *choice_report.choice_blocks(record),
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
@@ -64,7 +74,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
                            "Last validation loss against parameters, one marker per finished run."))
     if grids:
         blocks += grid_blocks(grids, runs)
-    blocks += measurement_blocks(groups, runs)
+    blocks += inference_report.inference_blocks(record) + measurement_blocks(groups, runs)
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
@@ -87,7 +97,8 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
                 f"Against {order.reference}: from paired differences over seeds, at a level of 5% with Holm's "
                 "correction; in parentheses, the number of seeds that would decide. ")
             + "tokens/s: training throughput without evaluation and padding, on the machine named below. Memory: per "
-            "device, of the compiled training step. " + has_seeds * "Speed and memory: medians over the seeds. "
+            "device, of the compiled training step. Decoding: of one text, with a full cache. "
+            + has_seeds * "Speed and memory: medians over the seeds. "
             + "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores "
             "included. M: millions.")
 
@@ -270,7 +281,7 @@ def speed_values(group: list[Run]) -> dict[str, list[float | None]]:
         [run.tokens_per_second for run in group],
         [run.last and run.last.seconds for run in group] if has_one_end else [],
         [run.memory_bytes and run.memory_bytes / 1e6 for run in group],
-        [run.decoding and run.decoding["tokens_per_second"] for run in group])))
+        [(ms := costs.step_ms(run.inference, batch=1)) and 1000 / ms for run in group])))
 
 
 def speed_table(groups: dict[str, list[Run]]) -> Table:

@@ -17,6 +17,7 @@ from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import same_text
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import layout
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import read_lines
@@ -39,6 +40,7 @@ from smallgpt_jax.storage.json_files import (
     Each,
     Optional,
     integer,
+    one_of,
     read_json_or_none,
 )
 from smallgpt_jax.storage.object_storage import is_remote
@@ -46,12 +48,13 @@ from smallgpt_jax.storage.paths import resolve
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
-TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
-RESULTS_FILE = "results.json"  # in a comparison's folder
-RESULTS_FORMAT = 1
+TEXTS_FILE, INFERENCE_FILE = "texts.json", "inference.json"  # in a workdir's evaluations/
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
           "fingerprint": TEXT}]
-DECODING = {"tokens_per_second": POSITIVE}
+QUARTILES = {"median": POSITIVE, "low": POSITIVE, "high": POSITIVE, "count": integer(1)}
+INFERENCE = {"device": TEXT, "dtype": TEXT, "context_length": integer(1), "cache_bytes": integer(0),
+             "cache_bytes_per_token": integer(0), "prefill_ms": (NULL, QUARTILES),
+             "decoding": [{"batch": integer(1), "cache": one_of("empty", "full"), "step_ms": QUARTILES}]}
 # The config fields that determine the validation rows.
 ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 # The parts of lm-evaluation-harness's results that are read.
@@ -94,12 +97,13 @@ class Run:
     sessions: tuple[dict, ...]
     expert_load: dict[str, list] | None  # the last logged {path of a router: load by layer and expert}
     texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
-    decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
     uncounted: float | None = 0.0  # arithmetic besides products, per FLOP; None if the FLOPs cannot be counted
     flops_problem: str = ""  # why the FLOPs cannot be counted
     text: dict[str, Any] | None = None  # of training: {"description" of the token store, "tokenizer": its fingerprint}
     averaged: int = 1  # number of last evaluations over which `final` averages
+    weight_bytes: int | None = None  # in decoding
+    inference: dict | None = None  # time and cache of inference, if measured: inference.json
 
     @property
     def last(self) -> Point | None:
@@ -160,10 +164,10 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        decoding=read_json_or_none(evaluations / DECODING_FILE, DECODING),
         benchmarks=benchmarks(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
-        averaged=averaged)
+        averaged=averaged, weight_bytes=counts.weight_bytes,
+        inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE))
 
 
 class Counts(NamedTuple):
@@ -171,6 +175,7 @@ class Counts(NamedTuple):
     active_parameters: int
     cost: Cost  # of training, without the optimizer
     optimizer_flops: int  # per update
+    weight_bytes: int  # in decoding
 
 
 @functools.cache
@@ -179,7 +184,7 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
     params = models.abstract_params(model)
     optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
     return Counts(memory.components(model), models.num_active_parameters(model), train_cost(model),
-                  update_flops(params, optimizer))
+                  update_flops(params, optimizer), layout.num_bytes(layout.packed_shapes(model)))
 
 
 def steps_done(folder: Path) -> int:

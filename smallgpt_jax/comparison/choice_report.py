@@ -1,0 +1,78 @@
+"""The section of a report that says which model to choose for which budget."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from smallgpt_jax.comparison import choice, records, scaling
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Table
+from smallgpt_jax.comparison.choice import Answer, Candidate
+from smallgpt_jax.comparison.costs import BUDGETS
+from smallgpt_jax.comparison.records import Record
+
+LABELS = {
+    "flops": "training FLOPs", "parameters": "parameters", "decode_ms": "ms per decoding step, batch 1, full cache",
+    "memory": "bytes of weights and full cache, batch 1"}
+MAX_LIMITS = 5  # per budget
+
+
+def choice_blocks(record: Record) -> list:
+    """Returns the answers of `choose` to the budgets of the comparison; [] for fewer than two finished models."""
+    content = records.content(record)
+    candidates, _ = choice.read_candidates(content["runs"], BUDGETS["parameters"])
+    if len({candidate.model for candidate in candidates}) < 2:
+        return []
+    found = [answer for name in LABELS for answer in choice.answers(content, name, limits(content["runs"], name))]
+    reasons = {answer.reason for answer in found}
+    intro = [Heading("Which model?")]
+    if len(reasons) == 1 and found[0].chosen is None:
+        return [*intro, Paragraph(f"Cannot tell, because {found[0].reason}.")]
+    text = ("A model is chosen if the probability that it has the lowest loss within the budget, P(best), is at least "
+            f"{scaling.CERTAIN:.1%}. In parentheses: 80% interval. python -m smallgpt_jax.choose answers for other "
+            "budgets.")
+    notes = dict.fromkeys(note for answer in found for note in answer.notes)
+    return [*intro, Paragraph(" ".join([text, *notes])), answers_table(found)]
+
+
+def limits(runs: Sequence[dict], name: str) -> list[float]:
+    """Returns the budgets to ask about, in ascending order.
+
+    Training budgets: powers of ten in the range of the scaling laws, or those at which at least two models were
+    trained. Others: the costs on the Pareto front.
+    """
+    candidates, _ = choice.read_candidates(runs, BUDGETS[name])
+    if not BUDGETS[name].is_training:
+        found = [candidate.cost for candidate in choice.pareto_front(candidates)]
+    else:
+        fits, _ = choice.fit_laws(candidates, name)
+        found = powers_of_ten(*scaling.trained_range(fits, name)) if fits else trained_budgets(candidates)
+    return found[-MAX_LIMITS:]
+
+
+def powers_of_ten(low: float, high: float) -> list[float]:
+    exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
+    return [*(10.0**exponents).tolist(), high] if low < high else []
+
+
+def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
+    """Returns the largest cost of each group of models that were trained with about the same budget."""
+    found, left = [], sorted((one for one in candidates if one.cost is not None), key=lambda one: one.cost)
+    while left:
+        highest = left[-1].cost
+        group = [one for one in left if one.cost * choice.NEAR >= highest]
+        if len({one.model for one in group}) > 1:
+            found.append(highest)
+        left = left[:-len(group)]
+    return found[::-1]
+
+
+def answers_table(found: Sequence[Answer]) -> Table:
+    rows = []
+    for answer in found:
+        best = max(answer.contenders, key=lambda row: row.probability, default=None)
+        chosen = next((row for row in answer.contenders if row.name == answer.chosen), None)
+        rows.append((
+            LABELS[answer.budget], f"{answer.limit:.4g}", answer.chosen or "cannot tell",
+            f"{chosen.loss:.4f} ({chosen.low:.4f} to {chosen.high:.4f})" if chosen else MISSING,
+            f"{best.probability:.2f}" if best and best.probability is not None else MISSING, answer.reason))
+    return Table(("budget", "at most", "choose", "loss", "P(best)", "because"), tuple(rows))

@@ -10,8 +10,8 @@ from smallgpt_jax.config_group import ConfigGroup, free, in_store
 class DataConfig(ConfigGroup):
     GROUP: ClassVar[str] = "data"
 
-    # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files, which may be
-    # compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources
+    # python_stdlib | python_packages | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files,
+    # which may be compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources
     source: str = in_store("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
     # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of JSON lines and
     # Parquet files are always read; of a glob, all files are read

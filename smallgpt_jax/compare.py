@@ -27,6 +27,7 @@ from smallgpt_jax.comparison import budget, inference_cost, measure, records, re
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import NamedRun
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
@@ -66,8 +67,8 @@ def main() -> None:
     if _RESULTS.value is not None:
         read_record = functools.partial(merge_results, output)
     else:
-        named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
-        read_record = functools.partial(record_of, named_folders, grids)
+        named_runs, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
+        read_record = functools.partial(record_of, named_runs, grids)
     read_record()  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
@@ -76,11 +77,12 @@ def main() -> None:
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
-def record_of(named_folders: list[tuple[str, Path]], grids: dict[str, Grid]) -> Record:
+def record_of(named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
     averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
-    runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code, averaged) for name, folder in named_folders]
+    runs = [results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged, run.horizon, run.trunk)
+            for run in named_runs]
     results.require_comparable(runs)
-    return Record(**report_facts(named_folders), runs=tuple(runs), grids=grids)
+    return Record(**report_facts(named_runs), runs=tuple(runs), grids=grids)
 
 
 def merge_results(output: Path) -> Record:
@@ -93,8 +95,8 @@ def merge_results(output: Path) -> Record:
     return records.merge([(path, records.read(path)) for path in paths], repeating_command())
 
 
-def find_runs(output: Path) -> list[tuple[str, Path]]:
-    """Returns (name, folder) for each run in --workdirs. Refuses to overwrite the report of other runs."""
+def find_runs(output: Path) -> list[NamedRun]:
+    """Returns the runs in --workdirs. Refuses to overwrite the report of other runs."""
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
@@ -104,7 +106,7 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
-    return results.name_workdirs(folders)
+    return [NamedRun(name, folder) for name, folder in results.name_workdirs(folders)]
 
 
 def find_folders(pattern: str) -> list[Path]:
@@ -114,8 +116,8 @@ def find_folders(pattern: str) -> list[Path]:
     return sorted(found) or [path]
 
 
-def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
-    """Returns (name, folder) for each run that has started, and {name: learning-rate grid}.
+def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
+    """Returns the runs that have started, and {name: learning-rate grid}.
 
     For a model with a grid, only the runs at the best learning rate are measured and returned.
     """
@@ -137,7 +139,7 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
                 inference_cost.measure_inference(run.folder)
 
     losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run)
-    return [(run.name, run.folder) for run in comparison.runs(losses)
+    return [NamedRun(run.name, run.folder, run.horizon, run.trunk) for run in comparison.runs(losses)
             if not run.in_grid and (run.folder / STORE_FILE).exists()], comparison.grids(losses)
 
 
@@ -152,13 +154,13 @@ def print_ignored_overrides() -> None:
                       + shlex.quote(f"--config.runs.{name}.{path}"))
 
 
-def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
+def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
     """Returns the fields of a Record besides its runs. Without --config, the reference is the first run."""
     command = repeating_command()
     if _CONFIG.value is None:
-        first, *others = dict.fromkeys(name for name, _ in named_folders)
+        first, *others = dict.fromkeys(run.name for run in named_runs)
         return {"title": "Comparison" if others else first, "command": command, "reference": first,
-                "budget": "Separately trained runs, each with its own config." if len(named_folders) > 1
+                "budget": "Separately trained runs, each with its own config." if len(named_runs) > 1
                           else "A single run."}
     compare, count = _CONFIG.value.compare, len(budget.run_names(_CONFIG.value))
     return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",

@@ -16,7 +16,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
-from smallgpt_jax.comparison.runs import Comparison, run_folder
+from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
@@ -27,6 +27,7 @@ from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
 
@@ -49,11 +50,35 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
     models = {name: Config.of(run) for name, run in runs.items()}
+    horizons = tuple(map(float, compare.horizons)) or (1.0,)
     for name, model in models.items():
-        require_evaluations(name, model.train, compare.averaged_evaluations)
+        if compare.horizons:
+            require_horizons(name, model, horizons)
+        require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
     seeds = range(config.train.seed, config.train.seed + compare.seeds)
     return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
-                      compare.averaged_evaluations)
+                      compare.averaged_evaluations, horizons)
+
+
+def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
+    """Raises UserError unless the run of each horizon has a decay after the warmup, and more steps than the last."""
+    try:
+        decay_start(model.optimizer)
+    except UserError as error:
+        raise UserError(f"{name}: {error}; or remove config.compare.horizons") from None
+    reached = 0
+    for horizon in horizons:
+        run = shortened(model, horizon)
+        steps, warmup, end = run.train.steps, run.optimizer.warmup_steps, run.optimizer.decay_steps
+        start = end - round(run.optimizer.decay_fraction * end)
+        if not max(1, warmup) <= start < steps:
+            raise UserError(f"config.compare.horizons: {horizon:g}: the decay of {name} would start at step {start} of "
+                            f"{steps}, but must start after the warmup ({warmup} steps) and before the end; remove the "
+                            "horizon, or change config.train.steps or config.optimizer.decay_fraction")
+        if steps <= reached:
+            raise UserError(f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the horizon before "
+                            "it; remove the horizon, or increase config.train.steps")
+        reached = steps
 
 
 def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
@@ -128,6 +153,9 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
             except TypeError:
                 raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None
     run = run.copy_and_resolve_references()
+    if run.train.trunk:
+        raise UserError(f"run {name!r}: config.train.trunk={run.train.trunk!r}: comparisons set this field; use "
+                        "config.compare.horizons")
     if run.train.teacher:
         raise UserError(f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not support a "
                         "teacher, because they would not count its cost; set it to ''")

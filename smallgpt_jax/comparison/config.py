@@ -1,6 +1,7 @@
 """The config group `compare`."""
 
 import dataclasses
+import itertools
 import math
 from typing import ClassVar
 
@@ -32,6 +33,10 @@ class CompareConfig(ConfigGroup):
     # maximum number of multiples that are added per run. As long as the best multiple is the lowest or the highest, the
     # next one beyond it is added
     max_added_learning_rates: int = 4
+    # multiples of each run's number of steps, in ascending order, for example (0.25, 0.5, 1). The run of horizon 1 is
+    # trained first; each shorter run starts from its checkpoint where its own decay starts, and equals a run that was
+    # trained alone. Needs the schedule "wsd" or "wsd_linear". Grids of learning rates have only horizon 1. (): only 1
+    horizons: tuple[float, ...] = ()
     # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation after the last step
     averaged_evaluations: int = 1
     # finished runs are also evaluated at these multiples of their context length
@@ -51,6 +56,16 @@ class CompareConfig(ConfigGroup):
         if not self.contexts or not all(type(times) is int and times >= 1 for times in self.contexts):
             self.refuse("contexts", "must be integers, at least 1")
         self.validate_learning_rates()
+        self.validate_horizons()
+
+    def validate_horizons(self) -> None:
+        horizons = self.horizons
+        if not horizons:
+            return
+        if not all(type(horizon) in (int, float) and horizon > 0 for horizon in horizons):
+            self.refuse("horizons", "must be numbers above 0")
+        if horizons[-1] != 1 or any(other <= one for one, other in itertools.pairwise(horizons)):
+            self.refuse("horizons", "must be in ascending order and end in 1, for example 0.25,0.5,1")
 
     def validate_learning_rates(self) -> None:
         rates = self.learning_rates

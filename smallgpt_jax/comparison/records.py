@@ -45,7 +45,8 @@ RUN = {
     "averaged": integer(1), "tokens_per_second": (NULL, POSITIVE), "memory_bytes": (NULL, integer(0)),
     "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
     "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER), "flops_problem": TEXT,
-    "weight_bytes": Optional((NULL, integer(0))), "inference": Optional((NULL, results.INFERENCE))}
+    "weight_bytes": Optional((NULL, integer(0))), "inference": Optional((NULL, results.INFERENCE)),
+    "horizon": Optional(POSITIVE), "run": Optional(TEXT)}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
@@ -61,13 +62,18 @@ class Record:
     runs: tuple[Run, ...]  # with grids, the runs at the best learning rates
     grids: dict[str, Grid] = dataclasses.field(default_factory=dict)
 
+    @property
+    def full_runs(self) -> tuple[Run, ...]:
+        """The runs of horizon 1, which are ranked."""
+        return tuple(run for run in self.runs if run.horizon == 1)
+
 
 def write(record: Record, path: Path) -> None:
     write_atomically(path, json.dumps(content(record), indent=1) + "\n")
 
 
 def content(record: Record) -> dict[str, Any]:
-    groups = aggregation.group_by_name(record.runs)
+    groups = aggregation.group_by_name(record.full_runs)
     return {
         "format": RESULTS_FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
         "reference": record.reference,
@@ -99,7 +105,7 @@ def read(path: Path) -> Record:
 
 
 def read_recorded_run(fields: dict[str, Any]) -> Run:
-    values = {name: fields[name] for name in (field.name for field in dataclasses.fields(Run)) if name in fields}
+    values = {field.name: fields[field.name] for field in dataclasses.fields(Run) if field.name in fields}
     points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
     return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
 
@@ -110,19 +116,19 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     Raises UserError if runs of different records cannot be compared: other texts, evaluation rows or averages, or
     different runs with the same name. A run that is in several records counts once.
     """
-    merged: dict[tuple[str, int], tuple[Path, Run]] = {}
+    merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
     for path, record in records:
         for run in record.runs:
             for other_path, other in merged.values():
                 if other_path != path:
                     require_mergeable(f"{other_path} and {path}", other, run)
-            merged.setdefault((run.name, run.seed), (path, run))
+            merged.setdefault((run.name, run.seed, run.horizon), (path, run))
     runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))  # as `compare` trains them
     results.require_comparable(runs)
     grids: dict[str, Grid] = {}
     for _, record in records:
         for name, grid in record.grids.items():  # keeps a name's first grid, or one that the report must warn of
-            if name not in grids or (name, grid.seed) in merged:
+            if name not in grids or (name, grid.seed, 1.0) in merged:
                 grids[name] = grid
     names, (_, first) = dict.fromkeys(run.name for run in runs), records[0]
     budgets = dict.fromkeys(record.budget for _, record in records)
@@ -140,7 +146,7 @@ def require_mergeable(where: str, one: Run, other: Run) -> None:
     if one.averaged != other.averaged:
         raise UserError(f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; use the "
                         "same config.compare.averaged_evaluations")
-    if one.name != other.name:
+    if (one.name, one.horizon) != (other.name, other.horizon):
         return
     if differences := different(fixed_fields(one), fixed_fields(other)):
         raise UserError(f"{where}: both contain {one.name!r}, with different configs ({differences}); give the runs "

@@ -23,7 +23,17 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, inference_cost, measure, records, results, training
+from smallgpt_jax.comparison import (
+    budget,
+    held_out,
+    inference_cost,
+    measure,
+    prediction,
+    records,
+    results,
+    scaling,
+    training,
+)
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.records import Record
@@ -52,7 +62,8 @@ BUDGET_DESCRIPTIONS = {
     "flops": "All runs are trained for as many FLOPs as {reference}'s recipe.",
     "parameters": "All runs have the same number of parameters within 2%, reached by changing their widths, and are "
                   "trained on as many tokens as {reference}'s recipe.",
-    "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the first run."}
+    "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the first run.",
+    "own": "Each run is trained for its own number of steps."}
 
 
 @best_effort("stdout")
@@ -68,7 +79,7 @@ def main() -> None:
         read_record = functools.partial(merge_results, output)
     else:
         named_runs, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
-        read_record = functools.partial(record_of, named_runs, grids)
+        read_record = functools.partial(record_of, output, named_runs, grids)
     read_record()  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
@@ -77,12 +88,14 @@ def main() -> None:
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
-def record_of(named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
+def record_of(output: Path, named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
     averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
     runs = [results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged, run.horizon, run.trunk)
             for run in named_runs]
     results.require_comparable(runs)
-    return Record(**report_facts(named_runs), runs=tuple(runs), grids=grids)
+    size = _CONFIG.value.compare.held_out if _CONFIG.value is not None else ""
+    predictions = prediction.read(output / prediction.PREDICTIONS_FILE) if size else None
+    return Record(**report_facts(named_runs), runs=tuple(runs), grids=grids, held_out=size, predictions=predictions)
 
 
 def merge_results(output: Path) -> Record:
@@ -131,6 +144,7 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
     comparison = budget.make_comparison(_CONFIG.value, output)
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
+    held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
@@ -138,7 +152,10 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
             if compare.decoding:
                 inference_cost.measure_inference(run.folder)
 
-    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run)
+    def predict(losses: dict[Path, float]) -> None:
+        held_out.write_predictions(comparison, losses, repeating_command())
+
+    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run, predict)
     return [NamedRun(run.name, run.folder, run.horizon, run.trunk) for run in comparison.runs(losses)
             if not run.in_grid and (run.folder / STORE_FILE).exists()], comparison.grids(losses)
 
@@ -162,8 +179,10 @@ def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
         return {"title": "Comparison" if others else first, "command": command, "reference": first,
                 "budget": "Separately trained runs, each with its own config." if len(named_runs) > 1
                           else "A single run."}
-    compare, count = _CONFIG.value.compare, len(budget.run_names(_CONFIG.value))
-    return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
+    compare, names = _CONFIG.value.compare, budget.run_names(_CONFIG.value)
+    count = len(set(map(scaling.model_of, names)))
+    equal = "" if compare.budget == "own" else f" at equal {compare.budget}"
+    return {"title": f"{count} model{'s' * (count != 1)}{equal}",
             "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command,
             "reference": compare.reference}
 

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
+from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
@@ -41,6 +42,8 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
+    if compare.budget == "own":
+        return _comparison(config, runs, output)
     if compare.budget == "seconds":
         step_costs = {name: 1 / speed for name, speed in measure_speeds(runs, output).items()}
         target = compare.seconds
@@ -49,6 +52,11 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         target = cost_per_step(reference, compare.budget) * reference.train.steps
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
+    return _comparison(config, runs, output)
+
+
+def _comparison(config: ConfigDict, runs: dict[str, ConfigDict], output: Path) -> Comparison:
+    compare = config.compare
     models = {name: Config.of(run) for name, run in runs.items()}
     horizons = tuple(map(float, compare.horizons)) or (1.0,)
     for name, model in models.items():
@@ -57,7 +65,7 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
     seeds = range(config.train.seed, config.train.seed + compare.seeds)
     return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
-                      compare.averaged_evaluations, horizons)
+                      compare.averaged_evaluations, horizons, compare.held_out, compare.train_held_out)
 
 
 def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
@@ -112,11 +120,15 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
     if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
+    sizes = list(dict.fromkeys(filter(None, map(scaling.size_of, config.runs))))
+    if compare.held_out and compare.held_out not in sizes:
+        raise UserError(f"config.compare.held_out={compare.held_out!r}: must be the SIZE of runs named MODEL@SIZE"
+                        + (f"; choose from {', '.join(sizes)}" if sizes else "; the comparison has none"))
     folders: dict[Path, str] = {}
     for name in config.runs:
-        if "steps" in config.runs[name].get("train", {}):
+        if "steps" in config.runs[name].get("train", {}) and compare.budget != "own":
             raise UserError(f"config.runs.{name}.train.steps: the budget determines it; set config.train.steps, the "
-                            "number of steps of the reference")
+                            "number of steps of the reference, or config.compare.budget='own'")
         other = folders.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
             raise UserError(f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them")
@@ -216,6 +228,12 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
                             "another budget")
         params = models.abstract_params(model)
         return inputs * cost.flops + update_flops(params, make_optimizer(params, Config.of(config).optimizer))
+    return tokens_per_step(config)
+
+
+def tokens_per_step(config: ConfigDict | Config) -> float:
+    """Returns the number of tokens in a batch, without padding."""
+    inputs = config.train.batch_size * config.model.context_length
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = load_or_prepare(config.data)

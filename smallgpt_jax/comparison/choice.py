@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def model(self) -> str:
-        return self.runs[0]["name"].partition("@")[0]
+        return scaling.model_of(self.runs[0]["name"])
 
     @property
     def loss(self) -> float:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from smallgpt_jax.config_group import ConfigGroup
 
-BUDGETS = ("tokens", "flops", "parameters", "seconds")
+BUDGETS = ("tokens", "flops", "parameters", "seconds", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class CompareConfig(ConfigGroup):
 
     # the quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
     # With "parameters", the models get widths at which their numbers of parameters are equal within 2%. All runs are
-    # then trained on the same number of tokens
+    # then trained on the same number of tokens. "own": nothing is equal; each run is trained for its own train.steps
     budget: str = "tokens"
     # names of the runs to train, in this order, separated by commas
     names: str = ""
@@ -28,7 +28,8 @@ class CompareConfig(ConfigGroup):
     seeds: int = 2
     # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs with the seed
     # train.seed - 1 are trained at all multiples and choose the best one, which has the lowest validation loss at the
-    # end. The seeds of the comparison are trained only at the best one. (): only the runs' own rates
+    # end. The seeds of the comparison are trained only at the best one. (): only the runs' own rates. Runs named
+    # MODEL@SIZE share the grid of their MODEL's first name in `names`: its best multiple is used at all sizes
     learning_rates: tuple[float, ...] = ()
     # maximum number of multiples that are added per run. As long as the best multiple is the lowest or the highest, the
     # next one beyond it is added
@@ -37,6 +38,11 @@ class CompareConfig(ConfigGroup):
     # trained first; each shorter run starts from its checkpoint where its own decay starts, and equals a run that was
     # trained alone. Needs the schedule "wsd" or "wsd_linear". Grids of learning rates have only horizon 1. (): only 1
     horizons: tuple[float, ...] = ()
+    # SIZE of the runs named MODEL@SIZE that are trained last, such as "5M"; "": none. Before the first of them starts,
+    # scaling laws of all other runs predict their losses. The predictions are written to predictions.json, once
+    held_out: str = ""
+    # False: the comparison ends before the first held-out run, with predictions.json written
+    train_held_out: bool = True
     # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation after the last step
     averaged_evaluations: int = 1
     # finished runs are also evaluated at these multiples of their context length

@@ -13,6 +13,7 @@ from smallgpt_jax.comparison import (
     ranking,
     records,
     results,
+    scaling_report,
 )
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
@@ -56,14 +57,17 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
-    runs, grids = record.full_runs, record.grids
+    """Of several sizes, the section about scaling and the last one contain all runs; the others, the largest size."""
+    shown, grids = records.at_one_size(record), record.grids
+    runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
-    order = ranking.rank(groups, record.reference)
-    blocks = [Paragraph(record.budget),
-              *(Paragraph(text) for text in warnings(record.runs) + grid_warnings(grids, runs)),
+    order = ranking.rank(groups, shown.reference)
+    blocks = [Paragraph(record.budget), *scaling_report.introduction(record),
+              *(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
               summary_table(groups, order), Paragraph(legend(runs, order)), *choice_report.choice_blocks(record),
+              *scaling_report.scaling_blocks(record),
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),

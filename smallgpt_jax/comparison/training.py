@@ -24,45 +24,55 @@ from smallgpt_jax.training import train
 from smallgpt_jax.training.learning_rate import decay_start
 
 
-def train_comparison(comparison: Comparison, text: Corpus,
-                     measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
+                     before_held_out: Callable[[dict[Path, float]], None] = lambda losses: None) -> dict[Path, float]:
     """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
     Skips runs that another process is training, but waits for those of grids, whose losses determine which runs
-    follow, and for the trunks of shorter runs.
+    follow, for the trunks of shorter runs, and for all other runs before the first held-out one. `before_held_out` gets
+    their losses.
     """
     losses: dict[Path, float] = {}
-    measured, busy = set(), set()
+    measured, busy, is_predicted = set(), set(), not comparison.held_out
     while True:
         planned = comparison.runs(losses)
         ready = (run for run in planned
                  if run.folder not in busy and run.folder not in (losses if run.in_grid else measured)
                  and (run.trunk is None or run.trunk in losses))
-        if run := next(ready, None):
-            if run.folder not in losses:
-                folders = list(dict.fromkeys(other.folder for other in planned))
-                number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
-                loss = train_run(run, comparison, text, number)
-                if loss is None:
-                    busy.add(run.folder)
-                    continue
-                losses[run.folder] = loss
-            if not run.in_grid:
-                measured.add(run.folder)
-                if losses[run.folder] < math.inf and run.trunk is None:
-                    measure_run(run)
-        elif awaited := next(awaited_folders(planned, busy), None):
-            print(f"waiting for {awaited}, which another process is training", flush=True)
-            with file_lock(awaited / LOCK_FILE, wait=True):
-                busy.remove(awaited)
-        else:
+        run = next(ready, None)
+        if run is None or (run.is_held_out and not is_predicted):
+            if awaited := next(awaited_folders(planned, busy, before_held_out=not is_predicted), None):
+                print(f"waiting for {awaited}, which another process is training", flush=True)
+                with file_lock(awaited / LOCK_FILE, wait=True):
+                    busy.remove(awaited)
+                continue
+            if not is_predicted:
+                before_held_out(losses)
+                is_predicted = True
+        if run is None:
             return losses
+        if run.folder not in losses:
+            folders = list(dict.fromkeys(other.folder for other in planned))
+            number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+            loss = train_run(run, comparison, text, number)
+            if loss is None:
+                busy.add(run.folder)
+                continue
+            losses[run.folder] = loss
+        if not run.in_grid:
+            measured.add(run.folder)
+            if losses[run.folder] < math.inf and run.trunk is None:
+                measure_run(run)
 
 
-def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path]) -> Iterator[Path]:
-    """Returns the busy runs that others depend on: those of grids, and trunks of runs that no process is training."""
+def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_out: bool) -> Iterator[Path]:
+    """Returns the busy runs that others depend on: those of grids, and trunks of runs that no process is training.
+
+    With `before_held_out`, also all runs that are not held out.
+    """
     trunks = {run.trunk for run in planned if run.folder not in busy}
-    return (run.folder for run in planned if run.folder in busy and (run.in_grid or run.folder in trunks))
+    return (run.folder for run in planned if run.folder in busy
+            and (run.in_grid or run.folder in trunks or (before_held_out and not run.is_held_out)))
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:

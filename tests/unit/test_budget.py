@@ -23,7 +23,8 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program
 
-SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
+SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py")
+                 if path.stem not in ("base", "scaling"))
 
 
 def comparison(size: str = "tiny", **fields) -> ConfigDict:

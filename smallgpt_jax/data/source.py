@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.datasets import DATASETS, Dataset
 from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, FileSet, LocalFiles, RemoteFiles, StandardLibrary
 from smallgpt_jax.data.parts import Part, Rules, document_batches
@@ -83,6 +84,9 @@ class Source:
 def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
+    if name.startswith(SYNTHETIC):
+        raise UserError(f"config.data.source: {name!r} is a probe, which has no text and cannot be combined with other "
+                        "sources; use it alone")
     if name == STANDARD_LIBRARY:
         return StandardLibrary(name, endings)
     return RemoteFiles(name, endings) if is_remote(name) else LocalFiles(name, endings)

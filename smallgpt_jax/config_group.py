@@ -63,6 +63,11 @@ def in_store(default, relaxable: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
 
 
+def of_probe(default) -> Any:
+    """Returns a field that fixes the examples of a probe (data/probes.py)."""
+    return dataclasses.field(default=default, metadata={"of_probe": True})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
     GROUP: ClassVar[str]

@@ -187,7 +187,7 @@ _trainable: set[str] = set()
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
     first, *others = runs
     for other in others:
-        for field in (*DataConfig.names(in_store=True), "store", "mixture"):
+        for field in (*DataConfig.names(in_store=True), *DataConfig.names(of_probe=True), "store", "mixture"):
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "

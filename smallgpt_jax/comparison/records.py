@@ -37,7 +37,8 @@ from smallgpt_jax.storage.json_files import (
 )
 
 POINT = {"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
-         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": integer(1)}
+         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": integer(1),
+         "answers": Optional(Each(NUMBER))}
 RUN = {
     "name": TEXT, "workdir": TEXT, "seed": integer(0),
     "config": {"train.steps": integer(1), "model.context_length": integer(1)},
@@ -140,7 +141,7 @@ def read(path: Path) -> Record:
 
 def read_recorded_run(fields: dict[str, Any]) -> Run:
     values = {field.name: fields[field.name] for field in dataclasses.fields(Run) if field.name in fields}
-    points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
+    points = tuple(Point(**{name: point[name] for name in POINT if name in point}) for point in fields["curve"])
     return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
 
 

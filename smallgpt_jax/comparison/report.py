@@ -32,6 +32,7 @@ from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.formatting import duration, millions, safe_name
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.atomic import write_atomically
@@ -84,7 +85,9 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
-    if shared := aggregation.shared_fields(runs, SHARED) if runs else {}:
+    of_probe = tuple(f"data.{field}" for field in DataConfig.names(of_probe=True)) if any(
+        run.last and run.last.answers for run in runs) else ()
+    if shared := aggregation.shared_fields(runs, (*SHARED, *of_probe)) if runs else {}:
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
@@ -157,8 +160,23 @@ def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
              "parabola. Crosses: diverged. Vertical lines: range over the seeds of the comparison."), grid_table(grids)]
 
 
+def answers_blocks(groups: dict[str, list[Run]]) -> list:
+    """Returns the measures of a probe's answers; [] for text."""
+    found = {name: aggregation.answers(group) for name, group in groups.items()}
+    measures = list(dict.fromkeys(measure for row in found.values() for measure in row))
+    if not measures:
+        return []
+    return [Heading("Answers"), Paragraph(
+        "Exact match: fraction of the validation examples without a wrong answer. Accuracy: fraction of right answers. "
+        "Both after the last step. An answer is the most probable token after the inputs, among which are the right "
+        "earlier answers. \"at N\": at the further length N."),
+        Table(("run", *(measure.replace("_", " ") for measure in measures)), tuple(
+            (name, *(format_spread(row.get(measure), len(groups[name])) for measure in measures))
+            for name, row in found.items()))]
+
+
 def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
-    blocks = []
+    blocks = answers_blocks(groups)
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)

@@ -20,7 +20,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
-from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
     EVALUATION_FOLDER,
@@ -74,6 +74,7 @@ class Point:
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: int  # number of tokens over which `loss` is the mean
+    answers: dict[str, float] = dataclasses.field(default_factory=dict)  # measures of a probe's answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line["bits_per_byte"], line["targets"])
+                     line["bits_per_byte"], line["targets"], answers_in(line))
 
     evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()

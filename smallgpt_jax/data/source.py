@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.datasets import DATASETS, Dataset
 from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, FileSet, LocalFiles, RemoteFiles, StandardLibrary
 from smallgpt_jax.data.parts import Part, Rules, document_batches
@@ -85,6 +86,9 @@ class Source:
 def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset | PythonPackages:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
+    if name.startswith(SYNTHETIC):
+        raise UserError(f"config.data.source: {name!r} is a probe, which has no text and cannot be combined with other "
+                        "sources; use it alone")
     if name == STANDARD_LIBRARY:
         return StandardLibrary(name, endings)
     if name == PYTHON_PACKAGES:

@@ -11,6 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from smallgpt_jax.data import hugging_face_tokenizer, tokenizers
+from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.data.tokenizers import (
     END_OF_TEXT,
@@ -63,6 +64,9 @@ class TokenizerSource:
         kind, _, size = self.value.partition(":")
         if kind == "bytes":
             return Bytes()
+        if kind == SYMBOLS:
+            raise UserError(f"config.data.tokenizer={self.value!r}: writes only probes "
+                            "(config.data.source=synthetic:PROBE); choose another one for text")
         if kind == "sentencepiece":
             if not size.isdecimal() or int(size) < 300:
                 raise UserError(f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, where SIZE is the "

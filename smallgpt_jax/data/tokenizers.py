@@ -1,7 +1,8 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's `tokenizers` library.
 
 A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and
-`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `tokenizer_kind.json` contains the kind.
+`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for probes. `tokenizer_kind.json` contains
+the kind.
 
 Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
 have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
@@ -18,13 +19,14 @@ import numpy as np
 import sentencepiece
 
 from smallgpt_jax.data import hugging_face_tokenizer
+from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
 
-KIND_FILE = "tokenizer_kind.json"
+KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 END_OF_TEXT = "<|endoftext|>"
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {  # in the order of GPT2_FILES
@@ -32,7 +34,8 @@ GPT2_SHA256 = {  # in the order of GPT2_FILES
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 # Names of all files that `load` reads.
-TOKENIZER_FILES = {KIND_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES, *GPT2_FILES.values()}
+TOKENIZER_FILES = {KIND_FILE, SYMBOLS_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES,
+                   *GPT2_FILES.values()}
 
 
 class Tokenizer(Protocol):
@@ -72,6 +75,36 @@ class Bytes(Tokenizer):
 
     def files(self):
         return {}
+
+
+class Symbols(Tokenizer):
+    """The symbols of a probe, separated by spaces, with the ids from 1 on; id 0 is end-of-text."""
+
+    kind = SYMBOLS
+    end_of_text = begin_of_text = 0
+    unknown = None
+
+    def __init__(self, symbols: Sequence[str]):
+        self._symbols = tuple(symbols)
+        self._ids = {symbol: i for i, symbol in enumerate(self._symbols, start=1)}
+        self.vocab_size = 1 + len(self._symbols)
+
+    def encode(self, texts):
+        """Raises UserError if a text contains something else."""
+        return [np.array([self._id(symbol) for symbol in text.split()], np.int32) for text in texts]
+
+    def _id(self, symbol: str) -> int:
+        if symbol not in self._ids:
+            more = " …" if len(self._symbols) > 20 else ""
+            raise UserError(f"{symbol!r}: not a symbol of this probe; use {' '.join(self._symbols[:20])}{more}, "
+                            "separated by spaces")
+        return self._ids[symbol]
+
+    def decode(self, ids):
+        return " ".join(self._symbols[i - 1] for i in ids if i > 0)
+
+    def files(self):
+        return {SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
 
 
 class SentencePiece(Tokenizer):
@@ -175,6 +208,8 @@ def load(folder: Path) -> Tokenizer:
     kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"] if KIND_FILE in files else None
     if kind == "bytes":
         return Bytes()
+    if kind == SYMBOLS:
+        return Symbols(read_json(folder / SYMBOLS_FILE, [TEXT], "restore it"))
     if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:
         return read_sentencepiece(files["tokenizer.model"])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import MetricsWriter
+from smallgpt_jax.run.metrics import EXACT_MATCH, MetricsWriter
 from smallgpt_jax.run.progress import RunProgress
 
 
@@ -75,15 +75,21 @@ class Logger:
                               + (f"   MFU {values['mfu']:.1%}" if peak else "")
                               + f"   {duration(left)} left")
 
-    def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """`nats` is the mean loss per token over `targets` tokens."""
+    def log_evaluation(self, step: int, nats: float, targets: int, answers: Mapping[str, float] | None = None) -> None:
+        """`nats` is the mean loss per token over `targets` tokens, `answers` the measures of a probe's answers."""
         bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
-                                          "tokens": round(step * self._units.tokens_per_step)})
-        self._progress.print_line(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+                                          "tokens": round(step * self._units.tokens_per_step), **(answers or {})})
+        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, answers or {}))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
+    measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
+                if name.startswith(EXACT_MATCH)] or [f"{bits_per_byte:.4f} bits per byte"]
+    return ", ".join([f"validation loss {nats:.4f}", *measures])
 
 
 def to_json(value):

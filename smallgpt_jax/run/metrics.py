@@ -18,6 +18,9 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 
 LOGGED = (NULL, NUMBER)  # null: not finite
+# The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction of right answers.
+# At a further length, their names end with it: exact_match_at_32.
+ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
 SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 
@@ -36,6 +39,11 @@ TRAIN_LINE = {
     "expert_load": Optional(Each(Kind("arrays of numbers", is_table)))}
 EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_per_byte": LOGGED,
              "targets": integer(1)}
+
+
+def answers_in(line: dict) -> dict[str, float]:
+    """Returns the measures of a probe's answers in an evaluation's line; {} for text."""
+    return {name: value for name, value in line.items() if name.startswith(ANSWERS) and NUMBER.accepts(value)}
 
 
 def read_lines(path: Path) -> list[dict]:

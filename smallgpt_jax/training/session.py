@@ -25,7 +25,7 @@ from smallgpt_jax.training.loop import TrainingRun, train_loop
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.validation import mean_loss
+from smallgpt_jax.training.validation import Evaluation, evaluate
 from smallgpt_jax.training.watchdog import Watchdog
 
 
@@ -94,13 +94,22 @@ class Session:
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
         with self.clock.during("evaluate"):
-            batches = map(self.pipeline.to_devices, self.pipeline.validation_batches)
-            found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches,
-                              self.stop.is_requested_anywhere)
+            found = self.evaluate(functools.partial(eval_step, state.params, state.model_state))
         if found is None:
             return False
         logger.log_evaluation(step, *found)
         return True
+
+    def evaluate(self, eval_step) -> Evaluation | None:
+        """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
+        pipeline, is_stopped = self.pipeline, self.stop.is_requested_anywhere
+        found = evaluate(eval_step, map(pipeline.to_devices, pipeline.validation_batches), is_stopped)
+        for length, batches in pipeline.test_batches.items():
+            at_length = found and evaluate(eval_step, map(pipeline.to_devices, batches), is_stopped)
+            if not at_length:
+                return None
+            found.answers.update({f"{name}_at_{length}": value for name, value in at_length.answers.items()})
+        return found
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
         """Raises UserError if the last save fails, and StoppedError if `stopped`."""

@@ -11,6 +11,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare, open_or_prepare
 from smallgpt_jax.data.probes import PROBES, RowNumbers
 from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops.cross_entropy import most_probable
 from smallgpt_jax.training.step import count_right
@@ -245,7 +246,7 @@ def test_probes_are_no_text():
     with pytest.raises(UserError, match="a probe has no token store"):
         open_or_prepare(config_of("copy"))
     with pytest.raises(UserError, match="tokenizer='symbols': writes only probes"):
-        tokenizers.from_spec("symbols", [])
+        TokenizerSource("symbols").make()
 
 
 def test_symbols_are_saved(tmp_path):

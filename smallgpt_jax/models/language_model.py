@@ -17,6 +17,10 @@ TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
+def head_std(width: int) -> float:
+    return INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
+
+
 class LanguageModel(nn.Module):
     """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the rng "dropout"."""
 
@@ -68,8 +72,8 @@ class LanguageModel(nn.Module):
         if c.tie_embeddings:
             weight = self.token_embedding
         else:
-            std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / c.output_width) ** 0.5)
-            weight = self.param("head", normal(std, *TABLE_AXES), (c.vocab_size, c.output_width))
+            weight = self.param(
+                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import jax
 import optax
@@ -23,6 +24,7 @@ from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import eval_step, init_state, train_step
 from smallgpt_jax.training.teacher import Teacher, open_teacher
+from smallgpt_jax.training.transfer import base_config, multipliers, scale_initial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Program:
     optimizer: optax.GradientTransformation
     shardings: TrainState
     teacher: Teacher | None  # also a term of the objective
+    multipliers: Any  # see `transfer.multipliers`; None: all are 1
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -53,7 +56,8 @@ class Program:
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
-        initialize = functools.partial(init_state, self.model, self.objective, self.optimizer, self.config.train.seed)
+        initialize = functools.partial(
+            init_state, self.model, self.objective, self.optimizer, self.config.train.seed, self.multipliers)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 
     def initial_opt_state(self, trained) -> optax.OptState:
@@ -63,7 +67,9 @@ class Program:
         """The checkpoint of an imported model has neither heads nor optimizer state; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
-            initialize = functools.partial(self.objective.init_heads, self.config.train.seed)
+            def initialize():
+                return scale_initial(self.objective.init_heads(self.config.train.seed), self.multipliers)
+
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
             state = state._replace(opt_state=self.initial_opt_state(state.trained))
         return state
@@ -153,12 +159,22 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
     trained = {**params, **heads}
-    optimizer = make_optimizer(trained, config.optimizer)
+    scales = transfer_multipliers(config, trained)
+    optimizer = make_optimizer(trained, config.optimizer, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
     shardings = TrainState(
         sharding.replicated(mesh), sharding.param_shardings(mesh, params),
         sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
-    return Program(config, model, objective, mesh, optimizer, shardings, teacher)
+    return Program(config, model, objective, mesh, optimizer, shardings, teacher, scales)
+
+
+def transfer_multipliers(config: Config, trained):
+    """Returns the multipliers of muP and CompleteP, or None without a base model."""
+    if not (config.optimizer.base_width or config.optimizer.base_depth):
+        return None
+    base = models.LanguageModel(base_config(config.model, config.optimizer))
+    heads = make_objective(config.train, base).abstract_heads()
+    return multipliers(trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer)
 
 
 def validate(config: Config, mesh: jax.sharding.Mesh) -> None:

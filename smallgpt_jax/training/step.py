@@ -16,6 +16,7 @@ from smallgpt_jax.models.router import move_biases
 from smallgpt_jax.ops.cross_entropy import most_probable
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.objectives import Examples, Objective, forward
+from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")
@@ -23,9 +24,11 @@ EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbat
 
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed: int) -> TrainState:
-    variables, heads = init_variables(model, seed), objective.init_heads(seed)
-    state = TrainState(jnp.int32(0), variables["params"], None, variables.get("state", {}), heads)
+               seed: int, multipliers=None) -> TrainState:
+    """`multipliers` are those of `transfer.multipliers`."""
+    variables = init_variables(model, seed)
+    params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
+    state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
     return state._replace(opt_state=optimizer.init(state.trained))
 
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.comparison import choice, costs
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.paths import as_path
 
 _RESULTS = flags.DEFINE_string("results", None, "results.json of a comparison.")
 _BUDGETS = {name: flags.DEFINE_float(name, None, f"Budget: {budget.label}.") for name, budget in costs.BUDGETS.items()}

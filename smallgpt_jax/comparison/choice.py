@@ -20,7 +20,6 @@ from smallgpt_jax.comparison.names import RESULTS_FORMAT
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
 from smallgpt_jax.run.names import CONFIG_FILE
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     LOSS,
@@ -35,6 +34,7 @@ from smallgpt_jax.storage.json_files import (
     one_of,
     read_json,
 )
+from smallgpt_jax.storage.paths import as_path
 
 DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
 WITHIN = 1.01  # a cost up to this multiple of the budget is within it
@@ -50,6 +50,7 @@ RESULTS = {"format": one_of(RESULTS_FORMAT), "command": Optional(TEXT), "runs": 
     "name": TEXT, "workdir": TEXT, "seed": integer(0), "config": OBJECT, "is_finished": BOOLEAN, "diverged": BOOLEAN,
     "parameters": integer(1), "active_parameters": integer(1), "components": Each(integer(0)), "memory_bytes": MEASURED,
     "averaged": Optional(integer(1)), "weight_bytes": MEASURED, "inference": Optional((NULL, INFERENCE)),
+    "horizon": Optional(POSITIVE), "run": Optional(TEXT),
     "curve": [{"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
                "loss": (NULL, LOSS), "targets": Optional(integer(1))}]}]}
 
@@ -62,7 +63,7 @@ def final_loss(run: dict) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """The finished runs of one config, which differ in their seeds."""
+    """The finished runs of one config, which differ in their seeds. A shorter horizon is a part of the name."""
 
     name: str
     runs: tuple[dict, ...]
@@ -70,7 +71,7 @@ class Candidate:
 
     @property
     def model(self) -> str:
-        return self.name.partition("@")[0]
+        return scaling.model_of(self.runs[0]["name"])
 
     @property
     def loss(self) -> float:
@@ -172,17 +173,22 @@ def other_devices(candidates: Sequence["Candidate"]) -> list[str]:
 
 
 def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidate], list[str]]:
-    """Returns the finished runs by name, and notes about the others."""
-    groups: dict[str, list[dict]] = {}
+    """Returns the finished runs by name and horizon, and notes about the others.
+
+    Shorter horizons are left out if the budget is not one of training, because they cost as much as the longest.
+    """
+    groups: dict[tuple[str, float], list[dict]] = {}
+    runs = [run for run in runs if budget.is_training or run.get("horizon", 1) == 1]
     for run in runs:
         last = run["curve"][-1] if run["curve"] else {"loss": None}
         is_trained = run["is_finished"] and not run["diverged"] and last["loss"] is not None
         if is_trained and np.isfinite(last["loss"]) and last["tokens"]:
-            groups.setdefault(run["name"], []).append(run)
+            groups.setdefault((run["name"], run.get("horizon", 1)), []).append(run)
     found = []
-    for name, group in groups.items():
+    for (name, horizon), group in groups.items():
         costs = [cost for run in group if (cost := budget.cost(run))]
-        found.append(Candidate(name, tuple(group), float(np.median(costs)) if costs else None))
+        found.append(Candidate(name + f" × {horizon:g}" * (horizon != 1), tuple(group),
+                               float(np.median(costs)) if costs else None))
     left_out = len(runs) - sum(map(len, groups.values()))
     return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
 
@@ -324,8 +330,9 @@ def read_records(candidates: Sequence[Candidate]) -> list[scaling.Record]:
     for candidate in candidates:
         for run in candidate.runs:
             last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
+            trunk = run.get("run") or run["workdir"]
             found.append(scaling.Record(
-                candidate.model, f"{run['workdir']} {run['name']} {run['seed']}", run["seed"], run["parameters"],
+                candidate.model, f"{trunk} {run['name']} {run['seed']}", run["seed"], run["parameters"],
                 run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"],
                 final_loss(run), last["seconds"]))
     return found
@@ -368,13 +375,13 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
     run = candidate.runs[0]
     workdir, config = run["workdir"], run["config"]
     if not (as_path("--results", workdir) / CONFIG_FILE).is_file():
-        return rerun(comparison, f"--config.compare.names={candidate.name}")
-    overrides = []
+        return rerun(comparison, f"--config.compare.names={run['name']}")
+    overrides = ["--config.train.trunk="] if config.get("train.trunk") else []
     steps, ratio = run["curve"][-1]["step"], limit / candidate.cost if limit else 1.0
     if abs(ratio - 1) > WITHIN - 1:
         counts = {"train.steps": steps} | {
             field: config.get(field) for field in ("optimizer.warmup_steps", "optimizer.decay_steps")}
-        overrides = [f"--config.{field}={round(count * ratio)}" for field, count in counts.items()
+        overrides += [f"--config.{field}={round(count * ratio)}" for field, count in counts.items()
                      if type(count) is int and count > 0]
     return command_line("main", f"--config=run:{workdir}", *overrides, "--workdir=runs/chosen")
 

@@ -16,7 +16,7 @@ from smallgpt_jax.comparison.results import INFERENCE, INFERENCE_FILE
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, layout, timing
 from smallgpt_jax.run.names import EVALUATION_FOLDER
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import read_json_or_none
 
 SESSIONS = 3  # timed sessions of decoding

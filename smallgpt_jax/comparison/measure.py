@@ -12,6 +12,7 @@ import numpy as np
 from smallgpt_jax import inference
 from smallgpt_jax.comparison.results import OWN_TEXT, TEXTS, TEXTS_FILE
 from smallgpt_jax.data import batches, tokenizers
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, same_text
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
@@ -20,10 +21,13 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import read_description
-from smallgpt_jax.storage.files import atomic_folder, cache_folder, file_lock, refuse_url, write_atomically
+from smallgpt_jax.storage.atomic import atomic_folder, write_atomically
+from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.paths import refuse_url
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.validation import mean_loss
+from smallgpt_jax.training.validation import evaluate
 
 
 def parse_texts(texts: str) -> dict[str, str]:
@@ -73,6 +77,9 @@ class TextSample:
     """
 
     def __init__(self, corpus: Corpus, config: Config, contexts: Sequence[int], name: str):
+        if max(contexts) > 1 and is_synthetic(config.data):
+            raise UserError(f"config.compare.contexts={tuple(contexts)}: probes have no longer contexts; set further "
+                            "lengths in config.data.probe_test_lengths")
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.window_multiple = math.lcm(*contexts)
@@ -145,7 +152,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     params, model_state = (jax.device_put(*pair) for pair in (
         (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
     batch_sharding = sharding.batch_sharding(mesh)
-    nats, targets = mean_loss(functools.partial(eval_step, params, model_state), (
+    found = evaluate(functools.partial(eval_step, params, model_state), (
         jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
-    return {"loss": nats, "bits_per_byte": nats / math.log(2) / sample.bytes_per_token,
-            "tokens": targets}
+    return {"loss": found.loss, "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,
+            "tokens": found.targets}

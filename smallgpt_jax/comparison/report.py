@@ -13,6 +13,7 @@ from smallgpt_jax.comparison import (
     ranking,
     records,
     results,
+    scaling_report,
 )
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
@@ -31,9 +32,10 @@ from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
-from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.formatting import duration, millions, safe_name
 from smallgpt_jax.run import plotting
-from smallgpt_jax.storage.files import safe_name, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
@@ -56,13 +58,17 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
-    runs, grids = record.runs, record.grids
+    """Of several sizes, the section about scaling and the last one contain all runs; the others, the largest size."""
+    shown, grids = records.at_one_size(record), record.grids
+    runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
-    order = ranking.rank(groups, record.reference)
-    blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
+    order = ranking.rank(groups, shown.reference)
+    blocks = [Paragraph(record.budget), *scaling_report.introduction(record),
+              *(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
               summary_table(groups, order), Paragraph(legend(runs, order)), *choice_report.choice_blocks(record),
+              *scaling_report.scaling_blocks(record),
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
@@ -72,19 +78,23 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     if len(groups) > 1:
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
                            "Last validation loss against parameters, one marker per finished run."))
+    blocks += horizon_blocks(record.runs)
     if grids:
         blocks += grid_blocks(grids, runs)
     blocks += inference_report.inference_blocks(record) + measurement_blocks(groups, runs)
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
-    if shared := aggregation.shared_fields(runs, SHARED) if runs else {}:
+    of_probe = tuple(f"data.{field}" for field in DataConfig.names(of_probe=True)) if any(
+        run.last and run.last.answers for run in runs) else ()
+    if shared := aggregation.shared_fields(runs, (*SHARED, *of_probe)) if runs else {}:
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
     if fields := aggregation.different_fields(runs):
         blocks += [Heading("Config differences"), differences_table(groups, fields)]
-    return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, record.command)]
+    return [*blocks, Heading("Runs and provenance"), runs_table(record.runs),
+            *provenance(record.runs, record.command)]
 
 
 def legend(runs: Sequence[Run], order: Ranking) -> str:
@@ -121,6 +131,23 @@ def differences_blocks(order: Ranking) -> list:
     return blocks
 
 
+def horizon_blocks(runs: Sequence[Run]) -> list:
+    horizons = sorted({run.horizon for run in runs})
+    if len(horizons) < 2:
+        return []
+    steps = sum(run.steps_done for run in runs)
+    copied = sum(run.copied_steps for run in runs)
+    rows = []
+    for name in aggregation.group_by_name(runs):
+        groups = [[run for run in runs if (run.name, run.horizon) == (name, horizon)] for horizon in horizons]
+        rows.append((name, *(losses_cell(group) + unfinished_note(group) if group else MISSING for group in groups)))
+    return [Heading("Loss by horizon"), Paragraph(
+        "Validation loss at the end of runs with these multiples of the steps, each with its own decay of the learning "
+        "rate. The other sections contain only the longest runs. Runs with the same name and seed have their steps "
+        f"before a decay in common; of the {steps:,} steps of all runs, {steps - copied:,} were trained."),
+        Table(("run", *(f"× {format_multiple(horizon)}" for horizon in horizons)), tuple(rows))]
+
+
 def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
     seeds = ", ".join(map(str, sorted({grid.seed for grid in grids.values()})))
     return [Heading("Learning rates"), Paragraph(
@@ -133,8 +160,23 @@ def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
              "parabola. Crosses: diverged. Vertical lines: range over the seeds of the comparison."), grid_table(grids)]
 
 
+def answers_blocks(groups: dict[str, list[Run]]) -> list:
+    """Returns the measures of a probe's answers; [] for text."""
+    found = {name: aggregation.answers(group) for name, group in groups.items()}
+    measures = list(dict.fromkeys(measure for row in found.values() for measure in row))
+    if not measures:
+        return []
+    return [Heading("Answers"), Paragraph(
+        "Exact match: fraction of the validation examples without a wrong answer. Accuracy: fraction of right answers. "
+        "Both after the last step. An answer is the most probable token after the inputs, among which are the right "
+        "earlier answers. \"at N\": at the further length N."),
+        Table(("run", *(measure.replace("_", " ") for measure in measures)), tuple(
+            (name, *(format_spread(row.get(measure), len(groups[name])) for measure in measures))
+            for name, row in found.items()))]
+
+
 def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
-    blocks = []
+    blocks = answers_blocks(groups)
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)
@@ -158,8 +200,9 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> lis
 def warnings(runs: Sequence[Run]) -> list[str]:
     if not runs:
         return ["The comparison has no runs."]
-    found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
+    found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.label}, seed {run.seed}, at step "
              f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
+    runs = [run for run in runs if run.horizon == 1]
     found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
               for run in runs if run.is_imported]
     found += uncounted_work(runs)
@@ -330,7 +373,7 @@ def differences_table(groups: dict[str, list[Run]], fields: dict[str, dict]) -> 
 
 def runs_table(runs: Sequence[Run]) -> Table:
     return Table(("run", "seed", "steps", "last loss", "sessions", "workdir"), tuple(
-        (run.name, str(run.seed),
+        (run.label, str(run.seed),
          f"{run.steps_done:,}" + ("" if run.is_finished else f" of {run.config['train.steps']:,}"),
          f"{run.last.loss:.4f}" if run.last and run.last.loss is not None else MISSING,
          str(len(run.sessions)), run.workdir) for run in runs))
@@ -342,7 +385,7 @@ def provenance(runs: Sequence[Run], command: str) -> list:
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
                              for s in sessions)
     days = sorted({session["time"][:10] for session in sessions})
-    seconds = sum(run.last.seconds or 0 for run in runs if run.last)
+    seconds = sum((run.last.seconds or 0) * (1 - run.copied_steps / run.last.step) for run in runs if run.last)
     lines = [f"Trained on {'; '.join(machines)}." if machines else "",
              f"Versions: {'; '.join(versions)}." if versions else "",
              f"Started {days[0]}" + (f", last resumed {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",

@@ -20,7 +20,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
-from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
     EVALUATION_FOLDER,
@@ -31,7 +31,6 @@ from smallgpt_jax.run.names import (
 )
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import describe_changes, read_description
-from smallgpt_jax.storage.files import resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
     NULL,
@@ -45,6 +44,7 @@ from smallgpt_jax.storage.json_files import (
     read_json_or_none,
 )
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.paths import resolve
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
@@ -74,6 +74,7 @@ class Point:
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: int  # number of tokens over which `loss` is the mean
+    answers: dict[str, float] = dataclasses.field(default_factory=dict)  # measures of a probe's answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,17 @@ class Run:
     averaged: int = 1  # number of last evaluations over which `final` averages
     weight_bytes: int | None = None  # in decoding
     inference: dict | None = None  # time and cache of inference, if measured: inference.json
+    horizon: float = 1.0  # number of steps, as a multiple of that of the model's longest run
+    run: str = ""  # workdir of the trunk: runs that have steps in common have the same one
+
+    @property
+    def label(self) -> str:
+        return self.name + (f" × {self.horizon:g}" if self.horizon != 1 else "")
+
+    @property
+    def copied_steps(self) -> int:
+        """The number of steps that the run has copied from its trunk."""
+        return self.sessions[0].get("first_step", 0) if self.sessions and self.config.get("train.trunk") else 0
 
     @property
     def last(self) -> Point | None:
@@ -122,7 +134,15 @@ class Run:
         return {**{f"config.{field}": self.config.get(field) for field in ROWS}, "targets": targets}
 
 
-def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1) -> Run:
+class NamedRun(NamedTuple):
+    name: str
+    folder: Path
+    horizon: float = 1.0
+    trunk: Path | None = None
+
+
+def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1, horizon: float = 1.0,
+             trunk: Path | None = None) -> Run:
     """Returns the results of a run, whose loss is the mean over the `averaged` last evaluations."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
@@ -147,7 +167,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line["bits_per_byte"], line["targets"])
+                     line["bits_per_byte"], line["targets"], answers_in(line))
 
     evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
@@ -167,7 +187,8 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         benchmarks=benchmarks(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
         averaged=averaged, weight_bytes=counts.weight_bytes,
-        inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE))
+        inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
+        horizon=horizon, run=str(trunk or config.train.trunk or folder))
 
 
 class Counts(NamedTuple):
@@ -256,14 +277,14 @@ def settings_suffix(evaluation: dict, task: str) -> str:
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x" becomes "gpt-lr2x".
+    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x-x0.5" becomes "gpt-lr2x-x0.5".
 
     Runs share a name only if their configs are equal except for the seed; otherwise, the second is "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
-        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
+        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
         config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
@@ -277,7 +298,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
     """Raises UserError if a run is listed twice, or if training texts or texts of the same name differ."""
     seen: dict[tuple, Run] = {}
     for run in runs:
-        other = seen.setdefault((run.name, run.seed), run)
+        other = seen.setdefault((run.name, run.seed, run.horizon), run)
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
     for run in runs[1:]:

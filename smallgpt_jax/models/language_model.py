@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.models.architectures import find_architecture
+from smallgpt_jax.models.architectures import find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
@@ -86,3 +86,8 @@ class LanguageModel(nn.Module):
         batch, time, width = x_BxTxW.shape
         logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
+
+
+def build(**fields) -> LanguageModel:
+    """Returns the model for the fields of a config's `model` group; raises UserError if one is invalid."""
+    return LanguageModel(make_config(**fields))

@@ -10,6 +10,7 @@ import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.devices import sharding
@@ -93,9 +94,10 @@ class Program:
             return jitted.lower(*arguments)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns (params, model_state, batch) → (summed loss, number of targets)."""
+        """Returns (params, model_state, batch) → sums; see `eval_step`."""
         evaluation = functools.partial(
-            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches)
+            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
+            counts_answers=is_synthetic(self.config.data))
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
@@ -109,10 +111,10 @@ class Program:
             return jax.ShapeDtypeStruct((c.train.batch_size, length), dtype,
                                         sharding=sharding.batch_sharding(self.mesh))
 
-        is_best_fit = c.data.packing == "best_fit"
+        has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
             shape(time + 1, "int32"), shape(time, "int32") if c.data.separate_documents else None,
-            shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
+            shape(time, "bool") if evaluates or has_targets else None, shape(time, "int32") if has_targets else None)
 
     def open_pipeline(self) -> DataPipeline:
         c = self.config

@@ -1,6 +1,6 @@
 """The section of a report that says which model to choose for which budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -9,10 +9,15 @@ from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Table
 from smallgpt_jax.comparison.choice import Answer, Candidate
 from smallgpt_jax.comparison.costs import BUDGETS
 from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.formatting import millions
 
-LABELS = {
-    "flops": "training FLOPs", "parameters": "parameters", "decode_ms": "ms per decoding step, batch 1, full cache",
-    "memory": "bytes of weights and full cache, batch 1"}
+# {budget: (label, format of a limit)}
+BUDGET_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "flops": ("training FLOPs", "{:.3g}".format),
+    "parameters": ("parameters", lambda count: millions(round(count))),
+    "decode_ms": ("decoding step, batch 1, full cache", "{:.3g} ms".format),
+    "memory": ("weights and full cache, batch 1", lambda size: f"{size / 1e6:.3g} MB"),
+}
 MAX_LIMITS = 5  # per budget
 
 
@@ -22,16 +27,16 @@ def choice_blocks(record: Record) -> list:
     candidates, _ = choice.read_candidates(content["runs"], BUDGETS["parameters"])
     if len({candidate.model for candidate in candidates}) < 2:
         return []
-    found = [answer for name in LABELS for answer in choice.answers(content, name, limits(content["runs"], name))]
-    reasons = {answer.reason for answer in found}
+    by_budget = [choice.answers(content, name, limits(content["runs"], name)) for name in BUDGET_FORMATS]
+    found = [answer for answers in by_budget for answer in answers]
     intro = [Heading("Which model?")]
-    if len(reasons) == 1 and found[0].chosen is None:
+    if len({answer.reason for answer in found}) == 1 and found[0].chosen is None:
         return [*intro, Paragraph(f"Cannot tell, because {found[0].reason}.")]
     text = ("A model is chosen if the probability that it has the lowest loss within the budget, P(best), is at least "
             f"{scaling.CERTAIN:.1%}. In parentheses: 80% interval. python -m smallgpt_jax.choose answers for other "
             "budgets.")
-    notes = dict.fromkeys(note for answer in found for note in answer.notes)
-    return [*intro, Paragraph(" ".join([text, *notes])), answers_table(found)]
+    notes = [f"{format_budget(last)}: {' '.join(last.notes)}" for *_, last in filter(None, by_budget) if last.notes]
+    return [*intro, Paragraph(text), answers_table(found), *map(Paragraph, notes)]
 
 
 def limits(runs: Sequence[dict], name: str) -> list[float]:
@@ -66,13 +71,18 @@ def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
     return found[::-1]
 
 
+def format_budget(answer: Answer) -> str:
+    label, form = BUDGET_FORMATS[answer.budget]
+    return f"{label[0].upper()}{label[1:]}, at most {form(answer.limit)}"
+
+
 def answers_table(found: Sequence[Answer]) -> Table:
     rows = []
     for answer in found:
+        label, form = BUDGET_FORMATS[answer.budget]
         best = max(answer.contenders, key=lambda row: row.probability, default=None)
-        chosen = next((row for row in answer.contenders if row.name == answer.chosen), None)
-        rows.append((
-            LABELS[answer.budget], f"{answer.limit:.4g}", answer.chosen or "cannot tell",
-            f"{chosen.loss:.4f} ({chosen.low:.4f} to {chosen.high:.4f})" if chosen else MISSING,
-            f"{best.probability:.2f}" if best and best.probability is not None else MISSING, answer.reason))
+        is_evident = answer.chosen and len(answer.contenders) > 1
+        rows.append((label, form(answer.limit), answer.chosen or "cannot tell",
+                     f"{best.loss:.4f} ({best.low:.4f} to {best.high:.4f})" if answer.chosen else MISSING,
+                     f"{best.probability:.2f}" if best else MISSING, MISSING if is_evident else answer.reason))
     return Table(("budget", "at most", "choose", "loss", "P(best)", "because"), tuple(rows))

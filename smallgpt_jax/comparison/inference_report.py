@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from smallgpt_jax.comparison import aggregation, choice, costs, figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
@@ -12,12 +13,12 @@ from smallgpt_jax.comparison.choice import Candidate
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 
-# {name of a plot: (budget of `choose`, batch size, label of the axis, what the caption says)}
+# {name of a plot: (budget of `choose`, batch size, its unit, label of the axis)}
 PLOTS = {
-    "loss-latency": ("decode_ms", 1, "ms per decoding step, batch 1, full cache", "the time of a decoding step"),
-    "loss-latency-32": ("decode_ms", 32, "ms per decoding step, batch 32, full cache", "the time of a decoding step"),
-    "loss-memory": ("memory", 1, "bytes of weights and full cache, batch 1", "the memory of inference"),
-    "loss-memory-32": ("memory", 32, "bytes of weights and full cache, batch 32", "the memory of inference"),
+    "loss-latency": ("decode_ms", 1, 1, "ms per decoding step, batch 1, full cache"),
+    "loss-latency-32": ("decode_ms", 32, 1, "ms per decoding step, batch 32, full cache"),
+    "loss-memory": ("memory", 1, 1e6, "MB of weights and full cache, batch 1"),
+    "loss-memory-32": ("memory", 32, 1e6, "MB of weights and full cache, batch 32"),
 }
 CASES = [(batch, cache) for batch in costs.DECODING_BATCHES for cache in ("empty", "full")]
 
@@ -38,38 +39,51 @@ def inference_blocks(record: Record) -> list:
 
 def plots(runs: Sequence[Run]) -> list[Plot]:
     found, recorded = [], [dataclasses.asdict(run) for run in runs]
-    for name, (budget, batch, label, what) in PLOTS.items():
+    for name, (budget, batch, unit, label) in PLOTS.items():
         candidates, _ = choice.read_candidates(recorded, costs.budgets(batch)[budget])
-        candidates = [candidate for candidate in candidates if candidate.cost is not None]
+        candidates = [dataclasses.replace(candidate, cost=candidate.cost / unit) for candidate in candidates
+                      if candidate.cost is not None]
         if len(candidates) > 1:
             found.append(Plot(name, loss_against_cost(candidates, label), (
-                f"Last validation loss against {what}, batch size {batch}. Vertical lines: range over seeds. Gray "
-                "line, filled markers: Pareto front.")))
+                f"Last validation loss against {label}. Vertical lines: range over seeds. Gray line, filled markers: "
+                "Pareto front.")))
     return found
 
 
 def loss_against_cost(candidates: Sequence[Candidate], label: str) -> Figure:
-    """Plots one marker per candidate, in the color of its model, and the Pareto front. Sizes are beside the markers."""
+    """Plots a marker per candidate and the Pareto front. Thin lines join the sizes of a model."""
     figure, plot = figures.new_plot(label, "validation loss, nats per token")
     front = choice.pareto_front(candidates)
     plot.step([one.cost for one in front], [one.loss for one in front], where="post", color="gray", linewidth=1,
               zorder=1)
-    styles = dict(zip(dict.fromkeys(candidate.model for candidate in candidates), figures.line_styles()))
-    labeled = set()
-    for candidate in candidates:
-        style, losses = styles[candidate.model], [choice.final_loss(run) for run in candidate.runs]
-        plot.vlines(candidate.cost, min(losses), max(losses), color=style["color"], linewidth=2, alpha=0.4)
-        plot.plot(candidate.cost, candidate.loss, style["marker"], color=style["color"], markersize=6,
-                  markerfacecolor=style["color"] if candidate in front else "none",
-                  label=None if candidate.model in labeled else candidate.model)
-        plot.annotate(candidate.name.removeprefix(candidate.model).lstrip("@"), (candidate.cost, candidate.loss),
-                      xytext=(5, 3), textcoords="offset points", fontsize=7)
-        labeled.add(candidate.model)
+    models: dict[str, list[Candidate]] = {}
+    for candidate in candidates:  # in the order of the runs, so that a model has the same color in all plots
+        models.setdefault(candidate.model, []).append(candidate)
+    for style, (model, sizes) in zip(figures.line_styles(), models.items()):
+        plot_sizes(plot, sorted(sizes, key=lambda one: one.cost), front, style, model)
     found = [candidate.cost for candidate in candidates]
     if max(found) > 4 * min(found):
         plot.set_xscale("log")
+        plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plot.xaxis.set_minor_locator(NullLocator())
+    plot.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     plot.margins(x=0.1)
     return figures.finish_plot(figure, plot)
+
+
+def plot_sizes(plot, sizes: Sequence[Candidate], front: Sequence[Candidate], style: dict, model: str) -> None:
+    color = style["color"]
+    for one in sizes:
+        losses = [choice.final_loss(run) for run in one.runs]
+        plot.vlines(one.cost, min(losses), max(losses), color=color, linewidth=2, alpha=0.4)
+    filled = [one for one in sizes if one in front]
+    plot.plot([one.cost for one in sizes], [one.loss for one in sizes], color=color, linewidth=0.7, alpha=0.6,
+              marker=style["marker"], markersize=6, markerfacecolor="none", label=model)
+    plot.plot([one.cost for one in filled], [one.loss for one in filled], style["marker"], color=color, markersize=6)
+    for one in filled:
+        if size := one.name.partition("@")[2]:
+            plot.annotate(size, (one.cost, one.loss), xytext=(-4, -4), textcoords="offset points", fontsize=7,
+                          ha="right", va="top")
 
 
 def inference_table(groups: dict[str, list[Run]]) -> Table:

@@ -49,33 +49,34 @@ def test_plots_mark_the_pareto_front():
     """Model bad is slower than good, larger than fast, and worse than both."""
     plots = {plot.name: plot.figure.axes[0] for plot in inference_report.plots(record().runs)}
     assert list(plots) == ["loss-latency", "loss-latency-32", "loss-memory", "loss-memory-32"]
-    front, *markers = plots["loss-latency"].lines
+    front, *lines = plots["loss-latency"].lines
     assert front.get_xydata().tolist() == [pytest.approx([1.1, 3.2]), pytest.approx([4.1, 3.0])]
-    assert {line.get_label(): line.get_markerfacecolor() == "none" for line in markers} == {
-        "good": False, "fast": False, "bad": True}
-    at_32, = {tuple(line.get_xdata()) for line in plots["loss-memory-32"].lines if line.get_label() == "fast"}
-    assert at_32 == (2_000_000 + 32 * 64_000,)
+    models, filled = lines[::2], lines[1::2]
+    assert [line.get_label() for line in models] == ["good", "fast", "bad"]
+    assert [line.get_xdata().tolist() for line in filled] == [pytest.approx([4.1]), pytest.approx([1.1]), []]
+    at_32, = (line.get_xdata().tolist() for line in plots["loss-memory-32"].lines if line.get_label() == "fast")
+    assert at_32 == [pytest.approx(2 + 32 * 0.064)]  # MB
 
 
 def test_which_model():
-    heading, text, table = choice_report.choice_blocks(record())
+    heading, text, table, note = choice_report.choice_blocks(record())
     assert heading.text == "Which model?" and "at least 97.5%" in text.text
-    found = {(row[0], row[1]): row[2] for row in table.rows}
-    assert found == {
-        ("training FLOPs", "200"): "good", ("parameters", "1e+06"): "fast", ("parameters", "2e+06"): "good",
-        ("ms per decoding step, batch 1, full cache", "1.1"): "fast",
-        ("ms per decoding step, batch 1, full cache", "4.1"): "good",
-        ("bytes of weights and full cache, batch 1", "2.064e+06"): "fast",
-        ("bytes of weights and full cache, batch 1", "4.64e+06"): "good"}
+    assert [row[:3] for row in table.rows] == [
+        ("training FLOPs", "200", "good"), ("parameters", "1.00 M", "fast"), ("parameters", "2.00 M", "good"),
+        ("decoding step, batch 1, full cache", "1.1 ms", "fast"),
+        ("decoding step, batch 1, full cache", "4.1 ms", "good"),
+        ("weights and full cache, batch 1", "2.06 MB", "fast"), ("weights and full cache, batch 1", "4.64 MB", "good")]
+    assert table.rows[1][5] == "it is the only model within the budget"
+    assert note.text.startswith("Training FLOPs, at most 200: No scaling laws, only trained runs: good needs 3 more")
     assert table.rows[0][3].startswith("3.0000 (2.99") and table.rows[0][4] == "1.00"
 
 
 def test_when_it_cannot_be_told():
-    tie = choice_report.choice_blocks(record(noise=1.0))[-1]
-    assert isinstance(tie, Table) and tie.rows[0][2] == "cannot tell" and "overlap" in tie.rows[0][5]
+    tie = choice_report.choice_blocks(record(noise=1.0))[2]
+    assert tie.rows[0][2] == "cannot tell" and "overlap" in tie.rows[0][5]
     one_seed = dataclasses.replace(record(), runs=record().runs[::3])
     blocks = choice_report.choice_blocks(one_seed)
-    assert isinstance(blocks[-1], Table)  # one model is within the smallest budget
+    assert isinstance(blocks[2], Table)  # one model is within the smallest budget
     equal = dataclasses.replace(one_seed, runs=tuple(dataclasses.replace(
         run, parameters=9, weight_bytes=None, inference=None) for run in one_seed.runs))
     *_, text = choice_report.choice_blocks(equal)

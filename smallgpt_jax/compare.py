@@ -23,9 +23,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, measure, records, results, training
+from smallgpt_jax.comparison import budget, held_out, measure, prediction, records, results, scaling, training
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import NamedRun
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
@@ -49,7 +50,8 @@ BUDGET_DESCRIPTIONS = {
     "flops": "All runs are trained for as many FLOPs as {reference}'s recipe.",
     "parameters": "All runs have the same number of parameters within 2%, reached by changing their widths, and are "
                   "trained on as many tokens as {reference}'s recipe.",
-    "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the first run."}
+    "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the first run.",
+    "own": "Each run is trained for its own number of steps."}
 
 
 @best_effort("stdout")
@@ -64,8 +66,8 @@ def main() -> None:
     if _RESULTS.value is not None:
         read_record = functools.partial(merge_results, output)
     else:
-        named_folders, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
-        read_record = functools.partial(record_of, named_folders, grids)
+        named_runs, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
+        read_record = functools.partial(record_of, output, named_runs, grids)
     read_record()  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
@@ -74,11 +76,14 @@ def main() -> None:
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
-def record_of(named_folders: list[tuple[str, Path]], grids: dict[str, Grid]) -> Record:
+def record_of(output: Path, named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
     averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
-    runs = [results.read_run(name, folder, flags.FLAGS.trust_custom_code, averaged) for name, folder in named_folders]
+    runs = [results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged, run.horizon, run.trunk)
+            for run in named_runs]
     results.require_comparable(runs)
-    return Record(**report_facts(named_folders), runs=tuple(runs), grids=grids)
+    size = _CONFIG.value.compare.held_out if _CONFIG.value is not None else ""
+    predictions = prediction.read(output / prediction.PREDICTIONS_FILE) if size else None
+    return Record(**report_facts(named_runs), runs=tuple(runs), grids=grids, held_out=size, predictions=predictions)
 
 
 def merge_results(output: Path) -> Record:
@@ -91,8 +96,8 @@ def merge_results(output: Path) -> Record:
     return records.merge([(path, records.read(path)) for path in paths], repeating_command())
 
 
-def find_runs(output: Path) -> list[tuple[str, Path]]:
-    """Returns (name, folder) for each run in --workdirs. Refuses to overwrite the report of other runs."""
+def find_runs(output: Path) -> list[NamedRun]:
+    """Returns the runs in --workdirs. Refuses to overwrite the report of other runs."""
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
@@ -102,7 +107,7 @@ def find_runs(output: Path) -> list[tuple[str, Path]]:
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
-    return results.name_workdirs(folders)
+    return [NamedRun(name, folder) for name, folder in results.name_workdirs(folders)]
 
 
 def find_folders(pattern: str) -> list[Path]:
@@ -112,8 +117,8 @@ def find_folders(pattern: str) -> list[Path]:
     return sorted(found) or [path]
 
 
-def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
-    """Returns (name, folder) for each run that has started, and {name: learning-rate grid}.
+def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
+    """Returns the runs that have started, and {name: learning-rate grid}.
 
     For a model with a grid, only the runs at the best learning rate are measured and returned.
     """
@@ -127,6 +132,7 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
     comparison = budget.make_comparison(_CONFIG.value, output)
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
+    held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
@@ -134,8 +140,11 @@ def train_runs(output: Path) -> tuple[list[tuple[str, Path]], dict[str, Grid]]:
             if compare.decoding:
                 measure.measure_decoding(run.folder)
 
-    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run)
-    return [(run.name, run.folder) for run in comparison.runs(losses)
+    def predict(losses: dict[Path, float]) -> None:
+        held_out.write_predictions(comparison, losses, repeating_command())
+
+    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run, predict)
+    return [NamedRun(run.name, run.folder, run.horizon, run.trunk) for run in comparison.runs(losses)
             if not run.in_grid and (run.folder / STORE_FILE).exists()], comparison.grids(losses)
 
 
@@ -150,16 +159,18 @@ def print_ignored_overrides() -> None:
                       + shlex.quote(f"--config.runs.{name}.{path}"))
 
 
-def report_facts(named_folders: list[tuple[str, Path]]) -> dict[str, str]:
+def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
     """Returns the fields of a Record besides its runs. Without --config, the reference is the first run."""
     command = repeating_command()
     if _CONFIG.value is None:
-        first, *others = dict.fromkeys(name for name, _ in named_folders)
+        first, *others = dict.fromkeys(run.name for run in named_runs)
         return {"title": "Comparison" if others else first, "command": command, "reference": first,
-                "budget": "Separately trained runs, each with its own config." if len(named_folders) > 1
+                "budget": "Separately trained runs, each with its own config." if len(named_runs) > 1
                           else "A single run."}
-    compare, count = _CONFIG.value.compare, len(budget.run_names(_CONFIG.value))
-    return {"title": f"{count} model{'s' * (count != 1)} at equal {compare.budget}",
+    compare, names = _CONFIG.value.compare, budget.run_names(_CONFIG.value)
+    count = len(set(map(scaling.model_of, names)))
+    equal = "" if compare.budget == "own" else f" at equal {compare.budget}"
+    return {"title": f"{count} model{'s' * (count != 1)}{equal}",
             "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command,
             "reference": compare.reference}
 

@@ -30,6 +30,7 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
               tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas",
               tuple[float, ...]: "numbers, separated by commas"}
 AT_START = -1  # value of fields that the start of a run determines
+IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
 
 
 def per_run(default) -> Any:
@@ -42,9 +43,17 @@ def free(default) -> Any:
     return dataclasses.field(default=default, metadata={"fixed_by": None})
 
 
-def at_start(default) -> Any:
+def at_start(default, **metadata) -> Any:
     """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the value."""
-    return dataclasses.field(default=default, metadata={"at_start": True})
+    return dataclasses.field(default=default, metadata={"at_start": True, **metadata})
+
+
+def in_decay(default) -> Any:
+    """Returns a field that affects only the steps from the start of the learning rate's decay on, not even by rounding.
+
+    Runs that differ in such fields have the earlier steps in common, if their schedule has a constant phase.
+    """
+    return dataclasses.field(default=default, metadata=IN_DECAY)
 
 
 def in_store(default, relaxable: bool = False) -> Any:

@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.flops import train_cost, update_flops
+from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
-from smallgpt_jax.comparison.runs import Comparison, run_folder
+from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
@@ -26,6 +27,7 @@ from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.files import file_lock, write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
+from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
 
@@ -39,6 +41,8 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
+    if compare.budget == "own":
+        return _comparison(config, runs, output)
     if compare.budget == "seconds":
         step_costs = {name: 1 / speed for name, speed in measure_speeds(runs, output).items()}
         target = compare.seconds
@@ -47,12 +51,41 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         target = cost_per_step(reference, compare.budget) * reference.train.steps
     for name, run in runs.items():
         set_steps(name, run, compare.budget, step_costs[name], target)
+    return _comparison(config, runs, output)
+
+
+def _comparison(config: ConfigDict, runs: dict[str, ConfigDict], output: Path) -> Comparison:
+    compare = config.compare
     models = {name: Config.of(run) for name, run in runs.items()}
+    horizons = tuple(map(float, compare.horizons)) or (1.0,)
     for name, model in models.items():
-        require_evaluations(name, model.train, compare.averaged_evaluations)
+        if compare.horizons:
+            require_horizons(name, model, horizons)
+        require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
     seeds = range(config.train.seed, config.train.seed + compare.seeds)
     return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
-                      compare.averaged_evaluations)
+                      compare.averaged_evaluations, horizons, compare.held_out, compare.train_held_out)
+
+
+def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
+    """Raises UserError unless the run of each horizon has a decay after the warmup, and more steps than the last."""
+    try:
+        decay_start(model.optimizer)
+    except UserError as error:
+        raise UserError(f"{name}: {error}; or remove config.compare.horizons") from None
+    reached = 0
+    for horizon in horizons:
+        run = shortened(model, horizon)
+        steps, warmup, end = run.train.steps, run.optimizer.warmup_steps, run.optimizer.decay_steps
+        start = end - round(run.optimizer.decay_fraction * end)
+        if not max(1, warmup) <= start < steps:
+            raise UserError(f"config.compare.horizons: {horizon:g}: the decay of {name} would start at step {start} of "
+                            f"{steps}, but must start after the warmup ({warmup} steps) and before the end; remove the "
+                            "horizon, or change config.train.steps or config.optimizer.decay_fraction")
+        if steps <= reached:
+            raise UserError(f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the horizon before "
+                            "it; remove the horizon, or increase config.train.steps")
+        reached = steps
 
 
 def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
@@ -86,11 +119,15 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
     if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
+    sizes = list(dict.fromkeys(filter(None, map(scaling.size_of, config.runs))))
+    if compare.held_out and compare.held_out not in sizes:
+        raise UserError(f"config.compare.held_out={compare.held_out!r}: must be the SIZE of runs named MODEL@SIZE"
+                        + (f"; choose from {', '.join(sizes)}" if sizes else "; the comparison has none"))
     folders: dict[Path, str] = {}
     for name in config.runs:
-        if "steps" in config.runs[name].get("train", {}):
+        if "steps" in config.runs[name].get("train", {}) and compare.budget != "own":
             raise UserError(f"config.runs.{name}.train.steps: the budget determines it; set config.train.steps, the "
-                            "number of steps of the reference")
+                            "number of steps of the reference, or config.compare.budget='own'")
         other = folders.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
             raise UserError(f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them")
@@ -127,6 +164,9 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
             except TypeError:
                 raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None
     run = run.copy_and_resolve_references()
+    if run.train.trunk:
+        raise UserError(f"run {name!r}: config.train.trunk={run.train.trunk!r}: comparisons set this field; use "
+                        "config.compare.horizons")
     if run.train.teacher:
         raise UserError(f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not support a "
                         "teacher, because they would not count its cost; set it to ''")
@@ -187,6 +227,12 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
                             "another budget")
         params = models.abstract_params(model)
         return inputs * cost.flops + update_flops(params, make_optimizer(params, Config.of(config).optimizer))
+    return tokens_per_step(config)
+
+
+def tokens_per_step(config: ConfigDict | Config) -> float:
+    """Returns the number of tokens in a batch, without padding."""
+    inputs = config.train.batch_size * config.model.context_length
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = load_or_prepare(config.data)

@@ -48,6 +48,7 @@ RESULTS = {"format": one_of(RESULTS_FORMAT), "command": Optional(TEXT), "runs": 
     "name": TEXT, "workdir": TEXT, "seed": integer(0), "config": OBJECT, "is_finished": BOOLEAN, "diverged": BOOLEAN,
     "parameters": integer(1), "active_parameters": integer(1), "components": Each(integer(0)), "memory_bytes": MEASURED,
     "averaged": Optional(integer(1)), "decoding": Optional((NULL, {"tokens_per_second": POSITIVE})),
+    "horizon": Optional(POSITIVE), "run": Optional(TEXT),
     "curve": [{"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
                "loss": (NULL, LOSS), "targets": Optional(integer(1))}]}]}
 
@@ -82,7 +83,7 @@ def final_loss(run: dict) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """The finished runs of one config, which differ in their seeds."""
+    """The finished runs of one config, which differ in their seeds. A shorter horizon is a part of the name."""
 
     name: str
     runs: tuple[dict, ...]
@@ -90,7 +91,7 @@ class Candidate:
 
     @property
     def model(self) -> str:
-        return self.name.partition("@")[0]
+        return scaling.model_of(self.runs[0]["name"])
 
     @property
     def loss(self) -> float:
@@ -155,17 +156,22 @@ def choose(path: Path, budget: str, limit: float) -> Answer:
 
 
 def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidate], list[str]]:
-    """Returns the finished runs by name, and notes about the others."""
-    groups: dict[str, list[dict]] = {}
+    """Returns the finished runs by name and horizon, and notes about the others.
+
+    Shorter horizons are left out if the budget is not one of training, because they cost as much as the longest.
+    """
+    groups: dict[tuple[str, float], list[dict]] = {}
+    runs = [run for run in runs if budget.is_training or run.get("horizon", 1) == 1]
     for run in runs:
         last = run["curve"][-1] if run["curve"] else {"loss": None}
         is_trained = run["is_finished"] and not run["diverged"] and last["loss"] is not None
         if is_trained and np.isfinite(last["loss"]) and last["tokens"]:
-            groups.setdefault(run["name"], []).append(run)
+            groups.setdefault((run["name"], run.get("horizon", 1)), []).append(run)
     found = []
-    for name, group in groups.items():
+    for (name, horizon), group in groups.items():
         costs = [cost for run in group if (cost := budget.cost(run))]
-        found.append(Candidate(name, tuple(group), float(np.mean(costs)) if costs else None))
+        found.append(Candidate(name + f" × {horizon:g}" * (horizon != 1), tuple(group),
+                               float(np.mean(costs)) if costs else None))
     left_out = len(runs) - sum(map(len, groups.values()))
     return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
 
@@ -306,8 +312,9 @@ def read_records(candidates: Sequence[Candidate]) -> list[scaling.Record]:
     for candidate in candidates:
         for run in candidate.runs:
             last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
+            trunk = run.get("run") or run["workdir"]
             found.append(scaling.Record(
-                candidate.model, f"{run['workdir']} {run['name']} {run['seed']}", run["seed"], run["parameters"],
+                candidate.model, f"{trunk} {run['name']} {run['seed']}", run["seed"], run["parameters"],
                 run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"],
                 final_loss(run), last["seconds"]))
     return found
@@ -356,13 +363,13 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
             words = []
         if words[1:3] != ["-m", "smallgpt_jax.compare"] or not any(word.startswith("--config") for word in words):
             return ""
-        return command_line("compare", *words[3:], f"--config.compare.names={candidate.name}")
-    overrides = []
+        return command_line("compare", *words[3:], f"--config.compare.names={run['name']}")
+    overrides = ["--config.train.trunk="] if config.get("train.trunk") else []
     steps, ratio = run["curve"][-1]["step"], limit / candidate.cost if limit else 1.0
     if abs(ratio - 1) > WITHIN - 1:
         counts = {"train.steps": steps} | {
             field: config.get(field) for field in ("optimizer.warmup_steps", "optimizer.decay_steps")}
-        overrides = [f"--config.{field}={round(count * ratio)}" for field, count in counts.items()
+        overrides += [f"--config.{field}={round(count * ratio)}" for field, count in counts.items()
                      if type(count) is int and count > 0]
     return command_line("main", f"--config=run:{workdir}", *overrides, "--workdir=runs/chosen")
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from smallgpt_jax.comparison import aggregation, ranking, results
+import numpy as np
+
+from smallgpt_jax.comparison import aggregation, prediction, ranking, results, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.results import RESULTS_FORMAT, Point, Run
 from smallgpt_jax.data.config import DataConfig
@@ -44,11 +46,12 @@ RUN = {
     "averaged": integer(1), "tokens_per_second": (NULL, POSITIVE), "memory_bytes": (NULL, integer(0)),
     "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
     "decoding": (NULL, results.DECODING), "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER),
-    "flops_problem": TEXT}
+    "flops_problem": TEXT, "horizon": Optional(POSITIVE), "run": Optional(TEXT)}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
-          "learning_rates": Optional(Each(GRID)), "runs": [RUN]}
+          "learning_rates": Optional(Each(GRID)), "held_out": Optional(TEXT),
+          "predictions": Optional(prediction.PREDICTIONS), "runs": [RUN]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +62,51 @@ class Record:
     reference: str  # name of the run that the others are compared with
     runs: tuple[Run, ...]  # with grids, the runs at the best learning rates
     grids: dict[str, Grid] = dataclasses.field(default_factory=dict)
+    held_out: str = ""  # SIZE of the held-out runs, which are named MODEL@SIZE
+    predictions: dict[str, Any] | None = None  # of these runs, before they were trained: predictions.json
+
+    @property
+    def full_runs(self) -> tuple[Run, ...]:
+        """The runs of horizon 1, which are ranked."""
+        return tuple(run for run in self.runs if run.horizon == 1)
 
 
 def write(record: Record, path: Path) -> None:
-    groups = aggregation.group_by_name(record.runs)
+    ranked = at_one_size(record)
+    groups = aggregation.group_by_name(ranked.full_runs)
     write_atomically(path, json.dumps({
         "format": RESULTS_FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
         "reference": record.reference,
         **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
-        "ranking": ranking.ranking_facts(ranking.rank(groups, record.reference)),
+        **({"held_out": record.held_out} if record.held_out else {}),
+        **({"predictions": record.predictions} if record.predictions else {}),
+        "ranking": ranking.ranking_facts(ranking.rank(groups, ranked.reference)),
         "runs": [dataclasses.asdict(run) for run in record.runs]}, indent=1) + "\n")
+
+
+def at_one_size(record: Record) -> Record:
+    """Returns the record of the runs to rank: of several sizes, those of the largest one that all models have."""
+    if not is_scaling(record.runs):
+        return record
+    size = largest_common_size(record.runs)
+    return dataclasses.replace(record, reference=f"{scaling.model_of(record.reference)}@{size}", runs=tuple(
+        run for run in record.runs if scaling.size_of(run.name) == size))
+
+
+def is_scaling(runs: Sequence[Run]) -> bool:
+    """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
+    names = {run.name for run in runs}
+    return len(set(map(scaling.model_of, names))) < len(names)
+
+
+def largest_common_size(runs: Sequence[Run]) -> str:
+    """Returns the largest SIZE at which all models have finished runs; if there is none, the one with most models."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.is_finished:
+            groups.setdefault(scaling.size_of(run.name), []).append(run)
+    return max(groups, default=scaling.size_of(runs[0].name), key=lambda size: (
+        len({run.name for run in groups[size]}), np.mean([run.active_parameters for run in groups[size]])))
 
 
 def grid_facts(grid: Grid) -> dict[str, Any]:
@@ -90,11 +128,12 @@ def read(path: Path) -> Record:
         {name: Grid(grid["seed"], grid["learning_rate"], {
             float(rate["multiple"]): math.inf if rate["diverged"] else rate["loss"]
             for rate in sorted(grid["rates"], key=lambda rate: rate["multiple"])})
-         for name, grid in content.get("learning_rates", {}).items() if grid["rates"]})
+         for name, grid in content.get("learning_rates", {}).items() if grid["rates"]},
+        content.get("held_out", ""), content.get("predictions"))
 
 
 def read_recorded_run(fields: dict[str, Any]) -> Run:
-    values = {name: fields[name] for name in (field.name for field in dataclasses.fields(Run))}
+    values = {field.name: fields[field.name] for field in dataclasses.fields(Run) if field.name in fields}
     points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
     return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
 
@@ -105,25 +144,28 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     Raises UserError if runs of different records cannot be compared: other texts, evaluation rows or averages, or
     different runs with the same name. A run that is in several records counts once.
     """
-    merged: dict[tuple[str, int], tuple[Path, Run]] = {}
+    merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
     for path, record in records:
         for run in record.runs:
             for other_path, other in merged.values():
                 if other_path != path:
                     require_mergeable(f"{other_path} and {path}", other, run)
-            merged.setdefault((run.name, run.seed), (path, run))
+            merged.setdefault((run.name, run.seed, run.horizon), (path, run))
     runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))  # as `compare` trains them
     results.require_comparable(runs)
     grids: dict[str, Grid] = {}
     for _, record in records:
         for name, grid in record.grids.items():  # keeps a name's first grid, or one that the report must warn of
-            if name not in grids or (name, grid.seed) in merged:
+            if name not in grids or (name, grid.seed, 1.0) in merged:
                 grids[name] = grid
     names, (_, first) = dict.fromkeys(run.name for run in runs), records[0]
     budgets = dict.fromkeys(record.budget for _, record in records)
     title = first.title if len(records) == 1 else f"{len(names)} models, from {len(records)} records"
     return Record(title, " ".join(budgets), command, first.reference, runs,
-                  {name: grids[name] for name in (*names, *grids) if name in grids})
+                  {name: grids[name] for name in (*names, *grids) if name in grids},
+                  next((record.held_out for _, record in records if record.held_out), ""),
+                  min((record.predictions for _, record in records if record.predictions),
+                      key=lambda predictions: predictions["time"], default=None))
 
 
 def require_mergeable(where: str, one: Run, other: Run) -> None:
@@ -135,7 +177,7 @@ def require_mergeable(where: str, one: Run, other: Run) -> None:
     if one.averaged != other.averaged:
         raise UserError(f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; use the "
                         "same config.compare.averaged_evaluations")
-    if one.name != other.name:
+    if (one.name, one.horizon) != (other.name, other.horizon):
         return
     if differences := different(fixed_fields(one), fixed_fields(other)):
         raise UserError(f"{where}: both contain {one.name!r}, with different configs ({differences}); give the runs "

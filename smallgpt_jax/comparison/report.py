@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallgpt_jax.comparison import aggregation, figures, ranking, records, results
+from smallgpt_jax.comparison import aggregation, figures, ranking, records, results, scaling_report
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
     MISSING,
@@ -46,13 +46,16 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
-    runs, grids = record.runs, record.grids
+    """Of several sizes, the section about scaling and the last one contain all runs; the others, the largest size."""
+    shown, grids = records.at_one_size(record), record.grids
+    runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
-    order = ranking.rank(groups, record.reference)
-    blocks = [Paragraph(record.budget), *(Paragraph(text) for text in warnings(runs) + grid_warnings(grids, runs)),
+    order = ranking.rank(groups, shown.reference)
+    blocks = [Paragraph(record.budget), *scaling_report.introduction(record),
+              *(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
-              summary_table(groups, order), Paragraph(legend(runs, order)),
+              summary_table(groups, order), Paragraph(legend(runs, order)), *scaling_report.scaling_blocks(record),
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
@@ -62,6 +65,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     if len(groups) > 1:
         blocks.append(Plot("loss-parameters", figures.loss_against_parameters(runs),
                            "Last validation loss against parameters, one marker per finished run."))
+    blocks += horizon_blocks(record.runs)
     if grids:
         blocks += grid_blocks(grids, runs)
     blocks += measurement_blocks(groups, runs)
@@ -74,7 +78,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
                                       for field, value in shared.items()))]
     if fields := aggregation.different_fields(runs):
         blocks += [Heading("Config differences"), differences_table(groups, fields)]
-    return [*blocks, Heading("Runs and provenance"), runs_table(runs), *provenance(runs, record.command)]
+    return [*blocks, Heading("Runs and provenance"), runs_table(record.runs),
+            *provenance(record.runs, record.command)]
 
 
 def legend(runs: Sequence[Run], order: Ranking) -> str:
@@ -108,6 +113,23 @@ def differences_blocks(order: Ranking) -> list:
         blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs:"),
                    ranking.differences_table(order.neighbors)]
     return blocks
+
+
+def horizon_blocks(runs: Sequence[Run]) -> list:
+    horizons = sorted({run.horizon for run in runs})
+    if len(horizons) < 2:
+        return []
+    steps = sum(run.steps_done for run in runs)
+    copied = sum(run.copied_steps for run in runs)
+    rows = []
+    for name in aggregation.group_by_name(runs):
+        groups = [[run for run in runs if (run.name, run.horizon) == (name, horizon)] for horizon in horizons]
+        rows.append((name, *(losses_cell(group) + unfinished_note(group) if group else MISSING for group in groups)))
+    return [Heading("Loss by horizon"), Paragraph(
+        "Validation loss at the end of runs with these multiples of the steps, each with its own decay of the learning "
+        "rate. The other sections contain only the longest runs. Runs with the same name and seed have their steps "
+        f"before a decay in common; of the {steps:,} steps of all runs, {steps - copied:,} were trained."),
+        Table(("run", *(f"× {format_multiple(horizon)}" for horizon in horizons)), tuple(rows))]
 
 
 def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
@@ -147,8 +169,9 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> lis
 def warnings(runs: Sequence[Run]) -> list[str]:
     if not runs:
         return ["The comparison has no runs."]
-    found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.name}, seed {run.seed}, at step "
+    found = [f"{'Diverged' if run.diverged else 'Unfinished'}: {run.label}, seed {run.seed}, at step "
              f"{run.steps_done:,} of {run.config['train.steps']:,}." for run in runs if not run.is_finished]
+    runs = [run for run in runs if run.horizon == 1]
     found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
               for run in runs if run.is_imported]
     found += uncounted_work(runs)
@@ -319,7 +342,7 @@ def differences_table(groups: dict[str, list[Run]], fields: dict[str, dict]) -> 
 
 def runs_table(runs: Sequence[Run]) -> Table:
     return Table(("run", "seed", "steps", "last loss", "sessions", "workdir"), tuple(
-        (run.name, str(run.seed),
+        (run.label, str(run.seed),
          f"{run.steps_done:,}" + ("" if run.is_finished else f" of {run.config['train.steps']:,}"),
          f"{run.last.loss:.4f}" if run.last and run.last.loss is not None else MISSING,
          str(len(run.sessions)), run.workdir) for run in runs))
@@ -331,7 +354,7 @@ def provenance(runs: Sequence[Run], command: str) -> list:
     versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in s["versions"].items())
                              for s in sessions)
     days = sorted({session["time"][:10] for session in sessions})
-    seconds = sum(run.last.seconds or 0 for run in runs if run.last)
+    seconds = sum((run.last.seconds or 0) * (1 - run.copied_steps / run.last.step) for run in runs if run.last)
     lines = [f"Trained on {'; '.join(machines)}." if machines else "",
              f"Versions: {'; '.join(versions)}." if versions else "",
              f"Started {days[0]}" + (f", last resumed {days[-1]}" if days[-1] != days[0] else "") + "." if days else "",

@@ -100,6 +100,17 @@ class Run:
     flops_problem: str = ""  # why the FLOPs cannot be counted
     text: dict[str, Any] | None = None  # of training: {"description" of the token store, "tokenizer": its fingerprint}
     averaged: int = 1  # number of last evaluations over which `final` averages
+    horizon: float = 1.0  # number of steps, as a multiple of that of the model's longest run
+    run: str = ""  # workdir of the trunk: runs that have steps in common have the same one
+
+    @property
+    def label(self) -> str:
+        return self.name + (f" × {self.horizon:g}" if self.horizon != 1 else "")
+
+    @property
+    def copied_steps(self) -> int:
+        """The number of steps that the run has copied from its trunk."""
+        return self.sessions[0].get("first_step", 0) if self.sessions and self.config.get("train.trunk") else 0
 
     @property
     def last(self) -> Point | None:
@@ -118,7 +129,15 @@ class Run:
         return {**{f"config.{field}": self.config.get(field) for field in ROWS}, "targets": targets}
 
 
-def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1) -> Run:
+class NamedRun(NamedTuple):
+    name: str
+    folder: Path
+    horizon: float = 1.0
+    trunk: Path | None = None
+
+
+def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1, horizon: float = 1.0,
+             trunk: Path | None = None) -> Run:
     """Returns the results of a run, whose loss is the mean over the `averaged` last evaluations."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
@@ -163,7 +182,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         decoding=read_json_or_none(evaluations / DECODING_FILE, DECODING),
         benchmarks=benchmarks(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
-        averaged=averaged)
+        averaged=averaged, horizon=horizon, run=str(trunk or config.train.trunk or folder))
 
 
 class Counts(NamedTuple):
@@ -251,14 +270,14 @@ def settings_suffix(evaluation: dict, task: str) -> str:
 
 
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x" becomes "gpt-lr2x".
+    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x-x0.5" becomes "gpt-lr2x-x0.5".
 
     Runs share a name only if their configs are equal except for the seed; otherwise, the second is "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
-        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?$)", "", resolve(folder).name)
+        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
         config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
         without_seed = {field: value for field, value in config.items() if field != "train.seed"}
         name, number = short, 2
@@ -272,7 +291,7 @@ def require_comparable(runs: Sequence[Run]) -> None:
     """Raises UserError if a run is listed twice, or if training texts or texts of the same name differ."""
     seen: dict[tuple, Run] = {}
     for run in runs:
-        other = seen.setdefault((run.name, run.seed), run)
+        other = seen.setdefault((run.name, run.seed, run.horizon), run)
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
     for run in runs[1:]:

@@ -6,6 +6,7 @@ runs of one seed share their batches. The intervals of differences are therefore
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -54,6 +55,16 @@ class Fit:
         return np.array([getattr(record, field) for record in self.records], float)
 
 
+def model_of(name: str) -> str:
+    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
+    return name.partition("@")[0]
+
+
+def size_of(name: str) -> str:
+    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
+    return name.partition("@")[2]
+
+
 def group_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -62,7 +73,10 @@ def group_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
-    """Returns the runs that one model lacks for a fit, such as "2 more runs, 1 more size", or ""."""
+    """Returns the runs that one model lacks for a fit, such as "2 more runs, 1 more size", or "".
+
+    Reads all fields of `records` except the losses and costs.
+    """
     sizes = {getattr(record, size) for record in records}
     needs = {"run": MIN_RUNS - len({record.run for record in records}),
              "size": MIN_SIZES - len(sizes),
@@ -87,6 +101,11 @@ def fit(records: Sequence[Record], size: str = "parameters", draws: int = DRAWS,
     degrees = max(1, len(records) - len(law))
     noise = (data[2] - law.loss(*data[:2])) * np.sqrt(len(records) / degrees)
     return Fit(name, size, law, found, tuple(records), noise)
+
+
+def intervals(fitted: Fit, interval: float = INTERVAL) -> dict[str, tuple[float, float]]:
+    """Returns {constant of the law: (low, high)}."""
+    return {name: tuple(_bounds(values, interval)) for name, values in fitted.draws._asdict().items()}
 
 
 def _sample_runs(records: Sequence[Record], size: str, draws: int, rng: np.random.Generator) -> np.ndarray:
@@ -163,8 +182,8 @@ class Decisions:
 class HeldOutCheck:
     outcomes: tuple[Outcome, ...]
     coverage: float  # share of the outcomes inside their interval
-    by_law: Decisions
-    at_one_size: Decisions  # the baseline: the ranking of the most expensive runs that were fitted
+    by_law: Decisions | None  # None with fewer than two models
+    at_one_size: Decisions | None  # the baseline: the ranking of the most expensive runs that were fitted
 
 
 def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCheck:
@@ -173,24 +192,37 @@ def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCh
         raise UserError(f"{absent[0]}: no held-out run; train one, or leave the model out")
     if len(fits) < 2:
         raise UserError(f"{fits[0].name}: the only model; decisions need at least two")
-    outcomes = [outcome for fitted in fits for outcome in _outcomes(fitted, groups[fitted.name])]
-    actual, predicted = ({fitted.name: float(np.mean([value(outcome) for outcome in outcomes
-                                                      if outcome.prediction.name == fitted.name])) for fitted in fits}
-                         for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
-    baseline = {fitted.name: _loss_of_largest(fitted.records) for fitted in fits}
-    return HeldOutCheck(tuple(outcomes), float(np.mean([outcome.is_covered for outcome in outcomes])),
-                        decisions(predicted, actual), decisions(baseline, actual))
+    predictions = [prediction for fitted in fits for prediction in predict_runs(fitted, groups[fitted.name])]
+    baseline = {fitted.name: loss_of_largest(fitted.records) for fitted in fits}
+    return check_predictions(predictions, baseline, held_out, fits[0].size)
 
 
-def _outcomes(fitted: Fit, held_out: Sequence[Record]) -> list[Outcome]:
+def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
+    """Returns a prediction for each size and number of tokens in `records`, whose losses are not read."""
+    points = dict.fromkeys((getattr(record, fitted.size), record.tokens) for record in records)
+    return predict(fitted, *zip(*points))
+
+
+def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, float], held_out: Sequence[Record],
+                      size: str = "parameters") -> HeldOutCheck:
+    """`baseline` are the losses that rank the models at one size. Predictions without a held-out run do not count."""
     losses: dict[tuple, list[float]] = {}
     for record in held_out:
-        losses.setdefault((getattr(record, fitted.size), record.tokens), []).append(record.loss)
-    return [Outcome(prediction, float(np.mean(values)), len(values))
-            for prediction, values in zip(predict(fitted, *zip(*losses)), losses.values())]
+        losses.setdefault((record.name, getattr(record, size), record.tokens), []).append(record.loss)
+    outcomes = [Outcome(prediction, float(np.mean(values)), len(values)) for prediction in predictions
+                if (values := losses.get((prediction.name, prediction.size, prediction.tokens)))]
+    actual, predicted = ({name: float(np.mean([value(outcome) for outcome in outcomes
+                                               if outcome.prediction.name == name]))
+                          for name in dict.fromkeys(outcome.prediction.name for outcome in outcomes)}
+                         for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
+    coverage = float(np.mean([outcome.is_covered for outcome in outcomes])) if outcomes else math.nan
+    return HeldOutCheck(tuple(outcomes), coverage, *(
+        decisions(scores, actual) if len(actual) > 1 else None
+        for scores in (predicted, {name: baseline[name] for name in actual})))
 
 
-def _loss_of_largest(records: Sequence[Record]) -> float:
+def loss_of_largest(records: Sequence[Record]) -> float:
+    """Returns the mean loss of the most expensive runs."""
     largest = max(record.flops for record in records)
     return float(np.mean([record.loss for record in records if record.flops > 0.99 * largest]))
 

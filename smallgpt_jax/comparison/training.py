@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 
 import jax
@@ -12,46 +12,67 @@ from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
+from smallgpt_jax.run.checkpoint import saved_steps
 from smallgpt_jax.run.completion import is_finished
-from smallgpt_jax.run.names import LOCK_FILE
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, LOCK_FILE
 from smallgpt_jax.run.sessions import has_diverged
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.files import file_lock
 from smallgpt_jax.training import train
+from smallgpt_jax.training.learning_rate import decay_start
 
 
-def train_comparison(comparison: Comparison, text: Corpus,
-                     measure_run: Callable[[PlannedRun], None]) -> dict[Path, float]:
+def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
+                     before_held_out: Callable[[dict[Path, float]], None] = lambda losses: None) -> dict[Path, float]:
     """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
-    Skips runs that another process is training, but waits for those of grids: their losses determine which runs follow.
+    Skips runs that another process is training, but waits for those of grids, whose losses determine which runs
+    follow, for the trunks of shorter runs, and for all other runs before the first held-out one. `before_held_out` gets
+    their losses.
     """
     losses: dict[Path, float] = {}
-    measured, busy = set(), set()
+    measured, busy, is_predicted = set(), set(), not comparison.held_out
     while True:
         planned = comparison.runs(losses)
         ready = (run for run in planned
-                 if run.folder not in busy and run.folder not in (losses if run.in_grid else measured))
-        if run := next(ready, None):
-            if run.folder not in losses:
-                folders = list(dict.fromkeys(other.folder for other in planned))
-                number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
-                loss = train_run(run, comparison, text, number)
-                if loss is None:
-                    busy.add(run.folder)
-                    continue
-                losses[run.folder] = loss
-            if not run.in_grid:
-                measured.add(run.folder)
-                if losses[run.folder] < math.inf:
-                    measure_run(run)
-        elif awaited := next((run for run in planned if run.in_grid and run.folder in busy), None):
-            print(f"waiting for {awaited.folder}, which another process is training", flush=True)
-            with file_lock(awaited.folder / LOCK_FILE, wait=True):
-                busy.remove(awaited.folder)
-        else:
+                 if run.folder not in busy and run.folder not in (losses if run.in_grid else measured)
+                 and (run.trunk is None or run.trunk in losses))
+        run = next(ready, None)
+        if run is None or (run.is_held_out and not is_predicted):
+            if awaited := next(awaited_folders(planned, busy, before_held_out=not is_predicted), None):
+                print(f"waiting for {awaited}, which another process is training", flush=True)
+                with file_lock(awaited / LOCK_FILE, wait=True):
+                    busy.remove(awaited)
+                continue
+            if not is_predicted:
+                before_held_out(losses)
+                is_predicted = True
+        if run is None:
             return losses
+        if run.folder not in losses:
+            folders = list(dict.fromkeys(other.folder for other in planned))
+            number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+            loss = train_run(run, comparison, text, number)
+            if loss is None:
+                busy.add(run.folder)
+                continue
+            losses[run.folder] = loss
+        if not run.in_grid:
+            measured.add(run.folder)
+            if losses[run.folder] < math.inf and run.trunk is None:
+                measure_run(run)
+
+
+def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_out: bool) -> Iterator[Path]:
+    """Returns the busy runs that others depend on: those of grids, and trunks of runs that no process is training.
+
+    With `before_held_out`, also all runs that are not held out.
+    """
+    trunks = {run.trunk for run in planned if run.folder not in busy}
+    return (run.folder for run in planned if run.folder in busy
+            and (run.in_grid or run.folder in trunks or (before_held_out and not run.is_held_out)))
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
@@ -64,9 +85,10 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
     if is_finished(run.folder, run.config, text):
         return last_loss(run, comparison.averaged)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
-    print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}", flush=True)
+    horizon = f", horizon × {format_multiple(run.horizon)}" if run.trunk else ""
+    print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
     try:
-        train.train(run.config, str(run.folder))
+        train.train(with_available_trunk(run), str(run.folder))
     except WorkdirBusyError as busy:
         print(f"skipped: {busy.by} is training it", flush=True)
         return None
@@ -79,6 +101,18 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
         gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
         jax.clear_caches()  # frees the run's compiled programs
     return last_loss(run, comparison.averaged)
+
+
+def with_available_trunk(run: PlannedRun) -> Config:
+    """Returns the run's config, without its trunk if a new run cannot start from it.
+
+    A trunk that was finished before the horizon was added, or that has diverged, may lack the checkpoint. The run then
+    starts from step 0, with the same results.
+    """
+    if (run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER)
+            or decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)):
+        return run.config
+    return run.config.replace(train={"trunk": ""})
 
 
 def last_loss(run: PlannedRun, averaged: int) -> float:

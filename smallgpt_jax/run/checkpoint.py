@@ -1,7 +1,7 @@
-"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few are kept.
+"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few and given steps are kept.
 
 On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object storage, orbax
-writes the file `commit_success.txt` last; a folder without this file is not a checkpoint.
+writes the file COMMIT_FILE last; a folder without this file is not a checkpoint.
 
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it follows from the step
 number. Only imported models have a checkpoint of step 0; it has no optimizer state.
@@ -17,7 +17,9 @@ import contextlib
 import errno
 import functools
 import logging
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,10 +36,11 @@ from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import remove_folder
+from smallgpt_jax.storage.files import local_copy, remove_folder, rename
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.storage.object_storage import is_remote
 
+COMMIT_FILE = "commit_success.txt"
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
 REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
 # These errors come from the machine; the checkpoint itself may be undamaged.
@@ -48,19 +51,24 @@ MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFI
 class Checkpoints:
     """The checkpoints in a folder; `keep` is the number to keep, and None opens the folder read-only.
 
+    The checkpoints of `kept_steps` are kept in addition.
+
     `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. The
     checkpoint is saved even if the upload fails.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
-                 before_save: Callable[[], None] = lambda: None):
+                 before_save: Callable[[], None] = lambda: None, kept_steps: Sequence[int] = ()):
         self.folder = folder if is_remote(folder) else folder.absolute()
         self._log, self._before_save = log, before_save
         silence_duplicate_errors()
+        policies = ocp.checkpoint_managers
         self._manager = ocp.CheckpointManager(
             self.folder, item_names=("params", "opt_state", "model_state", "heads", "check"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=keep is not None, cleanup_tmp_directories=keep is not None))
+                create=keep is not None, cleanup_tmp_directories=keep is not None,
+                preservation_policy=policies.AnyPreservationPolicy(
+                    [policies.LatestN(keep), policies.CustomSteps(kept_steps)])))
         self._saving: int | None = None  # the newest step to be saved
         self._failed_steps: set[int] = set()  # since the folder was last listed; orbax lists them as saved
         self._is_failing = False
@@ -267,6 +275,21 @@ def find_checkpoint(workdir: Path, step: int | None = None) -> int:
     if step not in (None, *steps):
         raise UserError(f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copies the folder of one step. After an interruption, `target` is no checkpoint, and can be copied again."""
+    files = local_copy(source)
+    if is_remote(target):
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(files, folder, dirs_exist_ok=True)
+            (Path(folder) / COMMIT_FILE).touch()
+            object_storage.upload_folder(Path(folder), target, COMMIT_FILE)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(files, partial)
+    rename(partial, target)
 
 
 @functools.cache

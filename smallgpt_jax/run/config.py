@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from smallgpt_jax import models
-from smallgpt_jax.config_group import AT_START, ConfigGroup, at_start, free
+from smallgpt_jax.config_group import AT_START, IN_DECAY, ConfigGroup, at_start, free, in_decay
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.devices.sharding import MeshConfig
 from smallgpt_jax.errors import UserError
@@ -30,9 +30,9 @@ class OptimizerConfig(ConfigGroup):
     # with warmup_steps=-1: length of the warmup, as a fraction of decay_steps
     warmup_fraction: float = 0.025
     # step at which the decay ends; -1: train.steps when the run starts
-    decay_steps: int = at_start(19_073)
+    decay_steps: int = at_start(19_073, **IN_DECAY)
     # with "wsd" and "wsd_linear": length of the decay, as a fraction of decay_steps
-    decay_fraction: float = 0.1
+    decay_fraction: float = in_decay(0.1)
     # learning rate from decay_steps on; -1: final_fraction of the learning_rate
     final_learning_rate: float = at_start(6e-5)
     # with final_learning_rate=-1: the final learning rate, as a fraction of the peak
@@ -106,6 +106,11 @@ class TrainConfig(ConfigGroup):
     checkpoint_every: int = free(1000)
     # number of newest checkpoints to keep
     keep_checkpoints: int = free(3)
+    # steps whose checkpoints are also saved, and never removed
+    kept_steps: tuple[int, ...] = free(())
+    # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a run without a
+    # checkpoint starts from the trunk's checkpoint at the start of its own decay, instead of from step 0 (docs/runs.md)
+    trunk: str = free("")
     # if the loss or the gradient is not finite: "stop" the run | "skip" the update. Non-finite weights always stop the
     # run
     on_nonfinite: str = free("stop")
@@ -125,12 +130,14 @@ class TrainConfig(ConfigGroup):
         self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
                             "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", least=1)
         self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds")
+        if not all(type(step) is int and step >= 1 for step in self.kept_steps):
+            self.refuse("kept_steps", "must be integers, at least 1")
         if not 0 <= self.seed < 2**32:
             self.refuse("seed", "must be at least 0 and below 2^32")
         self.validate_choice("on_nonfinite", ("stop", "skip"))
 
     def saves(self, step: int) -> bool:
-        return step >= self.steps or step % self.checkpoint_every == 0
+        return step >= self.steps or step % self.checkpoint_every == 0 or step in self.kept_steps
 
     def evaluates(self, step: int) -> bool:
         return step >= self.steps or step % self.eval_every == 0

@@ -11,11 +11,12 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.provenance import software
 from smallgpt_jax.storage.files import append_line
-from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, integer, read_json_lines
+from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, Optional, integer, read_json_lines
 
 # Fields that the readers of sessions.jsonl need.
 SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
-           "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1)}
+           "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
+           "first_step": Optional(integer(0))}
 
 
 def append_session(workdir: Path, facts: dict) -> None:

@@ -11,19 +11,23 @@ from smallgpt_jax.storage.json_files import read_json
 
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
     """Raises UserError for another training text or tokenizer; for an untrained import, for another tokenizer."""
-    now = corpus.description
     if (workdir / STORE_FILE).exists():
-        before = read_description(workdir)
-        kept = tokenizers.load(workdir / TOKENIZER_FOLDER)
-        if not same_text(before, now) or tokenizers.fingerprint(kept) != tokenizers.fingerprint(corpus.tokenizer):
-            raise UserError(
-                f"--workdir={workdir}: the training text has changed since the run started "
-                f"({describe_changes(before, now)}); restore the original text, or use another --workdir")
+        if changes := text_changes(workdir, corpus):
+            raise UserError(f"--workdir={workdir}: the training text has changed since the run started ({changes}); "
+                            "restore the original text, or use another --workdir")
     elif (workdir / ORIGIN_FILE).exists():
         given = tokenizers.load(workdir / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
                             f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
+
+
+def text_changes(workdir: Path, corpus: Corpus) -> str:
+    """Returns how `corpus` differs from the training text and tokenizer of the run in `workdir`, or ""."""
+    before, now, kept = read_description(workdir), corpus.description, tokenizers.load(workdir / TOKENIZER_FOLDER)
+    if same_text(before, now) and tokenizers.fingerprint(kept) == tokenizers.fingerprint(corpus.tokenizer):
+        return ""
+    return describe_changes(before, now)
 
 
 def read_description(workdir: Path) -> dict:

@@ -24,11 +24,24 @@ def linear(config: OptimizerConfig) -> optax.Schedule:
     return optax.linear_schedule(config.learning_rate, config.final_learning_rate, steps)
 
 
+def decay_start(config: OptimizerConfig) -> int:
+    """Returns the number of updates before the decay of a warmup-stable-decay schedule.
+
+    Up to there, the rates do not depend on decay_steps and decay_fraction. Raises UserError for other schedules.
+    """
+    if config.schedule not in DECAYS:
+        config.refuse("schedule", f"the runs of a trunk need a schedule with a constant phase: {' or '.join(DECAYS)}")
+    return config.decay_steps - decay_length(config)
+
+
+def decay_length(config: OptimizerConfig) -> int:
+    return min(round(config.decay_fraction * config.decay_steps), config.decay_steps - config.warmup_steps)
+
+
 def warmup_stable_decay(shape):
     """Returns a schedule that decays by shape(x), x from 0 to 1, over the last decay_fraction."""
     def schedule(config: OptimizerConfig) -> optax.Schedule:
-        steps = config.decay_steps - config.warmup_steps
-        length = min(round(config.decay_fraction * config.decay_steps), steps)
+        steps, length = config.decay_steps - config.warmup_steps, decay_length(config)
 
         def rate(count):
             x = jnp.clip((count - (steps - length)) / max(length, 1), 0.0, 1.0)
@@ -39,11 +52,15 @@ def warmup_stable_decay(shape):
     return schedule
 
 
+# {name: factor of the decay, from 1 at x = 0 to 0 at x = 1}
+DECAYS = {
+    "wsd": lambda x: 1 - jnp.sqrt(x),  # Hägele et al., arXiv 2405.18392
+    "wsd_linear": lambda x: 1 - x,
+}
 # {name: function of the config → learning rate as a function of the updates after the warmup}
 SCHEDULES = {
     "cosine": cosine,
     "linear": linear,
-    "wsd": warmup_stable_decay(lambda x: 1 - jnp.sqrt(x)),  # Hägele et al., arXiv 2405.18392
-    "wsd_linear": warmup_stable_decay(lambda x: 1 - x),
+    **{name: warmup_stable_decay(shape) for name, shape in DECAYS.items()},
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
 }

@@ -41,8 +41,9 @@ class Session:
 
     def run(self) -> None:
         program, steps = self.program, self.program.config.train.steps
-        checkpoints = Checkpoints(self.spool.workdir / CHECKPOINT_FOLDER, program.config.train.keep_checkpoints,
-                                  self.progress.message, before_save=self.spool.upload)
+        checkpoints = Checkpoints(
+            self.spool.workdir / CHECKPOINT_FOLDER, program.config.train.keep_checkpoints, self.progress.message,
+            before_save=self.spool.upload, kept_steps=program.config.train.kept_steps)
         started, newest_step = time.monotonic(), max(checkpoints.steps(), default=0)
         compiling = program.start_compilation() if newest_step < steps else ()
         state = program.restore_or_initialize(checkpoints)

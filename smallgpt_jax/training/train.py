@@ -27,6 +27,7 @@ from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.program import build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.training.session import Session
 from smallgpt_jax.training.teacher import with_teacher_step
+from smallgpt_jax.training.trunk import open_trunk
 
 
 @best_effort("stdout")
@@ -41,14 +42,18 @@ def train(config: ConfigDict, workdir: str) -> None:
     config = with_teacher_step(Config.of(config, saved_config(folder)))
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     distributed.run_on_primary(lambda: check_workdir(folder, config))
+    trunk = distributed.run_on_primary(lambda: open_trunk(folder, config))
     program = build_program(config)
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program)
     with preemption.handle_signals() as stop:
         pipeline, progress = program.open_pipeline(), RunProgress(config.train.steps)
-        with (open_workdir(folder, config, pipeline.corpus), failures_recorded(config, folder),
-              open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
-            Session(program, pipeline, spool, stop, clock, progress).run()
+        distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
+        with open_workdir(folder, config, pipeline.corpus):
+            distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
+            with (failures_recorded(config, folder),
+                  open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
+                Session(program, pipeline, spool, stop, clock, progress).run()
 
 
 @contextlib.contextmanager

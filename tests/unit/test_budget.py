@@ -23,7 +23,8 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program
 
-SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py") if path.stem != "base")
+SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py")
+                 if path.stem not in ("base", "scaling"))
 
 
 def comparison(size: str = "tiny", **fields) -> ConfigDict:
@@ -233,6 +234,15 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
     (dict(train__seed=0, compare__learning_rates=(1, 2)), "config.train.seed=0: must be at least 1 with"),
     (dict(compare__averaged_evaluations=0), "config.compare.averaged_evaluations=0: must be at least 1"),
     (dict(compare__averaged_evaluations=99), r"averaged_evaluations=99: gpt has only \d evaluations; decrease"),
+    (dict(compare__horizons=(0.5, 0.25, 1)), r"horizons=\(0.5, 0.25, 1\): must be in ascending order and end in 1"),
+    (dict(compare__horizons=(0.5,)), r"horizons=\(0.5,\): must be in ascending order and end in 1"),
+    (dict(compare__horizons=(0, 1)), r"horizons=\(0, 1\): must be numbers above 0"),
+    (dict(compare__horizons=(0.5, 1)), "gpt: config.optimizer.schedule='cosine': the runs of a trunk need a schedule"),
+    (dict(compare__horizons=(0.1, 1), optimizer__schedule="wsd"),
+     r"horizons: 0.1: the decay of gpt would start at step 4 of 4, but must start after the warmup \(5 steps\)"),
+    (dict(compare__horizons=(0.5, 0.501, 1), optimizer__schedule="wsd"),
+     "horizons: 0.501: gpt has 20 steps, as at the horizon before it"),
+    (dict(train__trunk="runs/gpt"), "run 'gpt': config.train.trunk='runs/gpt': comparisons set this field; use config"),
     (dict(compare__max_added_learning_rates=-1), "config.compare.max_added_learning_rates=-1: must be at least 0"),
     (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
 def test_refuses_invalid_comparisons(fields, message, tmp_path):

@@ -111,6 +111,19 @@ def test_a_training_budget_between_the_trained_ones(ask):
     assert "a needs 3 more runs, 2 more sizes" in at_larger.notes[0]
 
 
+def test_horizons_are_budgets_of_training(ask):
+    """A shorter horizon has its own cost of training, but costs as much as the longest run once it is trained."""
+    runs = make_runs({"a": 3.0, "b": 3.1}) + make_runs({"a": 3.3, "b": 3.2}, tokens=2_000_000, horizon=0.1, seed=1)
+    at_shorter = ask(runs, "flops", 1.2e13)
+    assert at_shorter.chosen == "b × 0.1" and ask(runs, "flops", 1.2e14).chosen == "a"
+    assert {row.name for row in ask(runs, "parameters", 1e6).contenders} == {"a", "b"}
+    command = "python -m smallgpt_jax.compare --config=c --output=o"
+    assert ask(runs, "flops", 1.2e13, command=command).command.endswith("--config.compare.names=b")
+    trunks = {record.run for record in choice.read_records(choice.read_candidates(
+        [{**run, "run": f"trunk-seed{run['seed']}"} for run in runs], choice.BUDGETS["flops"])[0])}
+    assert len(trunks) == 6  # two models with three seeds, each at two horizons
+
+
 def test_a_missing_measure(ask):
     runs = make_runs({"a": 3.0}) + make_runs({"b": 2.9}, decoding=None, seed=1) + make_runs({"c": 3.4}, seed=2)
     answer = ask(runs, "decode_ms", 2)

@@ -106,6 +106,26 @@ def test_refuses_to_merge(other, message, tmp_path):
     assert message in str(refused.value), refused.value
 
 
+def test_horizons(tmp_path):
+    """Only the longest runs are ranked. A record without horizons has only longest runs."""
+    short = [dataclasses.replace(run(name, seed, loss, optimizer__decay_fraction=0.2), horizon=0.5, run=name)
+             for seed in (1, 2) for name, loss in (("gpt", 3.0), ("pgpt", 4.0))]
+    full = [run(name, seed, loss) for seed in (1, 2) for name, loss in (("gpt", 2.9), ("pgpt", 2.8))]
+    one, two = saved(tmp_path / "one.json", *full[:2], *short[:2]), saved(tmp_path / "two.json", *full[2:], *short[2:])
+    both = merged(one, two)
+    assert [(run.name, run.seed, run.horizon) for run in both.runs] == [
+        (name, seed, horizon) for seed in (1, 2) for horizon in (1.0, 0.5) for name in ("gpt", "pgpt")]
+    report.write_report(tmp_path, both)
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert list(content["ranking"]["means"]) == ["pgpt", "gpt"]
+    assert "| gpt | 3.0000 (3.0000 to 3.0000) | 2.9000 (2.9000 to 2.9000) |" in (tmp_path / "report.md").read_text()
+    for fields in content["runs"]:
+        del fields["horizon"], fields["run"]
+    content["runs"] = content["runs"][:2]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert [run.horizon for run in records.read(tmp_path / "old.json").runs] == [1.0, 1.0]
+
+
 def test_warns_of_a_seed_that_chose_the_learning_rate(tmp_path):
     """The grid of the second record has a seed that is in the first record's mean."""
     one = saved(tmp_path / "one.json", run("gpt", 2, 3.0), run("gpt", 3, 3.0), grids={"gpt": Grid(1, 0.003, LOSSES)})

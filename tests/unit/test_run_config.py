@@ -14,12 +14,12 @@ from conftest import load_config
 
 from configs import run as run_recipe
 from smallgpt_jax.comparison.config import CompareConfig
-from smallgpt_jax.config_group import ConfigGroup
+from smallgpt_jax.config_group import IN_DECAY, ConfigGroup
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
 from smallgpt_jax.run.config_file import FORMAT, read_config
 from smallgpt_jax.run.workdir import check_workdir
-from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
+from smallgpt_jax.training.learning_rate import DECAYS, SCHEDULES, decay_start, learning_rate_schedule
 
 
 def test_every_field_of_the_paper_recipe_has_its_default():
@@ -74,6 +74,23 @@ def test_schedules(name, expected):
     np.testing.assert_array_equal(rates[101:], rates[100])
 
 
+@pytest.mark.parametrize("name", sorted(DECAYS))
+def test_runs_of_several_lengths_have_the_same_rates_before_the_decay(name):
+    """Bit for bit, also with another length of the decay."""
+    def rates(steps: int, fraction: float) -> tuple[int, np.ndarray]:
+        config = OptimizerConfig(schedule=name, warmup_steps=7, decay_steps=steps, decay_fraction=fraction,
+                                 final_learning_rate=6e-5)
+        return decay_start(config), np.array(jax.vmap(learning_rate_schedule(config))(jnp.arange(100.0)))
+
+    trunk_start, trunk = rates(100, 0.2)
+    start, short = rates(50, 0.1)
+    assert (trunk_start, start) == (80, 45)
+    np.testing.assert_array_equal(short[:start + 1], trunk[:start + 1])
+    assert (short[start + 1:51] < trunk[start + 1:51]).all() and short[50] == np.float32(6e-5)
+    assert OptimizerConfig.names(**IN_DECAY) == ("decay_steps", "decay_fraction")
+    assert [name for name, group in GROUPS.items() if group.names(**IN_DECAY)] == ["optimizer"]
+
+
 def test_unknown_schedules_are_refused():
     with pytest.raises(UserError, match=r"config.optimizer.schedule='cosin': must be one of .*; did you mean 'cosine'"):
         learning_rate_schedule(OptimizerConfig(schedule="cosin"))
@@ -111,6 +128,7 @@ def test_the_recipe_of_a_run_is_its_config(tmp_path):
     (dict(train__eval_every=0), r"config.train.eval_every=0: must be at least 1"),
     (dict(optimizer__decay_fraction=0.0), r"config.optimizer.decay_fraction=0.0: must be above 0"),
     (dict(optimizer__warmup_steps=-2), r"config.optimizer.warmup_steps=-2: must be at least 0"),
+    (dict(train__kept_steps=(0,)), r"config.train.kept_steps=\(0,\): must be integers, at least 1"),
     (dict(data__workers=-1), r"config.data.workers=-1: must be at least 0")])
 def test_wrong_fields(change, message):
     groups = load_config("gpt").to_dict()

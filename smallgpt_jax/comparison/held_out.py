@@ -1,0 +1,74 @@
+"""Writes predictions.json once: after all other runs are finished, and before the first held-out run starts."""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from smallgpt_jax import models
+from smallgpt_jax.comparison import budget, prediction, results, scaling
+from smallgpt_jax.comparison.prediction import PREDICTIONS_FILE
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
+from smallgpt_jax.comparison.scaling import Record
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE
+from smallgpt_jax.storage.files import file_lock, safe_name, write_atomically
+
+
+def write_predictions(comparison: Comparison, losses: Mapping[Path, float], command: str) -> None:
+    """Writes predictions.json from the finished runs, unless it exists or a held-out run has started.
+
+    Several processes may call this. The lock makes one of them write.
+    """
+    path = comparison.output / PREDICTIONS_FILE
+    with file_lock(comparison.output / LOCK_FILE, wait=True):
+        if path.exists():
+            return
+        planned = comparison.runs_at_best(losses)
+        if started := started_held_out(comparison):
+            print(f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made", flush=True)
+        elif held_out := [run for run in planned if run.is_held_out]:
+            records = prediction.records_of([
+                results.read_run(run.name, run.folder, averaged=comparison.averaged, horizon=run.horizon,
+                                 trunk=run.trunk)
+                for run in planned if not run.is_held_out])
+            content = prediction.predict(records, list(map(planned_record, held_out)))
+            content |= {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command,
+                        "held_out": comparison.held_out}
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
+            print(f"{path}: predictions of {len(held_out)} held-out runs", flush=True)
+
+
+def started_held_out(comparison: Comparison) -> Path | None:
+    """Returns the folder of a held-out run that has started, at any learning rate and seed."""
+    folders = (folder for name in comparison.held_out_names
+               for folder in sorted((comparison.output / RUNS_FOLDER).glob(f"{safe_name(name)}-*")))
+    return next((folder for folder in folders if (folder / CONFIG_FILE).exists()), None)
+
+
+def planned_record(run: PlannedRun) -> Record:
+    """Returns the record of a run before it is trained: without a loss, and without FLOPs, which are not needed."""
+    parameters, active = _num_parameters(models.LanguageModel(run.config.model.replace(scan_layers=True)))
+    tokens = round(run.config.train.steps * budget.tokens_per_step(run.config))
+    return Record(scaling.model_of(run.name), f"{run.name} {run.config.train.seed}", run.config.train.seed, parameters,
+                  parameters, active, tokens, 0.0, 0.0)
+
+
+@functools.cache
+def _num_parameters(model: models.LanguageModel) -> tuple[int, int]:
+    """Cached, because it traces the model. Scanned layers trace faster."""
+    return models.num_parameters(model), models.num_active_parameters(model)
+
+
+def require_enough_runs(comparison: Comparison) -> None:
+    """Raises UserError if the planned runs cannot determine a law and nothing has been predicted yet."""
+    if not comparison.held_out_names or (comparison.output / PREDICTIONS_FILE).exists() or started_held_out(comparison):
+        return
+    rates = dataclasses.replace(comparison, multiples=())  # the learning rates do not matter here
+    planned = scaling.group_by_name([planned_record(run) for run in rates.runs({}) if not run.is_held_out])
+    for name in dict.fromkeys(map(scaling.model_of, comparison.held_out_names)):
+        if missing := scaling.missing_for_fit(planned.get(name, [])):
+            raise UserError(f"config.compare.held_out={comparison.held_out!r}: {name} has too few other runs for a "
+                            f"scaling law; add {missing}, or set the field to ''")

@@ -1,0 +1,181 @@
+"""The section of a report about scaling: runs named MODEL@SIZE, their laws, and the check of held-out predictions."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from smallgpt_jax.comparison import choice, prediction, records, scaling, scaling_figures
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck, Segment
+from smallgpt_jax.formatting import millions
+
+BUDGETS = 5  # rows of the table of budgets
+SIZE_LABELS = {"parameters": "total", "active_parameters": "active"}
+INTERVAL = f"{scaling.INTERVAL:.0%}"
+
+
+def introduction(record: Record) -> list:
+    if not records.is_scaling(record.runs):
+        return []
+    unfinished = sum(not run.is_finished for run in record.runs)
+    return [Paragraph(f"The first table compares the models at size {records.largest_common_size(record.runs)}, the "
+                      "section Scaling at all sizes."
+                      + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished.")]
+
+
+def scaling_blocks(record: Record) -> list:
+    if not records.is_scaling(record.runs):
+        return []
+    groups = scaling.group_by_name(prediction.records_of(record.runs))
+    reference = scaling.model_of(record.reference)
+    lacking = {name: lack for name, rows in groups.items() if (lack := scaling.missing_for_fit(rows))}
+    fits = {name: scaling.fit(rows) for name, rows in groups.items() if name not in lacking}
+    blocks = [Heading("Scaling"), Paragraph(
+        f"Fits of L = E + A/N^α + B/D^β to the last losses of all finished runs, with the training tokens D. Intervals "
+        f"are {INTERVAL}, from {scaling.DRAWS:,} bootstrap samples of the runs.")]
+    blocks += [Paragraph(f"{name}: no scaling law; it needs {lack}.") for name, lack in lacking.items()]
+    if unknown := sorted({scaling.model_of(run.name) for run in record.runs if run.is_finished} - groups.keys()):
+        blocks.append(Paragraph(f"No scaling law, because the FLOPs are unknown: {', '.join(unknown)}."))
+    if fits:
+        blocks += law_blocks(record, fits, reference)
+    return blocks + held_out_blocks(record, groups)
+
+
+def law_blocks(record: Record, fits: dict[str, Fit], reference: str) -> list:
+    active = {name: scaling.fit(fitted.records, "active_parameters") for name, fitted in fits.items()
+              if any(row.active_parameters != row.parameters for row in fitted.records)}
+    low, high = scaling.trained_range(list(fits.values()))
+    figures = [Plot("scaling", scaling_figures.loss_against_compute(fits, record.predictions),
+                    "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
+                    "Lines: the lowest loss of a model's law at each budget, over the trained sizes.")]
+    if reference in fits and len(fits) > 1 and low < high:
+        figures.append(Plot("scaling-difference", scaling_figures.difference_from(fits, reference),
+                            f"Loss minus that of {reference}, by their laws, at equal training FLOPs. Above zero, "
+                            f"{reference} is better. Bands: {INTERVAL} intervals."))
+    blocks = [*figures, fit_table([*fits.values(), *active.values()])]
+    if len(fits) > 1 and low < high:
+        blocks += budget_blocks(list(fits.values()), low, high)
+    if reference in fits and len(fits) > 1:
+        blocks += reference_blocks(fits, reference)
+    return blocks
+
+
+def fit_table(fits: Sequence[Fit]) -> Table:
+    def cell(fitted: Fit, constant: str, form: str) -> str:
+        low, high = scaling.intervals(fitted)[constant]
+        return f"{getattr(fitted.law, constant):{form}} ({low:{form}} to {high:{form}})"
+
+    return Table(("model", "N: parameters", "runs", "E", "A", "α", "B", "β", "deviation"), tuple(
+        (fitted.name, SIZE_LABELS[fitted.size], str(len({row.run for row in fitted.records})),
+         *(cell(fitted, constant, form) for constant, form in (
+             ("irreducible", ".3f"), ("size_factor", ".3g"), ("size_exponent", ".3f"), ("token_factor", ".3g"),
+             ("token_exponent", ".3f"))), f"{np.sqrt(np.mean(fitted.noise**2)):.4f}") for fitted in fits))
+
+
+def budget_blocks(fits: Sequence[Fit], low: float, high: float) -> list:
+    """The model to take at each budget."""
+    budgets = np.geomspace(low, high, BUDGETS)
+    frontiers = [scaling.frontier(fitted, budgets) for fitted in fits]
+    rows = []
+    for i, budget in enumerate(budgets):
+        shares = choice.best_shares(np.stack([frontier.draws[:, i] for frontier in frontiers]))
+        order = sorted(range(len(fits)), key=lambda number: -shares[number])
+        best = frontiers[order[0]]
+        others = [fits[number].name for number in order[1:] if shares[number] >= choice.POSSIBLE]
+        is_certain = shares[order[0]] >= scaling.CERTAIN
+        rows.append((f"{budget:.2g}", best.name if is_certain else "cannot be told", best.name,
+                     f"{shares[order[0]]:.2f}", ", ".join(others) or MISSING, f"{best.losses[i]:.4f}",
+                     millions(round(best.sizes[i])), f"{best.tokens[i]:.2g}"))
+    return [Paragraph(f"The model with the lowest loss at each budget. It is chosen if its probability is at least "
+                      f"{scaling.CERTAIN}. Possible: others with a probability of at least {choice.POSSIBLE}."),
+            Table(("FLOPs", "choose", "most probable", "P(best)", "possible", "loss", "parameters", "tokens"),
+                  tuple(rows))]
+
+
+def reference_blocks(fits: dict[str, Fit], reference: str) -> list:
+    base = fits[reference]
+    found = {name: scaling.compute_multipliers(base, fitted) for name, fitted in fits.items() if name != reference}
+    levels = max(map(len, found.values()))
+    head = ("model", *(f"level {number}" for number in range(1, levels + 1)))
+    multipliers = tuple((name, *(
+        f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f}) at {row.loss:.3f}" for row in rows),
+        *[MISSING] * (levels - len(rows))) for name, rows in found.items())
+    orders = tuple((name, order_text(scaling.order(fitted, base))) for name, fitted in fits.items()
+                   if name != reference)
+    return [Paragraph(f"Compute multipliers: the FLOPs that {reference} needs, divided by those of the model, at equal "
+                      "losses, given after \"at\". Above 1, the model needs less."), Table(head, multipliers),
+            Paragraph(f"The order of each model and {reference} over the trained budgets. A model is better if its "
+                      f"probability of a lower loss is at least {scaling.CERTAIN}."),
+            Table(("model", f"better model of it and {reference}, by FLOPs"), orders)]
+
+
+def order_text(segments: Sequence[Segment]) -> str:
+    if not segments:
+        return "not trained on common budgets"
+    return "; ".join(f"{segment.low:.2g} to {segment.high:.2g}: {segment.better or 'cannot be told'}"
+                     for segment in segments)
+
+
+# ------------------------------------------------------------------ held-out runs
+def held_out_blocks(record: Record, groups: Mapping[str, list[scaling.Record]]) -> list:
+    if not record.held_out:
+        return []
+    content, size = record.predictions, record.held_out
+    runs = [run for run in record.runs if scaling.size_of(run.name) == size]
+    if content is None:
+        return [Heading(f"Held out: {size}"), Paragraph(
+            f"No prediction was made before the runs of size {size} were trained; they check nothing." if runs else
+            f"The runs of size {size} are neither predicted nor trained yet.")]
+    blocks = [Heading(f"Held out: {size}"), Paragraph(
+        f"On {content['time'][:16].replace('T', ' ')} UTC, before a run of size {size} was trained, the laws of the "
+        f"other sizes predicted its losses (predictions.json, from {len(content['records'])} records with the SHA-256 "
+        f"{content['records_sha256'][:12]}…).")]
+    blocks += [Paragraph(f"{name}: no prediction; it {lack}.") for name, lack in content["not_predicted"].items()]
+    held_out = prediction.records_of(runs)
+    checks = {field: scaling.check_predictions(
+        prediction.predictions_of(content, field), content["at_one_size"], held_out, field)
+        for field in content["predictions"]}
+    predicted = {row.name for row in prediction.predictions_of(content)} | content["not_predicted"].keys()
+    blocks += [Paragraph(f"{name}: no prediction was made before its run of size {size} was trained.")
+               for name in dict.fromkeys(row.name for row in held_out) if name not in predicted]
+    main = checks["parameters"]
+    blocks.append(Plot("scaling-held-out", scaling_figures.held_out(prediction.predictions_of(content), main.outcomes),
+                       f"Held-out size {size}, longest training. Bars: predicted {INTERVAL} interval and loss. Dots: "
+                       "trained, mean over the seeds."))
+    if not main.outcomes:
+        return [*blocks, Paragraph("No predicted run is finished yet."), prediction_table(content)]
+    return blocks + check_blocks(checks)
+
+
+def prediction_table(content: Mapping) -> Table:
+    return Table(("model", "N: parameters", "tokens", "predicted loss", f"{INTERVAL} interval"), tuple(
+        (row.name, SIZE_LABELS[field], f"{row.tokens:,.0f}", f"{row.loss:.4f}", f"{row.low:.4f} to {row.high:.4f}")
+        for field in content["predictions"] for row in prediction.predictions_of(content, field)))
+
+
+def check_blocks(checks: Mapping[str, HeldOutCheck]) -> list:
+    rows = tuple((
+        row.prediction.name, SIZE_LABELS[field], f"{row.prediction.tokens:,.0f}", f"{row.prediction.loss:.4f}",
+        f"{row.prediction.low:.4f} to {row.prediction.high:.4f}", f"{row.loss:.4f}", f"{row.error:+.4f}",
+        "yes" if row.is_covered else "no", str(row.seeds)) for field, check in checks.items() for row in check.outcomes)
+    errors = {field: np.abs([row.error for row in check.outcomes]).mean() for field, check in checks.items()}
+    text = "; ".join(f"with N in {SIZE_LABELS[field]} parameters, the mean absolute error is {error:.4f} nats, and "
+                     f"{checks[field].coverage:.0%} of the losses are inside their {INTERVAL} intervals"
+                     for field, error in errors.items())
+    blocks = [Paragraph(text[0].upper() + text[1:] + "."), Table(
+        ("model", "N: parameters", "tokens", "predicted", f"{INTERVAL} interval", "trained", "error", "inside",
+         "seeds"), rows)]
+    if checks["parameters"].by_law is None:
+        return blocks
+    methods = {f"laws, N: {SIZE_LABELS[field]} parameters": check.by_law for field, check in checks.items()}
+    methods["baseline: order of the most expensive runs fitted"] = checks["parameters"].at_one_size
+    return [*blocks, Paragraph("Which models are better at the held-out size? Right pairs: share of the pairs of "
+                               "models that are in the right order. Regret: held-out loss of the first model, minus "
+                               "the lowest."),
+            Table(("order by", "order", "right pairs", "regret"), tuple(
+                decision_row(method, found) for method, found in methods.items()))]
+
+
+def decision_row(method: str, found: Decisions) -> tuple[str, ...]:
+    return method, ", ".join(found.ranking), f"{found.accuracy:.0%}", f"{found.regret:.4f}"

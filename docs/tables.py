@@ -26,7 +26,7 @@ from smallgpt_jax.comparison import records, report
 from smallgpt_jax.comparison.blocks import Heading, Paragraph, Table, markdown_of
 from smallgpt_jax.comparison.results import Point
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 _RECORD = flags.DEFINE_string("record", None, "results.json of a comparison, to be copied to docs/results/.")
 _NAME = flags.DEFINE_string("name", None, "Name of the copy, without .json.")

@@ -11,7 +11,7 @@ WORKDIR ?= runs/$(subst :,-,$(subst .py,,$(notdir $(CONFIG))))
 VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 
-.PHONY: quickstart test test-fast install clean
+.PHONY: quickstart test test-fast install corpus clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m smallgpt_jax.main --config=$(CONFIG) --workdir=$(WORKDIR)
@@ -25,6 +25,11 @@ test-fast: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -m "not slow"
 
 install: $(VENV)/installed-test
+
+# The list of the files of data.source=python_packages, after a change of constraints.txt.
+corpus: $(VENV)/installed-test
+	$(VENV)/bin/python -c "from pathlib import Path; from smallgpt_jax.data.python_packages import write_manifest; \
+		write_manifest(Path('constraints.txt'))"
 
 # Reinstalls only after a change of setup.py or constraints.txt.
 $(VENV)/installed: setup.py constraints.txt

@@ -24,6 +24,7 @@ setup(
     version=runpy.run_path(str(ROOT / "smallgpt_jax" / "__init__.py"))["__version__"],
     description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
+    package_data={"smallgpt_jax.data": ["python_packages.txt"]},
     package_dir={"": "."},  # an editable install then works in the folder above a clone of this name too
     cmdclass={"build_py": BuildWithRecipes},
     entry_points={"console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]},

@@ -42,7 +42,7 @@ from smallgpt_jax.run.checkpoint import UNFINISHED_PATTERN, saved_steps
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import remove_folder
+from smallgpt_jax.storage.atomic import remove_folder
 from smallgpt_jax.storage.object_storage import is_remote
 
 ROOT = Path(__file__).parent.parent

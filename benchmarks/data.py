@@ -30,6 +30,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.store_spec import StoreSpec
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 
 _SOURCE = flags.DEFINE_string("source", "python_stdlib", "Source of the text, in the format of config.data.source.")
@@ -98,7 +99,7 @@ def main() -> None:
         print(f"prepare: {megabytes:.0f} MB of text on {os.cpu_count()} cores, in M tokens/s")
         for name, spec in (("bytes", "bytes"), ("sentencepiece:4096", "trained"), ("gpt2", _GPT2.value)):
             if spec == "trained":  # training the tokenizer is not measured
-                tokenizer = tokenizers.from_spec(name, Source(_SOURCE.value).documents(Rules(**RULES)))
+                tokenizer = TokenizerSource(name).make(Source(_SOURCE.value).documents(Rules(**RULES)))
                 tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:
@@ -109,7 +110,7 @@ def main() -> None:
             results[f"prepare {name}"] = rates
             print(f"  {name:20} {rate / 1e6:8.2f}", flush=True)
         if "prepare gpt2" in results:
-            tokenizer = tokenizers.from_spec(_GPT2.value, [])
+            tokenizer = TokenizerSource(_GPT2.value).make()
             own, rates = median_rate(lambda: tiktoken_rate(tokenizer))
             results["tiktoken batch"] = rates
             ratio = statistics.median(results["prepare gpt2"]) / own

@@ -19,9 +19,9 @@ import optax
 from absl import flags
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.training.objectives import Objective
@@ -49,7 +49,7 @@ def timed(function) -> float:
 
 def main() -> None:
     texts = Source("python_stdlib").documents(Rules("text", "refuse", "refuse", 10**8))
-    tokenizer = tokenizers.from_spec("sentencepiece:2048", texts)
+    tokenizer = TokenizerSource("sentencepiece:2048").make(texts)
     model = models.build(
         architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
         mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)

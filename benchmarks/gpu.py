@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # lets recipes import config
 
 from absl import app, flags
 
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 ROOT = Path(__file__).parents[1]
 FLAG_GROUPS = {

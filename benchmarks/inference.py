@@ -8,7 +8,7 @@ key-value cache. All have the same numbers of layers and heads and the same widt
 length, the table has these columns:
 
 - prefill: milliseconds for the prompt and the first new token. The prompt is --new_tokens shorter than the context.
-- decode: speed of greedy decoding at the end of the context, in tokens/s
+- decode: speed of greedy decoding at the end of the context, in tokens/s; timed by the code that `compare` uses
 - weights and cache: size in MB. For this project's models, the whole allocated cache is counted. For transformers, only
   its filled part is counted.
 - bandwidth: the share of the machine's memory bandwidth that decoding uses to read weights and cache. The memory
@@ -35,15 +35,13 @@ from absl import flags
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder, layout
-from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference import decoder, layout, timing
 from smallgpt_jax.models.pgpt import with_paths
 
 SIZES = {  # --size → (layers, heads, width, vocabulary)
     "10M": (8, 8, 256, 8192),
     "124M": (12, 12, 768, 50_304),
 }
-GREEDY = Sampling(temperature=None)
 
 _SIZE = flags.DEFINE_enum("size", "10M", list(SIZES), "Layers, heads, width and vocabulary of all models.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes.")
@@ -84,7 +82,7 @@ class DecodingModel:
             config, params, state = with_paths(model.config, params, state, paths)
             model = models.LanguageModel(config)
         self.model, self.weights = model, layout.pack(model, params, state)
-        self.weight_bytes = sum(x.nbytes for x in jax.tree.leaves(self.weights))
+        self.weight_bytes = layout.num_bytes(self.weights)
         # The embeddings are not counted, because a decoding step reads only one row of each per sequence.
         self.read_bytes = self.weight_bytes - sum(
             self.weights["params"][name].nbytes for name in ("token_embedding", "position_embedding"))
@@ -93,15 +91,9 @@ class DecodingModel:
         """Generates tokens. Returns (seconds for the first, seconds for the others, bytes of the cache)."""
         session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
         session.reserve(new_tokens)
-        started = time.perf_counter()
-        sampled_BxN, generated = session.sample_steps(GREEDY, new_tokens), 1
-        prefilled = time.perf_counter()
-        while generated < new_tokens:
-            for row, tokens in zip(session.ids, sampled_BxN.tolist()):
-                row += tokens
-            sampled_BxN = session.sample_steps(GREEDY, new_tokens - generated)
-            generated += sampled_BxN.shape[1]
-        return prefilled - started, time.perf_counter() - prefilled, session.cache_bytes()
+        sampled_Bx1, prefill_seconds = timing.time_prefill(session)
+        calls = timing.time_decoding(session, sampled_Bx1, new_tokens - 1)
+        return prefill_seconds, sum(seconds for _, seconds in calls), session.cache_bytes()
 
 
 class Transformers:

@@ -23,7 +23,7 @@ from configs import base
 from smallgpt_jax import models
 from smallgpt_jax.run.config_file import read_groups
 from smallgpt_jax.run.names import TOKENIZER_FOLDER
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.paths import as_path
 
 
 def get_config(folder: str):

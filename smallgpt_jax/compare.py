@@ -23,8 +23,19 @@ from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget, held_out, measure, prediction, records, results, scaling, training
+from smallgpt_jax.comparison import (
+    budget,
+    held_out,
+    inference_cost,
+    measure,
+    prediction,
+    records,
+    results,
+    scaling,
+    training,
+)
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import NamedRun
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
@@ -32,8 +43,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import LOCK_FILE, STORE_FILE
-from smallgpt_jax.storage.files import as_path, file_lock, local_path, resolve
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
+from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
@@ -91,7 +103,7 @@ def merge_results(output: Path) -> Record:
     paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
     if not paths:
         raise UserError("--results: the list is empty; name at least one results.json")
-    if (output / RUNS_FOLDER).is_dir() and (output / results.RESULTS_FILE).exists():
+    if (output / RUNS_FOLDER).is_dir() and (output / RESULTS_FILE).exists():
         raise UserError(f"--output={output}: contains the report of other runs; use another --output")
     return records.merge([(path, records.read(path)) for path in paths], repeating_command())
 
@@ -103,7 +115,7 @@ def find_runs(output: Path) -> list[NamedRun]:
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
     own = output / RUNS_FOLDER
-    if own.is_dir() and (output / results.RESULTS_FILE).exists() and not all(
+    if own.is_dir() and (output / RESULTS_FILE).exists() and not all(
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
@@ -138,7 +150,7 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
-                measure.measure_decoding(run.folder)
+                inference_cost.measure_inference(run.folder)
 
     def predict(losses: dict[Path, float]) -> None:
         held_out.write_predictions(comparison, losses, repeating_command())

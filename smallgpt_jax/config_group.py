@@ -7,8 +7,8 @@
         # number of training steps
         steps: int = free(19_073)
 
-A field has a type, a comment, and its value in the recipe `paper`. The rest derives from these lines: the ConfigDict of
-recipes and flags, messages for wrong fields, and what may change when a run is resumed.
+A field has a type (one of TYPES), a comment, and its value in the recipe `paper`. The rest derives from these lines:
+the ConfigDict of recipes and flags, messages for wrong fields, and what may change when a run is resumed.
 
 A config.json without a field was written before the field existed. The field then has its default, so the default of a
 new field must not change what older runs compute.
@@ -17,6 +17,7 @@ new field must not change what older runs compute.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import typing
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ from smallgpt_jax.errors import UserError
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
               tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas",
               tuple[float, ...]: "numbers, separated by commas"}
+TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
 AT_START = -1  # value of fields that the start of a run determines
 IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
 
@@ -61,22 +63,28 @@ def in_store(default, relaxable: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
 
 
+def of_probe(default) -> Any:
+    """Returns a field that fixes the examples of a probe (data/probes.py)."""
+    return dataclasses.field(default=default, metadata={"of_probe": True})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
     GROUP: ClassVar[str]
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), _kind(field)
+        for name, declared in field_types(type(self)).items():
+            value, kind = getattr(self, name), _kind(declared)
             if kind is tuple and isinstance(value, list):  # from JSON
-                object.__setattr__(self, field.name, tuple(value))
+                object.__setattr__(self, name, tuple(value))
             if kind is float and type(value) is int:
                 with contextlib.suppress(OverflowError):
-                    object.__setattr__(self, field.name, float(value))
+                    object.__setattr__(self, name, float(value))
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
         """Missing fields have their defaults. Raises UserError for unknown ones."""
+        field_types(cls)  # a declaration may be wrong
         known = {field.name: field for field in dataclasses.fields(cls)}
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
@@ -94,9 +102,10 @@ class ConfigGroup:
     @classmethod
     def config_dict(cls) -> ConfigDict:
         """Fields without a default are placeholders."""
+        types = field_types(cls)
         return ConfigDict({
-            field.name: config_dict.placeholder(field.type) if field.default is dataclasses.MISSING else field.default
-            for field in dataclasses.fields(cls)})
+            field.name: config_dict.placeholder(_kind(types[field.name])) if field.default is dataclasses.MISSING
+            else field.default for field in dataclasses.fields(cls)})
 
     @classmethod
     def names(cls, **metadata) -> tuple[str, ...]:
@@ -119,10 +128,10 @@ class ConfigGroup:
 
     def validate_types(self) -> None:
         """A config.json can contain values of any type."""
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), _kind(field)
+        for name, declared in field_types(type(self)).items():
+            value, kind = getattr(self, name), _kind(declared)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                self.refuse(field.name, f"must be {TYPE_NAMES.get(field.type, field.type)}")
+                self.refuse(name, f"must be {TYPE_NAMES.get(declared, declared)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         if (value := getattr(self, field)) not in allowed:
@@ -139,5 +148,25 @@ class ConfigGroup:
                 self.refuse(field, f"must be {finite}{'above' if above else 'at least'} {least:g}")
 
 
-def _kind(field: dataclasses.Field) -> type:
-    return typing.get_origin(field.type) or field.type
+@functools.cache
+def field_types(group: type[ConfigGroup]) -> dict[str, Any]:
+    """Returns {field: declared type}. Users declare fields, too; raises UserError for unsupported declarations."""
+    fields, hints = {field.name: field for field in dataclasses.fields(group)}, typing.get_type_hints(group)
+    for name, declared in hints.items():
+        where = f"config.{group.GROUP}.{name}: {group.__name__}"
+        if _kind(declared) in (ClassVar, dataclasses.KW_ONLY):
+            continue
+        if name not in fields:
+            raise UserError(f"{where} is not a dataclass with this field; decorate it with "
+                            "@dataclasses.dataclass(frozen=True, kw_only=True)")
+        if _kind(declared) not in TYPES:
+            raise UserError(f"{where} declares another type than int, float, bool, str or a tuple such as "
+                            "tuple[int, ...]; declare one of them, with a value such as 0 or '' for none")
+        if fields[name].default_factory is not dataclasses.MISSING:
+            raise UserError(f"{where} declares a default_factory; declare a default value")
+    return {name: hints[name] for name in fields}
+
+
+def _kind(declared) -> Any:
+    """Returns tuple for tuple[int, ...], and int for int."""
+    return typing.get_origin(declared) or declared

@@ -25,12 +25,13 @@ from absl import flags
 
 from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.storage.files import as_path, atomic_folder, local_path, removed_on_error, resolve
+from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
+from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
 _TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
@@ -136,7 +137,7 @@ def import_model(source: str, folder: Path) -> None:
         model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
         origin, tokenizer = origin | facts, None
     if _TOKENIZER.value or not tokenizer:
-        tokenizer = tokenizers.from_spec(_TOKENIZER.value or "gpt2", [])
+        tokenizer = TokenizerSource(_TOKENIZER.value or "gpt2").make()
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")

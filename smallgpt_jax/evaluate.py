@@ -27,8 +27,10 @@ from smallgpt_jax.formatting import duration
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import EVALUATION_FOLDER
-from smallgpt_jax.storage.files import as_path, cache_folder, local_path, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.paths import as_path, local_path
 
 SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
 

@@ -53,3 +53,7 @@ def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligns the first column on the left, all others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def safe_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in text)

@@ -54,7 +54,7 @@ class BackgroundWriter:
         self._descriptor, self._process = descriptor, os.getpid()
         self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
         self._is_blocked = self._is_closed = False
-        threading.Thread(target=self._write_pending, name="output", daemon=True).start()
+        self._thread = threading.Thread(target=self._write_pending, name="output", daemon=True)
 
     def is_usable(self) -> bool:
         """A forked process does not have the thread."""
@@ -62,6 +62,8 @@ class BackgroundWriter:
 
     def write(self, data: bytes) -> None:
         with self._changed:
+            if not self._thread.ident:  # not earlier: host_memory.configure has to precede all threads
+                self._thread.start()
             if len(self._pending) < MAX_PENDING:
                 self._pending += data
                 self._changed.notify_all()

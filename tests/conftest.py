@@ -58,7 +58,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import file_lock
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -16,16 +16,18 @@ LEASE = {"LEASE_SECONDS": 3.0, "RENEWAL_SECONDS": 0.5, "POLL_SECONDS": 0.05}
 HOLD_LOCK = f"""
 import sys, time
 from smallgpt_jax.storage import object_lock
-from smallgpt_jax.storage import files
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.paths import as_path
 vars(object_lock).update({LEASE})
-with files.file_lock(files.as_path("--workdir", sys.argv[1])):
+with file_lock(as_path("--workdir", sys.argv[1])):
     print("held", flush=True)
     if sys.argv[2:] == ["unreachable"]:
         def fail(*_, **__):
             raise OSError("no network")
         object_lock.Lease._write = fail
     while sys.argv[2:] == ["writes"]:
-        files.write_atomically(files.as_path("--workdir", sys.argv[1]).with_name("file"), "written by the holder")
+        write_atomically(as_path("--workdir", sys.argv[1]).with_name("file"), "written by the holder")
     time.sleep(60)
 """
 

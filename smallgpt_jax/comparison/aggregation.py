@@ -106,6 +106,13 @@ def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
     return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
 
 
+def answers(runs: Sequence[Run]) -> dict[str, Spread]:
+    """Returns {measure of a probe's answers: its spread over the finished runs}."""
+    last = [run.last.answers for run in runs if run.is_finished]
+    return {measure: spread([found[measure] for found in last if measure in found])
+            for measure in dict.fromkeys(measure for found in last for measure in found)}
+
+
 def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
     first, *others = (run.config for run in runs)
     return {field: first.get(field) for field in fields

@@ -50,24 +50,25 @@ def aligned_table(table: Table) -> str:
 
 # ------------------------------------------------------------------ Markdown
 def to_markdown(title: str, blocks: Sequence) -> str:
-    def text(block) -> str:
-        match block:
-            case Heading(text):
-                return f"## {text}"
-            case Paragraph(text):
-                return text
-            case Code(text):
-                return f"```\n{text}\n```"
-            case Plot(name, _, caption):
-                return f"![{caption}]({name}.png)"
-            case Table(head, rows, best):
-                lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
-                if best is not None:
-                    lines[1 + best] = [f"**{cell}**" for cell in lines[1 + best]]
-                lines.insert(1, ["---"] * len(head))
-                return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([f"# {title}", *map(markdown_of, blocks)]) + "\n"
 
-    return "\n\n".join([f"# {title}", *map(text, blocks)]) + "\n"
+
+def markdown_of(block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {text}"
+        case Paragraph(text):
+            return text
+        case Code(text):
+            return f"```\n{text}\n```"
+        case Plot(name, _, caption):
+            return f"![{caption}]({name}.png)"
+        case Table(head, rows, best):
+            lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+            if best is not None:
+                lines[1 + best] = [f"**{cell}**" for cell in lines[1 + best]]
+            lines.insert(1, ["---"] * len(head))
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # ------------------------------------------------------------------ HTML

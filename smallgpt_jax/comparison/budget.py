@@ -25,8 +25,9 @@ from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
-from smallgpt_jax.storage.files import file_lock, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
@@ -186,7 +187,7 @@ _trainable: set[str] = set()
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
     first, *others = runs
     for other in others:
-        for field in (*DataConfig.names(in_store=True), "store", "mixture"):
+        for field in (*DataConfig.names(in_store=True), *DataConfig.names(of_probe=True), "store", "mixture"):
             if runs[first].data[field] != runs[other].data[field]:
                 raise UserError(f"config.runs: data.{field} is {runs[first].data[field]!r} in {first!r} and "
                                 f"{runs[other].data[field]!r} in {other!r}, but losses on different texts cannot "

@@ -1,6 +1,6 @@
 """The model to choose for a budget, from the records of a comparison, or the reason why it cannot be told.
 
-A budget of training (FLOPs, seconds) asks which model has the lowest loss after training with that budget. With enough
+A training budget (FLOPs, seconds) asks which model has the lowest loss after training with that budget. With enough
 runs, scaling laws answer; otherwise, the runs that were trained with this budget. Any other budget (parameters, bytes,
 latency, memory) is a limit that the trained models meet or not.
 
@@ -8,19 +8,18 @@ A comparison of several sizes names its runs MODEL@SIZE, such as gpt@1M. All run
 """
 
 import dataclasses
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smallgpt_jax.comparison import scaling
-from smallgpt_jax.comparison.results import RESULTS_FORMAT
+from smallgpt_jax.comparison.costs import BUDGETS, Budget, budgets, rerun
+from smallgpt_jax.comparison.names import RESULTS_FORMAT
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
 from smallgpt_jax.run.names import CONFIG_FILE
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     LOSS,
@@ -35,6 +34,7 @@ from smallgpt_jax.storage.json_files import (
     one_of,
     read_json,
 )
+from smallgpt_jax.storage.paths import as_path
 
 DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
 WITHIN = 1.01  # a cost up to this multiple of the budget is within it
@@ -43,36 +43,16 @@ POSSIBLE = 0.05  # probability of being best from which a model is listed as a p
 MAX_ROWS = 6  # of a table
 MEASURED = Optional((NULL, POSITIVE))
 EMBEDDINGS = ("token embedding", "position embedding")
-# The part of results.json that is read.
+# The parts of results.json that are read.
+INFERENCE = {"device": TEXT, "cache_bytes": integer(0),
+             "decoding": [{"batch": integer(1), "cache": TEXT, "step_ms": {"median": POSITIVE}}]}
 RESULTS = {"format": one_of(RESULTS_FORMAT), "command": Optional(TEXT), "runs": [{
     "name": TEXT, "workdir": TEXT, "seed": integer(0), "config": OBJECT, "is_finished": BOOLEAN, "diverged": BOOLEAN,
     "parameters": integer(1), "active_parameters": integer(1), "components": Each(integer(0)), "memory_bytes": MEASURED,
-    "averaged": Optional(integer(1)), "decoding": Optional((NULL, {"tokens_per_second": POSITIVE})),
+    "averaged": Optional(integer(1)), "weight_bytes": MEASURED, "inference": Optional((NULL, INFERENCE)),
     "horizon": Optional(POSITIVE), "run": Optional(TEXT),
     "curve": [{"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
                "loss": (NULL, LOSS), "targets": Optional(integer(1))}]}]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    label: str
-    cost: Callable[[dict], float | None]  # of a run in results.json; None if it was not measured
-    is_training: bool
-    advice: str  # how to measure a missing cost
-
-
-BUDGETS = {
-    "flops": Budget("training FLOPs", lambda run: run["curve"][-1]["flops"], True,
-                    "its FLOPs cannot be counted; ask for --seconds"),
-    "seconds": Budget("seconds of training on the machine of the records", lambda run: run["curve"][-1]["seconds"],
-                      True, "train it with a smaller config.train.log_every"),
-    "parameters": Budget("parameters", lambda run: run["parameters"], False, ""),
-    "bytes": Budget("bytes of weights (float32)", lambda run: 4 * run["parameters"], False, ""),
-    "decode_ms": Budget("ms per decoded token at batch size 1", lambda run: 1000 / run["decoding"]["tokens_per_second"]
-                        if run.get("decoding") else None, False, "rerun compare with config.compare.decoding=true"),
-    "memory": Budget("bytes of memory per device in training", lambda run: run.get("memory_bytes"), False,
-                     "it is logged when a run starts; train it again"),
-}
 
 
 def final_loss(run: dict) -> float:
@@ -87,7 +67,7 @@ class Candidate:
 
     name: str
     runs: tuple[dict, ...]
-    cost: float | None  # mean over the runs that have it
+    cost: float | None  # median over the runs that have it
 
     @property
     def model(self) -> str:
@@ -116,6 +96,7 @@ class Row:
 @dataclasses.dataclass(frozen=True)
 class Answer:
     budget: str
+    label: str  # of the budget
     limit: float
     chosen: str | None  # None: it cannot be told, because of `reason`
     reason: str
@@ -131,28 +112,64 @@ class CannotTellError(Exception):
     """The records do not answer the question; the message says why."""
 
 
-def choose(path: Path, budget: str, limit: float) -> Answer:
+def choose(path: Path, name: str, limit: float, batch: int = 1) -> Answer:
+    """Returns the model for at most `limit` of the budget called `name`, from a results.json."""
     results = read_json(path, RESULTS, "give the results.json of a comparison")
-    candidates, notes = read_candidates(results["runs"], BUDGETS[budget])
+    if found := answers(results, name, [limit], batch):
+        return found[0]
+    raise UserError(f"{path}: no finished run; finish the comparison")
+
+
+def answers(results: dict, name: str, limits: Sequence[float], batch: int = 1) -> list[Answer]:
+    """Returns an answer per limit, from the content of a results.json; [] without a finished run.
+
+    Raises UserError if a limit is below the cost of one training step.
+    """
+    comparison = results.get("command", "")
+    budget = budgets(batch, comparison)[name]
+    candidates, notes = read_candidates(results["runs"], budget)
     if not candidates:
-        raise UserError(f"{path}: no finished run; finish the comparison")
-    front = tuple(map(_row, pareto_front(candidates)))
-    rows, chosen, nearest, reason = [], None, None, ""
+        return []
+    fits, lacking = fit_laws(candidates, name)
+    if lacking:
+        notes.append(f"No scaling laws, only trained runs: {lacking}.")
+    if name == "decode_ms":
+        notes += other_devices(candidates)
+    return [answer(candidates, fits, name, budget, limit, notes, comparison) for limit in limits]
+
+
+def answer(candidates: Sequence["Candidate"], fits: Sequence[scaling.Fit], name: str, budget: Budget, limit: float,
+           notes: Sequence[str], comparison: str) -> Answer:
+    if budget.is_training:
+        require_a_step(candidates, name, budget, limit)
+    rows, chosen, nearest, notes = [], None, None, list(notes)
     try:
-        fits, lacking = fit_laws(candidates, budget)
-        if lacking:
-            notes.append(f"No scaling laws, only trained runs: {lacking}.")
-        rows, nearest = (rank_by_law(fits, candidates, budget, limit, notes) if fits else
-                         rank_by_runs(candidates, BUDGETS[budget], limit, notes))
+        rows, nearest = (rank_by_law(fits, candidates, name, limit, notes) if fits else
+                         rank_by_runs(candidates, budget, limit, notes))
         chosen, reason = decide(rows)
     except CannotTellError as error:
         reason = str(error)
-    answer = Answer(budget, limit, chosen, reason, tuple(rows), front, tuple(notes))
+    front = tuple(map(_row, pareto_front(candidates)))
+    found = Answer(name, budget.label, limit, chosen, reason, tuple(rows), front, tuple(notes))
     if chosen is None:
-        return answer
+        return found
     trained = nearest[chosen]
-    return dataclasses.replace(answer, run=trained.name, config=trained.runs[0]["config"], command=training_command(
-        trained, results.get("command", ""), limit if BUDGETS[budget].is_training else None))
+    return dataclasses.replace(found, run=trained.name, config=trained.runs[0]["config"], command=training_command(
+        trained, comparison, limit if budget.is_training else None))
+
+
+def require_a_step(candidates: Sequence["Candidate"], name: str, budget: Budget, limit: float) -> None:
+    costs = [cost / run["curve"][-1]["step"] for candidate in candidates for run in candidate.runs
+             if (cost := budget.cost(run))]
+    if costs and limit < min(costs):
+        raise UserError(f"--{name}={limit:g}: below one training step, which takes {min(costs):.3g} {budget.label} or "
+                        "more; use a larger budget")
+
+
+def other_devices(candidates: Sequence["Candidate"]) -> list[str]:
+    devices = dict.fromkeys(run["inference"]["device"] for candidate in candidates
+                            for run in candidate.runs if run.get("inference"))
+    return [f"Measured on different devices: {', '.join(devices)}."] if len(devices) > 1 else []
 
 
 def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidate], list[str]]:
@@ -171,7 +188,7 @@ def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidat
     for (name, horizon), group in groups.items():
         costs = [cost for run in group if (cost := budget.cost(run))]
         found.append(Candidate(name + f" × {horizon:g}" * (horizon != 1), tuple(group),
-                               float(np.mean(costs)) if costs else None))
+                               float(np.median(costs)) if costs else None))
     left_out = len(runs) - sum(map(len, groups.values()))
     return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
 
@@ -214,7 +231,7 @@ def rank_by_runs(candidates: Sequence[Candidate], budget: Budget, limit: float, 
     measured = [candidate for candidate in candidates if candidate.cost is not None]
     unmeasured = [candidate for candidate in candidates if candidate.cost is None]
     if not measured:
-        raise CannotTellError(f"no run has measured {budget.label}: {budget.advice}")
+        raise CannotTellError(f"no run has measured {budget.label}; to measure: {budget.advice}")
     within = [candidate for candidate in measured if candidate.cost <= WITHIN * limit]
     require_range(within, measured, budget, limit)
     if budget.is_training:
@@ -229,7 +246,8 @@ def rank_by_runs(candidates: Sequence[Candidate], budget: Budget, limit: float, 
     draws = loss_draws(contenders)
     rows = _contender_rows(contenders, draws)
     if risky := [row.name for row in rows if row.cost is None and row.probability >= POSSIBLE]:
-        raise CannotTellError(f"{risky[0]} may be the best, but its {budget.label} were not measured: {budget.advice}")
+        raise CannotTellError(f"{risky[0]} may be the best, but its {budget.label} were not measured; to "
+                              f"measure: {budget.advice}")
     return [row for row in rows if row.cost is not None], {candidate.name: candidate for candidate in contenders}
 
 
@@ -357,13 +375,7 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
     run = candidate.runs[0]
     workdir, config = run["workdir"], run["config"]
     if not (as_path("--results", workdir) / CONFIG_FILE).is_file():
-        try:
-            words = shlex.split(comparison)
-        except ValueError:  # an open quote
-            words = []
-        if words[1:3] != ["-m", "smallgpt_jax.compare"] or not any(word.startswith("--config") for word in words):
-            return ""
-        return command_line("compare", *words[3:], f"--config.compare.names={run['name']}")
+        return rerun(comparison, f"--config.compare.names={run['name']}")
     overrides = ["--config.train.trunk="] if config.get("train.trunk") else []
     steps, ratio = run["curve"][-1]["step"], limit / candidate.cost if limit else 1.0
     if abs(ratio - 1) > WITHIN - 1:
@@ -375,9 +387,8 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
 
 
 def format_answer(answer: Answer) -> str:
-    label = BUDGETS[answer.budget].label
     verdict = f"Choose {answer.chosen}: " if answer.chosen else "Cannot tell, because "
-    parts = [f"Budget: {answer.limit:.4g} {label}", f"{verdict}{answer.reason}."]
+    parts = [f"Budget: {answer.limit:.4g} {answer.label}", f"{verdict}{answer.reason}."]
     if answer.contenders:
         parts.append(format_rows("within the budget", answer.budget, answer.contenders[:MAX_ROWS]))
     if answer.front:

@@ -49,7 +49,7 @@ class CompareConfig(ConfigGroup):
     contexts: tuple[int, ...] = (1,)
     # finished runs are also evaluated on these texts: "NAME=SOURCE,…" (see data.source)
     texts: str = ""
-    # measure the decoding speed of finished runs
+    # measure the inference of finished runs: time of prefill and of decoding, bytes of the cache
     decoding: bool = True
 
     def validate(self) -> None:

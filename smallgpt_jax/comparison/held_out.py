@@ -13,8 +13,10 @@ from smallgpt_jax.comparison.prediction import PREDICTIONS_FILE
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.comparison.scaling import Record
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE
-from smallgpt_jax.storage.files import file_lock, safe_name, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.locks import file_lock
 
 
 def write_predictions(comparison: Comparison, losses: Mapping[Path, float], command: str) -> None:

@@ -1,9 +1,8 @@
-"""Measures the loss of finished runs on further texts and with longer contexts, and their decoding speed."""
+"""Measures the loss of finished runs on further texts and with longer contexts."""
 
 import functools
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,24 +10,24 @@ import jax
 import numpy as np
 
 from smallgpt_jax import inference
-from smallgpt_jax.comparison.results import DECODING, DECODING_FILE, OWN_TEXT, TEXTS, TEXTS_FILE
+from smallgpt_jax.comparison.results import OWN_TEXT, TEXTS, TEXTS_FILE
 from smallgpt_jax.data import batches, tokenizers
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, same_text
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder
-from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import read_description
-from smallgpt_jax.storage.files import atomic_folder, cache_folder, file_lock, refuse_url, write_atomically
+from smallgpt_jax.storage.atomic import atomic_folder, write_atomically
+from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.paths import refuse_url
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.validation import mean_loss
-
-TIMED_TOKENS = 64
+from smallgpt_jax.training.validation import evaluate
 
 
 def parse_texts(texts: str) -> dict[str, str]:
@@ -78,6 +77,9 @@ class TextSample:
     """
 
     def __init__(self, corpus: Corpus, config: Config, contexts: Sequence[int], name: str):
+        if max(contexts) > 1 and is_synthetic(config.data):
+            raise UserError(f"config.compare.contexts={tuple(contexts)}: probes have no longer contexts; set further "
+                            "lengths in config.data.probe_test_lengths")
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.window_multiple = math.lcm(*contexts)
@@ -150,39 +152,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     params, model_state = (jax.device_put(*pair) for pair in (
         (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
     batch_sharding = sharding.batch_sharding(mesh)
-    nats, targets = mean_loss(functools.partial(eval_step, params, model_state), (
+    found = evaluate(functools.partial(eval_step, params, model_state), (
         jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
-    return {"loss": nats, "bits_per_byte": nats / math.log(2) / sample.bytes_per_token,
-            "tokens": targets}
-
-
-def measure_decoding(folder: Path, log=print) -> None:
-    """Writes the decoding speed at batch size 1 to evaluations/decoding.json, unless it contains one."""
-    path = folder / EVALUATION_FOLDER / DECODING_FILE
-    if read_json_or_none(path, DECODING):
-        return
-    try:
-        text_model = inference.load(folder)
-    except UserError as error:  # a custom architecture without decoding can still be compared
-        log(f"{folder.name}: decoding is not measured: {error}")
-        return
-    count = min(TIMED_TOKENS, text_model.model.config.context_length // 2)
-    speed = max(decoding_speed(text_model, count) for _ in range(4))  # the first call compiles
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, json.dumps({"tokens_per_second": speed, "batch": 1, "new_tokens": count}) + "\n")
-    log(f"{folder.name}: decodes {speed:,.0f} tokens/s")
-
-
-def decoding_speed(text_model: inference.TextModel, count: int) -> float:
-    """Returns tokens per second over `count` tokens after the prefill, past end-of-text tokens."""
-    sampling = Sampling(temperature=0.0)
-    session = decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size,
-                                    [[text_model.tokenizer.begin_of_text]])
-    session.reserve(count + 1)
-    sampled_BxN, left = session.sample_steps(sampling, 1), count
-    started = time.perf_counter()
-    while left:
-        session.ids[0] += sampled_BxN[0].tolist()
-        sampled_BxN = session.sample_steps(sampling, left)
-        left -= sampled_BxN.shape[1]
-    return count / (time.perf_counter() - started)
+    return {"loss": found.loss, "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,
+            "tokens": found.targets}

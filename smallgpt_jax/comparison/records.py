@@ -14,13 +14,14 @@ import numpy as np
 
 from smallgpt_jax.comparison import aggregation, prediction, ranking, results, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.results import RESULTS_FORMAT, Point, Run
+from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS
 from smallgpt_jax.run.sessions import SESSION
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import (
     ARRAY,
     BOOLEAN,
@@ -36,7 +37,8 @@ from smallgpt_jax.storage.json_files import (
 )
 
 POINT = {"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
-         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": integer(1)}
+         "loss": (NULL, NUMBER), "bits_per_byte": (NULL, NUMBER), "targets": integer(1),
+         "answers": Optional(Each(NUMBER))}
 RUN = {
     "name": TEXT, "workdir": TEXT, "seed": integer(0),
     "config": {"train.steps": integer(1), "model.context_length": integer(1)},
@@ -45,8 +47,9 @@ RUN = {
     "components": Each(integer(0)), "flops_per_token": (NULL, NUMBER), "tokens_per_step": POSITIVE, "curve": [POINT],
     "averaged": integer(1), "tokens_per_second": (NULL, POSITIVE), "memory_bytes": (NULL, integer(0)),
     "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
-    "decoding": (NULL, results.DECODING), "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER),
-    "flops_problem": TEXT, "horizon": Optional(POSITIVE), "run": Optional(TEXT)}
+    "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER), "flops_problem": TEXT,
+    "weight_bytes": Optional((NULL, integer(0))), "inference": Optional((NULL, results.INFERENCE)),
+    "horizon": Optional(POSITIVE), "run": Optional(TEXT)}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
@@ -72,16 +75,20 @@ class Record:
 
 
 def write(record: Record, path: Path) -> None:
+    write_atomically(path, json.dumps(content(record), indent=1) + "\n")
+
+
+def content(record: Record) -> dict[str, Any]:
     ranked = at_one_size(record)
     groups = aggregation.group_by_name(ranked.full_runs)
-    write_atomically(path, json.dumps({
+    return {
         "format": RESULTS_FORMAT, "title": record.title, "budget": record.budget, "command": record.command,
         "reference": record.reference,
         **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
         **({"held_out": record.held_out} if record.held_out else {}),
         **({"predictions": record.predictions} if record.predictions else {}),
         "ranking": ranking.ranking_facts(ranking.rank(groups, ranked.reference)),
-        "runs": [dataclasses.asdict(run) for run in record.runs]}, indent=1) + "\n")
+        "runs": [dataclasses.asdict(run) for run in record.runs]}
 
 
 def at_one_size(record: Record) -> Record:
@@ -134,7 +141,7 @@ def read(path: Path) -> Record:
 
 def read_recorded_run(fields: dict[str, Any]) -> Run:
     values = {field.name: fields[field.name] for field in dataclasses.fields(Run) if field.name in fields}
-    points = tuple(Point(**{name: point[name] for name in POINT}) for point in fields["curve"])
+    points = tuple(Point(**{name: point[name] for name in POINT if name in point}) for point in fields["curve"])
     return Run(**{**values, "curve": points, "sessions": tuple(fields["sessions"]), "texts": tuple(fields["texts"])})
 
 

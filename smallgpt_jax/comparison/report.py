@@ -4,7 +4,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallgpt_jax.comparison import aggregation, figures, ranking, records, results, scaling_report
+from smallgpt_jax.comparison import (
+    aggregation,
+    choice_report,
+    costs,
+    figures,
+    inference_report,
+    ranking,
+    records,
+    results,
+    scaling_report,
+)
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import (
     MISSING,
@@ -18,12 +28,14 @@ from smallgpt_jax.comparison.blocks import (
     to_markdown,
 )
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
+from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import OWN_TEXT, ROWS, Run
-from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.formatting import duration, millions, safe_name
 from smallgpt_jax.run import plotting
-from smallgpt_jax.storage.files import safe_name, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
@@ -38,7 +50,7 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
-    records.write(record, output / results.RESULTS_FILE)
+    records.write(record, output / RESULTS_FILE)
     write_atomically(output / "report.md", to_markdown(record.title, blocks))
     write_atomically(output / "report.html", to_html(record.title, blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
@@ -55,7 +67,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
               *(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
                 if len(groups) > 1 else []),
-              summary_table(groups, order), Paragraph(legend(runs, order)), *scaling_report.scaling_blocks(record),
+              summary_table(groups, order), Paragraph(legend(runs, order)), *choice_report.choice_blocks(record),
+              *scaling_report.scaling_blocks(record),
               *differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
@@ -68,11 +81,13 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks += horizon_blocks(record.runs)
     if grids:
         blocks += grid_blocks(grids, runs)
-    blocks += measurement_blocks(groups, runs)
+    blocks += inference_report.inference_blocks(record) + measurement_blocks(groups, runs)
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
-    if shared := aggregation.shared_fields(runs, SHARED) if runs else {}:
+    of_probe = tuple(f"data.{field}" for field in DataConfig.names(of_probe=True)) if any(
+        run.last and run.last.answers for run in runs) else ()
+    if shared := aggregation.shared_fields(runs, (*SHARED, *of_probe)) if runs else {}:
         blocks += [Heading("Shared config fields" if len(groups) > 1 else "Config"), Table(
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
@@ -92,7 +107,8 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
                 f"Against {order.reference}: from paired differences over seeds, at a level of 5% with Holm's "
                 "correction; in parentheses, the number of seeds that would decide. ")
             + "tokens/s: training throughput without evaluation and padding, on the machine named below. Memory: per "
-            "device, of the compiled training step. " + has_seeds * "Speed and memory: medians over the seeds. "
+            "device, of the compiled training step. Decoding: of one text, with a full cache. "
+            + has_seeds * "Speed and memory: medians over the seeds. "
             + "FLOPs: matrix products and convolutions of a training step, padding and masked attention scores "
             "included. M: millions.")
 
@@ -144,8 +160,23 @@ def grid_blocks(grids: dict[str, Grid], runs: Sequence[Run]) -> list:
              "parabola. Crosses: diverged. Vertical lines: range over the seeds of the comparison."), grid_table(grids)]
 
 
+def answers_blocks(groups: dict[str, list[Run]]) -> list:
+    """Returns the measures of a probe's answers; [] for text."""
+    found = {name: aggregation.answers(group) for name, group in groups.items()}
+    measures = list(dict.fromkeys(measure for row in found.values() for measure in row))
+    if not measures:
+        return []
+    return [Heading("Answers"), Paragraph(
+        "Exact match: fraction of the validation examples without a wrong answer. Accuracy: fraction of right answers. "
+        "Both after the last step. An answer is the most probable token after the inputs, among which are the right "
+        "earlier answers. \"at N\": at the further length N."),
+        Table(("run", *(measure.replace("_", " ") for measure in measures)), tuple(
+            (name, *(format_spread(row.get(measure), len(groups[name])) for measure in measures))
+            for name, row in found.items()))]
+
+
 def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
-    blocks = []
+    blocks = answers_blocks(groups)
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
         table = contexts_table(groups, text)
@@ -293,7 +324,7 @@ def speed_values(group: list[Run]) -> dict[str, list[float | None]]:
         [run.tokens_per_second for run in group],
         [run.last and run.last.seconds for run in group] if has_one_end else [],
         [run.memory_bytes and run.memory_bytes / 1e6 for run in group],
-        [run.decoding and run.decoding["tokens_per_second"] for run in group])))
+        [(ms := costs.step_ms(run.inference, batch=1)) and 1000 / ms for run in group])))
 
 
 def speed_table(groups: dict[str, list[Run]]) -> Table:

@@ -17,9 +17,10 @@ from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import same_text
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import layout
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
-from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
     EVALUATION_FOLDER,
@@ -30,7 +31,6 @@ from smallgpt_jax.run.names import (
 )
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import describe_changes, read_description
-from smallgpt_jax.storage.files import resolve
 from smallgpt_jax.storage.json_files import (
     LOSS,
     NULL,
@@ -40,18 +40,21 @@ from smallgpt_jax.storage.json_files import (
     Each,
     Optional,
     integer,
+    one_of,
     read_json_or_none,
 )
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.paths import resolve
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
-TEXTS_FILE, DECODING_FILE = "texts.json", "decoding.json"  # in a workdir's evaluations/
-RESULTS_FILE = "results.json"  # in a comparison's folder
-RESULTS_FORMAT = 1
+TEXTS_FILE, INFERENCE_FILE = "texts.json", "inference.json"  # in a workdir's evaluations/
 TEXTS = [{"step": integer(0), "text": TEXT, "source": TEXT, "context_length": integer(1), "bits_per_byte": LOSS,
           "fingerprint": TEXT}]
-DECODING = {"tokens_per_second": POSITIVE}
+QUARTILES = {"median": POSITIVE, "low": POSITIVE, "high": POSITIVE, "count": integer(1)}
+INFERENCE = {"device": TEXT, "dtype": TEXT, "context_length": integer(1), "cache_bytes": integer(0),
+             "cache_bytes_per_token": integer(0), "prefill_ms": (NULL, QUARTILES),
+             "decoding": [{"batch": integer(1), "cache": one_of("empty", "full"), "step_ms": QUARTILES}]}
 # The config fields that determine the validation rows.
 ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 # The parts of lm-evaluation-harness's results that are read.
@@ -71,6 +74,7 @@ class Point:
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: int  # number of tokens over which `loss` is the mean
+    answers: dict[str, float] = dataclasses.field(default_factory=dict)  # measures of a probe's answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +98,13 @@ class Run:
     sessions: tuple[dict, ...]
     expert_load: dict[str, list] | None  # the last logged {path of a router: load by layer and expert}
     texts: tuple[dict, ...]  # measured at the last step: {"text", "fingerprint", "context_length", "bits_per_byte", …}
-    decoding: dict | None
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
     uncounted: float | None = 0.0  # arithmetic besides products, per FLOP; None if the FLOPs cannot be counted
     flops_problem: str = ""  # why the FLOPs cannot be counted
     text: dict[str, Any] | None = None  # of training: {"description" of the token store, "tokenizer": its fingerprint}
     averaged: int = 1  # number of last evaluations over which `final` averages
+    weight_bytes: int | None = None  # in decoding
+    inference: dict | None = None  # time and cache of inference, if measured: inference.json
     horizon: float = 1.0  # number of steps, as a multiple of that of the model's longest run
     run: str = ""  # workdir of the trunk: runs that have steps in common have the same one
 
@@ -162,7 +167,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         flops = None if counts.cost.flops is None else step * (
             inputs_per_step * counts.cost.flops + counts.optimizer_flops)
         return Point(step, round(step * tokens_per_step), flops, seconds_at(step, steps, seconds), line["loss"],
-                     line["bits_per_byte"], line["targets"])
+                     line["bits_per_byte"], line["targets"], answers_in(line))
 
     evaluations = folder / EVALUATION_FOLDER
     texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
@@ -179,10 +184,11 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        decoding=read_json_or_none(evaluations / DECODING_FILE, DECODING),
         benchmarks=benchmarks(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
-        averaged=averaged, horizon=horizon, run=str(trunk or config.train.trunk or folder))
+        averaged=averaged, weight_bytes=counts.weight_bytes,
+        inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
+        horizon=horizon, run=str(trunk or config.train.trunk or folder))
 
 
 class Counts(NamedTuple):
@@ -190,6 +196,7 @@ class Counts(NamedTuple):
     active_parameters: int
     cost: Cost  # of training, without the optimizer
     optimizer_flops: int  # per update
+    weight_bytes: int  # in decoding
 
 
 @functools.cache
@@ -198,7 +205,7 @@ def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
     params = models.abstract_params(model)
     optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
     return Counts(memory.components(model), models.num_active_parameters(model), train_cost(model),
-                  update_flops(params, optimizer))
+                  update_flops(params, optimizer), layout.num_bytes(layout.packed_shapes(model)))
 
 
 def steps_done(folder: Path) -> int:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from smallgpt_jax.comparison import learning_rates, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.storage.files import safe_name
 from smallgpt_jax.training.learning_rate import decay_start
 
 RUNS_FOLDER = "runs"  # in a comparison's folder

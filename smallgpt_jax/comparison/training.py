@@ -19,7 +19,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, LOCK_FILE
 from smallgpt_jax.run.sessions import has_diverged
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.run.workdir import check_workdir
-from smallgpt_jax.storage.files import file_lock
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
 from smallgpt_jax.training.learning_rate import decay_start
 

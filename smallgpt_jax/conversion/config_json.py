@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.config_group import field_types
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 
 MAX_POSITIONS = 2**31 - 1  # positions are int32
 MAX_NUMBER = 3e38  # the largest number in float32
 MAX_ITEMS = 1024  # characters or items in the value of a field
-FLOAT_FIELDS = {field.name for trunk in ARCHITECTURES.values() for field in dataclasses.fields(trunk.Config)
-                if field.type is float}
+FLOAT_FIELDS = {name for trunk in ARCHITECTURES.values() for name, kind in field_types(trunk.Config).items()
+                if kind is float}
 
 
 class ConfigJson(NamedTuple):

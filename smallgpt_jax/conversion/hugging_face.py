@@ -29,7 +29,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.storage.files import current_umask
+from smallgpt_jax.storage.atomic import current_umask
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 NATIVE = (gpt2, llama)

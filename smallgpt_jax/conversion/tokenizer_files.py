@@ -2,6 +2,7 @@
 
 import json
 
+from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError, install_command
@@ -21,6 +22,9 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
         files = {"tokenizer_config.json": settings(
             tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length)}
         return {name: content for name, content in files.items() if name not in tokenizer.files()}
+    if tokenizer.kind == SYMBOLS:
+        raise UserError("the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to export "
+                        "without it")
     try:
         import tokenizers as library
     except ImportError:

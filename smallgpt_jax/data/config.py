@@ -3,15 +3,19 @@
 import dataclasses
 from typing import ClassVar
 
-from smallgpt_jax.config_group import ConfigGroup, free, in_store
+from smallgpt_jax.config_group import ConfigGroup, free, in_store, of_probe
+
+SYNTHETIC = "synthetic:"  # prefix of config.data.source for probes
+SYMBOLS = "symbols"  # the tokenizer of probes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ConfigGroup):
     GROUP: ClassVar[str] = "data"
 
-    # python_stdlib | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files, which may be
-    # compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources
+    # python_stdlib | python_packages | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files,
+    # which may be compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources. Instead of text,
+    # synthetic:PROBE: the examples of a probe of data/probes.py, with tokenizer "symbols", store "", packing "concat"
     source: str = in_store("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
     # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of JSON lines and
     # Parquet files are always read; of a glob, all files are read
@@ -26,7 +30,7 @@ class DataConfig(ConfigGroup):
     # a longer JSON line or row is invalid
     max_document_bytes: int = in_store(100_000_000, relaxable=True)
     # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a tokenizer.json of Hugging Face,
-    # or a folder
+    # or a folder | symbols (only for probes)
     tokenizer: str = in_store("gpt2")
     # fraction of documents for validation, selected by a hash of their text
     validation_fraction: float = in_store(0.01)
@@ -41,8 +45,33 @@ class DataConfig(ConfigGroup):
     packing: str = "concat"
     # True: a token attends only to its own document, not to others in the row
     separate_documents: bool = False
+    # of a probe: length of its examples. What it counts depends on the probe, for example the pairs of synthetic:recall
+    probe_length: int = of_probe(8)
+    # of a probe: training examples have all lengths from this one to probe_length, equally often; 0: only probe_length
+    probe_min_length: int = of_probe(0)
+    # of a probe: further lengths at which each evaluation measures the answers
+    probe_test_lengths: tuple[int, ...] = of_probe(())
+    # of a probe: number of different symbols in its examples, for example of keys and values together in
+    # synthetic:recall; 0: the probe's default
+    probe_symbols: int = of_probe(0)
+    # of synthetic:inverse: scratch tokens per item of the permutation
+    probe_scratch: int = of_probe(0)
     # threads that prefetch batches; 0: none
     workers: int = free(2)
 
     def validate(self) -> None:
         self.validate_range("workers")
+        if is_synthetic(self):
+            self.validate_synthetic()
+
+    def validate_synthetic(self) -> None:
+        if self.tokenizer != SYMBOLS:
+            self.refuse("tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}")
+        for field, value in (("store", ""), ("packing", "concat"), ("separate_documents", False)):
+            if getattr(self, field) != value:
+                self.refuse(field, f"cannot be combined with {self.source}; set it to {value!r}")
+
+
+def is_synthetic(data) -> bool:
+    """Returns whether the data are examples of a probe, not text."""
+    return data.source.startswith(SYNTHETIC) and not data.mixture

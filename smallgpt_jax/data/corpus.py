@@ -1,4 +1,7 @@
-"""The text of a run: one token store, or a weighted mixture of several stores with the same tokenizer."""
+"""The text of a run: one token store, or a weighted mixture of several stores with the same tokenizer.
+
+A run on a probe has a `ProbeCorpus` in its place.
+"""
 
 import dataclasses
 import hashlib
@@ -6,20 +9,22 @@ import json
 
 import numpy as np
 
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import probe_corpus, tokenizers
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Packing
 from smallgpt_jax.data.prepare import prepare_store
+from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.data.store import METADATA, TokenStore, open_store
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.json_files import POSITIVE
+from smallgpt_jax.storage.paths import as_path
 
 PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 # The schema of `Corpus.description`.
-DESCRIPTION = ({"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
+DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,10 @@ class Corpus:
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
         return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
 
+    def test_rows(self, context_length: int) -> dict[int, Packing]:
+        """Returns further validation rows: none, unlike `ProbeCorpus`."""
+        return {}
+
 
 def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ."""
@@ -62,12 +71,12 @@ def same_text(one: dict, other: dict) -> bool:
     return content == other_content
 
 
-def open_existing(data) -> Corpus | None:
+def open_existing(data) -> Corpus | ProbeCorpus | None:
     """Returns None if the token store does not exist. Raises UserError if its source or settings differ from `data`."""
     return find_corpus(data, StoreSpec.of(data))
 
 
-def load_or_prepare(data) -> Corpus:
+def load_or_prepare(data) -> Corpus | ProbeCorpus:
     """Prepares a missing store if its source is local and under 1 GB; else raises UserError with the command."""
     spec = StoreSpec.of(data)
     if corpus := find_corpus(data, spec):
@@ -81,13 +90,18 @@ def load_or_prepare(data) -> Corpus:
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
     """Returns the corpus, and whether its store is new. Prepares a missing store, or resumes its preparation."""
+    if is_synthetic(data):
+        raise UserError(f"config.data.source={data.source!r}: a probe has no token store, because its examples are "
+                        "made during training; start the training")
     spec = StoreSpec.of(data)
     if corpus := find_corpus(data, spec):
         return corpus, False
     return Corpus((prepare_store(spec, workers, log),), (1.0,)), True
 
 
-def find_corpus(data, spec: StoreSpec) -> Corpus | None:
+def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
+    if is_synthetic(data):
+        return ProbeCorpus.of(data)
     if data.packing not in PACKINGS:
         raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
     if data.mixture:

@@ -21,8 +21,8 @@ from smallgpt_jax.data.text_files import (
     local_file,
 )
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.object_storage import RemoteFile, is_remote, list_files, name_path_in_errors
+from smallgpt_jax.storage.paths import as_path
 
 STANDARD_LIBRARY = "python_stdlib"
 # Folders of the standard library that are not read: tests (many Python distributions omit them), generated tables, and

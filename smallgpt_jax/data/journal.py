@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Part, Place, Rules, digest_before
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"

@@ -27,6 +27,7 @@ class Packing(Protocol):
     num_rows: int
     padding: float  # fraction of the input tokens that are padding
     cut_documents: float  # fraction of the documents that are split over several rows
+    summary: str  # for the message at the start of a run
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         """Returns the rows with the numbers `rows_B`."""
@@ -44,6 +45,10 @@ class Concat:
     separate: bool  # adds segment ids
 
     padding = 0.0
+
+    @property
+    def summary(self) -> str:
+        return summary(self, "concat")
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +85,10 @@ class BestFit:
     split: Split
     context_length: int
     separate: bool
+
+    @property
+    def summary(self) -> str:
+        return summary(self, "best_fit")
 
     @property
     def num_rows(self) -> int:
@@ -119,6 +128,11 @@ class BestFit:
         self.split.check_ids(tokens_BxT1)
         self.split.check_ids(targets_BxT)
         return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, segment_ids_BxT > 0, targets_BxT)
+
+
+def summary(packing: Concat | BestFit, name: str) -> str:
+    return (f"{packing.split.folder.name}, {name}: {packing.padding:.2%} padding, {packing.cut_documents:.0%} of the "
+            "documents split")
 
 
 class RowPieces(NamedTuple):

@@ -23,6 +23,7 @@ class DataPipeline:
     tokens_per_step: float  # without padding
     train_batches: Any  # item i: this process's rows of the batch for step i + 1
     validation_batches: Any
+    test_batches: dict[int, Any]  # {further length of a probe: validation batches}
     row_numbers: Any  # item i: the numbers of the rows in the batch for step i + 1; they index `train`
     to_devices: Callable  # this process's rows → the global batch
 
@@ -42,8 +43,9 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    rows = sharding.local_rows(mesh, batch_size)
     train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
+    tests = {length: batches.Mixture([packing], [1.0]) for length, packing in corpus.test_rows(context_length).items()}
+    rows = sharding.local_rows(mesh, batch_size)
 
     def to_devices(batch):
         return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
@@ -52,6 +54,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
         corpus, train, batch_size * context_length * (1 - train.padding),
         batches.train_batches(train, batch_size, seed, rows),
         batches.validation_batches(validation, batch_size, eval_steps, rows),
+        {length: batches.validation_batches(test, batch_size, eval_steps, rows) for length, test in tests.items()},
         batches.row_numbers(train, batch_size, seed), to_devices)
 
 

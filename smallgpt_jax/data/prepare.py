@@ -13,16 +13,17 @@ from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.unfinished_store import write_store
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import file_lock, rename
+from smallgpt_jax.storage.atomic import rename
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket, upload_folder
 
 
 def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> TokenStore:
-    """Returns the token store of `spec`. If the store does not exist, prepares it first, or resumes (see journal.py).
+    """Prepares the token store of `spec`, or resumes its preparation (see journal.py).
 
     `workers` is the number of tokenizer threads (None: one per core); the content of the store does not depend on it.
     The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
-    UserError if the existing store was made from another source or with other settings.
+    UserError if another process has made a store with another source or settings meanwhile.
     """
     if is_remote(spec.folder):
         return prepare_remote_store(spec, workers, log)
@@ -58,10 +59,8 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
 
 def prepare_remote_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
     folder = spec.folder
-    require_bucket("config.data.store", folder)
     spec.refuse_inside_source(folder)
-    if store := spec.open():
-        return store
+    require_bucket("config.data.store", folder)
     if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
         raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
     local = prepare_local_store(spec.in_cache(), workers, log)

@@ -1,6 +1,7 @@
 """A text source: what `config.data.source` names. Its documents are always in the same order.
 
 - `python_stdlib`: the source code of the Python standard library, which needs no download.
+- `python_packages`: the source code of installed distributions, equal on all machines.
 - A file, folder or glob, local or gs://: JSON lines, Parquet or plain text, optionally compressed.
 - `hf:NAME[:CONFIG]`, `tfds:NAME`: the training split of a dataset.
 - A list of these, separated by commas.
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.datasets import DATASETS, Dataset
 from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, FileSet, LocalFiles, RemoteFiles, StandardLibrary
 from smallgpt_jax.data.parts import Part, Rules, document_batches
+from smallgpt_jax.data.python_packages import PYTHON_PACKAGES, PythonPackages
 from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, ROW_SUFFIXES
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.object_storage import is_remote
@@ -34,7 +37,7 @@ class Source:
         return self.value
 
     @cached_property
-    def members(self) -> list[FileSet | Dataset]:
+    def members(self) -> list[FileSet | Dataset | PythonPackages]:
         if not self.value.strip():
             raise UserError("config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME")
         # A path that contains commas is allowed if it is the only source.
@@ -80,11 +83,16 @@ class Source:
         return next((folder for folder in folders if folder), None)
 
 
-def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset:
+def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset | PythonPackages:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
+    if name.startswith(SYNTHETIC):
+        raise UserError(f"config.data.source: {name!r} is a probe, which has no text and cannot be combined with other "
+                        "sources; use it alone")
     if name == STANDARD_LIBRARY:
         return StandardLibrary(name, endings)
+    if name == PYTHON_PACKAGES:
+        return PythonPackages()
     return RemoteFiles(name, endings) if is_remote(name) else LocalFiles(name, endings)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import local_copy
+from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import ANYTHING, NUMBER, TEXT, Each, find_mismatch, integer, one_of, read_json
 
 FORMAT = 3
@@ -42,7 +42,8 @@ STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    folder: Path
+    folder: Path  # always local
+    shown: Path  # the folder in messages: that of the store as given, possibly in object storage
     name: str
     tokens: int
     documents: int
@@ -65,18 +66,18 @@ class Split:
         """Returns the offset of each document in `stream`, (documents,) int64."""
         return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
 
-    def check_files(self, shown: Path) -> None:
-        """Raises UserError for invalid files. Reads only a sample of the ids. `shown` is the folder in the message."""
+    def check_files(self) -> None:
+        """Raises UserError for invalid files. Reads only a sample of the ids."""
         for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
                              (documents_file(self.folder, self.name), self.documents * 8)):
             if not path.is_file():
-                raise UserError(f"{shown / path.name}: file of the token store is missing; {FIX}")
+                raise UserError(f"{self.shown / path.name}: file of the token store is missing; {FIX}")
             if path.stat().st_size != length:
-                raise UserError(f"{shown / path.name}: damaged, has {path.stat().st_size:,} bytes, expected "
+                raise UserError(f"{self.shown / path.name}: damaged, has {path.stat().st_size:,} bytes, expected "
                                 f"{length:,}; {FIX}")
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
-            raise UserError(f"{shown / path.name}: damaged, the documents are not in order; {FIX}")
+            raise UserError(f"{self.shown / path.name}: damaged, the documents are not in order; {FIX}")
         for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
             self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
 
@@ -84,7 +85,7 @@ class Split:
         """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be finite."""
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
-            raise UserError(f"{tokens_file(self.folder, self.name)}: damaged, has the id {largest}, but its vocabulary "
+            raise UserError(f"{tokens_file(self.shown, self.name)}: damaged, has the id {largest}, but its vocabulary "
                             f"has only {self.vocab_size}; {FIX}")
 
 
@@ -98,7 +99,7 @@ def documents_file(folder: Path, split: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStore:
-    folder: Path  # as given, possibly in object storage; the folder of the splits is always local
+    folder: Path  # as given, possibly in object storage
     metadata: dict
     train: Split
     validation: Split
@@ -139,9 +140,9 @@ def open_store(folder: Path) -> TokenStore:
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {FIX}")
     local = local_copy(folder)
-    splits = {name: Split(local, name, **metadata["splits"][name], dtype=metadata["dtype"],
+    splits = {name: Split(local, folder, name, **metadata["splits"][name], dtype=metadata["dtype"],
                           begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"])
               for name in SPLITS}
     for split in splits.values():
-        split.check_files(folder)
+        split.check_files()
     return TokenStore(folder, metadata, **splits)

@@ -7,13 +7,14 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.store import MADE_FROM, METADATA_FILE, TokenStore, open_store
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import as_path, cache_folder
+from smallgpt_jax.storage.cache import cache_folder
+from smallgpt_jax.storage.paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,12 @@ class StoreSpec:
 
     store: str  # config.data.store; "": in the cache folder
     source: Source
+    tokenizer: TokenizerSource
     made_from: dict  # the fields of the `data` group that determine the content of a store
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        return cls(data.store, Source(data.source, data.text_endings),
+        return cls(data.store, Source(data.source, data.text_endings), TokenizerSource(data.tokenizer),
                    {name: getattr(data, name) for name in MADE_FROM})
 
     @cached_property
@@ -46,15 +48,11 @@ class StoreSpec:
                             "a folder outside of it")
 
     @cached_property
-    def tokenizer_fingerprint(self) -> str:
-        return tokenizers.spec_fingerprint(self.made_from["tokenizer"])
-
-    @cached_property
     def folder(self) -> Path:
         """In the cache, its name depends on the source and on all settings."""
         if self.store:
             return as_path("config.data.store", self.store)
-        return self._cached([self.source.fingerprint, self.tokenizer_fingerprint, *self._settings()])
+        return self._cached([self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()])
 
     def partial_name(self, folder: Path) -> str:
         """Returns the name of the unfinished store's folder, without ".partial".

@@ -1,7 +1,8 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's `tokenizers` library.
 
 A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and
-`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `tokenizer_kind.json` contains the kind.
+`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for probes. `tokenizer_kind.json` contains
+the kind.
 
 Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
 have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
@@ -9,10 +10,8 @@ have, each document begins with that id and ends with the end-of-text id. No tex
 
 import functools
 import hashlib
-import io
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,26 +19,23 @@ import numpy as np
 import sentencepiece
 
 from smallgpt_jax.data import hugging_face_tokenizer
+from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.storage.files import local_path, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
 
-KIND_FILE = "tokenizer_kind.json"
+KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 END_OF_TEXT = "<|endoftext|>"
-# SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
-MAX_TRAINING_CHARACTERS = 50_000_000
-MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
-
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 # Names of all files that `load` reads.
-TOKENIZER_FILES = {KIND_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES, *GPT2_FILES.values()}
+TOKENIZER_FILES = {KIND_FILE, SYMBOLS_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES,
+                   *GPT2_FILES.values()}
 
 
 class Tokenizer(Protocol):
@@ -79,6 +75,36 @@ class Bytes(Tokenizer):
 
     def files(self):
         return {}
+
+
+class Symbols(Tokenizer):
+    """The symbols of a probe, separated by spaces, with the ids from 1 on; id 0 is end-of-text."""
+
+    kind = SYMBOLS
+    end_of_text = begin_of_text = 0
+    unknown = None
+
+    def __init__(self, symbols: Sequence[str]):
+        self._symbols = tuple(symbols)
+        self._ids = {symbol: i for i, symbol in enumerate(self._symbols, start=1)}
+        self.vocab_size = 1 + len(self._symbols)
+
+    def encode(self, texts):
+        """Raises UserError if a text contains something else."""
+        return [np.array([self._id(symbol) for symbol in text.split()], np.int32) for text in texts]
+
+    def _id(self, symbol: str) -> int:
+        if symbol not in self._ids:
+            more = " …" if len(self._symbols) > 20 else ""
+            raise UserError(f"{symbol!r}: not a symbol of this probe; use {' '.join(self._symbols[:20])}{more}, "
+                            "separated by spaces")
+        return self._ids[symbol]
+
+    def decode(self, ids):
+        return " ".join(self._symbols[i - 1] for i in ids if i > 0)
+
+    def files(self):
+        return {SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
 
 
 class SentencePiece(Tokenizer):
@@ -175,27 +201,6 @@ def gpt2_bytes() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-def from_spec(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer of a `config.data.tokenizer`. SentencePiece is trained on `texts`."""
-    kind, _, size = spec.partition(":")
-    if kind == "bytes":
-        return Bytes()
-    if kind == "sentencepiece":
-        if not size.isdecimal() or int(size) < 300:
-            raise UserError(f"config.data.tokenizer={spec!r}: expected sentencepiece:SIZE, where SIZE is the number "
-                            "of pieces, at least 300 (256 of them are bytes)")
-        return train_sentencepiece(texts, int(size))
-    if kind == "gpt2":
-        return GPT2(*(download(name) for name in GPT2_FILES.values()))
-    path = local_path("config.data.tokenizer", spec)
-    if path.is_dir():
-        return load(path)
-    if path.is_file():
-        return hugging_face_tokenizer.read_files(path) if path.suffix == ".json" else read_sentencepiece(path)
-    raise UserError(f"config.data.tokenizer={spec!r}: expected sentencepiece:SIZE, gpt2, bytes, or an existing file or "
-                    "folder")
-
-
 def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
@@ -203,6 +208,8 @@ def load(folder: Path) -> Tokenizer:
     kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"] if KIND_FILE in files else None
     if kind == "bytes":
         return Bytes()
+    if kind == SYMBOLS:
+        return Symbols(read_json(folder / SYMBOLS_FILE, [TEXT], "restore it"))
     if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:
         return read_sentencepiece(files["tokenizer.model"])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
@@ -223,19 +230,6 @@ def is_gpt2(pair: Sequence[Path]) -> bool:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(GPT2_SHA256.values())
 
 
-def spec_fingerprint(spec: str) -> str:
-    """Returns a hash of the tokenizer's files at the path `spec`, without its weights; "" if it is not a path."""
-    path = local_path("config.data.tokenizer", spec)
-    if not path.exists():
-        return ""
-    folder = path if path.is_dir() else path.parent
-    names = TOKENIZER_FILES if path.is_dir() else {path.name, *(SETTINGS_FILES if path.suffix == ".json" else ())}
-    digest = hashlib.sha256()
-    for file in sorted(folder / name for name in names if (folder / name).is_file()):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
 def save(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
@@ -254,44 +248,3 @@ def read_sentencepiece(path: Path) -> SentencePiece:
         return SentencePiece(path.read_bytes())
     except (RuntimeError, OSError, ValueError, IndexError):
         raise UserError(f"{path}: not a SentencePiece model") from None
-
-
-def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model that preserves whitespace and encodes unseen characters as bytes.
-
-    If the texts are too short for `size` pieces, the model has fewer pieces.
-    """
-    def lines():
-        read = 0
-        for text in texts:
-            for line in text.split("\n"):
-                yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
-            read += len(text)
-            if read > MAX_TRAINING_CHARACTERS:
-                return
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
-            max_sentence_length=4 * MAX_LINE_CHARACTERS, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
-            pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
-    except RuntimeError as error:
-        raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-                        f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text") from None
-    return SentencePiece(model.getvalue())
-
-
-def download(name: str) -> bytes:
-    """tiktoken downloads the file, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
-    import tiktoken.load
-
-    try:
-        return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
-    except (OSError, ValueError) as error:  # no network, or a file with another checksum
-        raise UserError(
-            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}); "
-            "put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
-            "--config.data.tokenizer=FOLDER") from None

@@ -18,7 +18,7 @@ from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.store_writer import StoreWriter
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 
 def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
@@ -57,14 +57,14 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
 
 def resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Tokenizer, Journal]:
     identity = {"format": FORMAT, "made_from": spec.made_from, "texts": spec.source.fingerprint,
-                "tokenizer": spec.tokenizer_fingerprint}
+                "tokenizer": spec.tokenizer.fingerprint}
     if journal := resume_journal(partial, identity, spec.source.parts, spec.rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")
         return tokenizers.load(partial / "tokenizer"), journal
     remove_partial(partial, log)
     partial.mkdir()
-    if spec.made_from["tokenizer"].startswith("sentencepiece:"):
-        log(f"training the tokenizer {spec.made_from['tokenizer']} on {spec.source}")
+    if spec.tokenizer.is_trained:
+        log(f"training the tokenizer {spec.tokenizer.value} on {spec.source}")
     try:
         tokenizer, tokenizer_text_end = make_tokenizer(spec)
     except UserError:
@@ -114,5 +114,5 @@ def make_tokenizer(spec: StoreSpec) -> tuple[Tokenizer, Place | None]:
             yield from (text for text in batch.texts if not is_validation(text, spec.made_from["validation_fraction"]))
         tokenizer_text_end = None
 
-    tokenizer = tokenizers.from_spec(spec.made_from["tokenizer"], texts())
+    tokenizer = spec.tokenizer.make(texts())
     return tokenizer, tokenizer_text_end

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax.devices.platform import processor
-from smallgpt_jax.storage.files import as_path, cache_folder
+from smallgpt_jax.storage.cache import cache_folder
+from smallgpt_jax.storage.paths import as_path
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/cpuinfo, on x86 and ARM

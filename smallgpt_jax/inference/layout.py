@@ -11,6 +11,7 @@
 """
 
 import functools
+import math
 
 import jax
 
@@ -36,6 +37,18 @@ def _pack(variables, abstract, dtype: str):
     if "head" in params:
         params["head"] = params["head"].T
     return {**packed, "params": params}
+
+
+def packed_shapes(model: models.LanguageModel):
+    """Returns the shapes and dtypes of what `pack` returns."""
+    abstract = models.abstract_variables(model)
+    variables = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), abstract)
+    return jax.eval_shape(functools.partial(_pack, abstract=abstract, dtype=model.config.dtype), variables)
+
+
+def num_bytes(tree) -> int:
+    """Returns the bytes of a tree of arrays or of their shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def unpack(packed):

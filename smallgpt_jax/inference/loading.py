@@ -18,8 +18,8 @@ from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
-from smallgpt_jax.storage.files import as_path
 from smallgpt_jax.storage.object_storage import is_remote, require_bucket
+from smallgpt_jax.storage.paths import as_path
 
 
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all",

@@ -7,8 +7,8 @@ from smallgpt_jax.models.architectures import (
     make_config,
 )
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.custom_code import custom_classes, refuse_custom_code
-from smallgpt_jax.models.language_model import LanguageModel
+from smallgpt_jax.models.custom_code import custom_classes, foreign_classes, refuse_custom_code
+from smallgpt_jax.models.language_model import LanguageModel, build
 from smallgpt_jax.models.parameters import (
     Parameter,
     abstract_model_state,
@@ -21,11 +21,6 @@ from smallgpt_jax.models.parameters import (
 )
 
 __all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "init_variables",
-           "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code", "require_factors"]
-
-
-
-def build(**fields) -> LanguageModel:
-    """Returns the model for the fields of a config's `model` group; raises UserError if one is invalid."""
-    return LanguageModel(make_config(**fields))
+           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "foreign_classes",
+           "init_variables", "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code",
+           "require_factors"]

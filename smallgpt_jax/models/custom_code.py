@@ -38,6 +38,13 @@ def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
     return [(field, name) for field, name in named if isinstance(name, str) and ":" in name]
 
 
+def foreign_classes(saved: Mapping, model: ModelConfig) -> dict[str, tuple]:
+    """Returns {field: (saved, now)} for custom classes that `saved` names and `model` does not. Imports no module."""
+    known = custom_classes(model)
+    return {field: (saved[field], getattr(model, field)) for field, name in custom_classes(saved)
+            if (field, name) not in known}
+
+
 def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
     """Raises UserError if building the model would import a new module, unless `trust`."""
     for field, name in custom_classes(fields):

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.models.architectures import find_architecture
+from smallgpt_jax.models.architectures import find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
@@ -15,6 +15,10 @@ TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 # initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
 # ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
+
+
+def head_std(width: int) -> float:
+    return INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
 
 
 class LanguageModel(nn.Module):
@@ -68,8 +72,8 @@ class LanguageModel(nn.Module):
         if c.tie_embeddings:
             weight = self.token_embedding
         else:
-            std = INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / c.output_width) ** 0.5)
-            weight = self.param("head", normal(std, *TABLE_AXES), (c.vocab_size, c.output_width))
+            weight = self.param(
+                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):
@@ -86,3 +90,8 @@ class LanguageModel(nn.Module):
         batch, time, width = x_BxTxW.shape
         logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
         return logits_RxV.reshape(batch, time, -1)
+
+
+def build(**fields) -> LanguageModel:
+    """Returns the model for the fields of a config's `model` group; raises UserError if one is invalid."""
+    return LanguageModel(make_config(**fields))

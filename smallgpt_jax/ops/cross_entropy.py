@@ -26,6 +26,15 @@ def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_lo
     return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks), _in_chunks(weights_BxT, chunks), z_loss)
 
 
+def most_probable(x_BxTxW, head_VxW, chunks: int):
+    """Returns the token with the largest logit at each position, (B, T) int32. `chunks` must divide T."""
+    def find(x_BxCxW):
+        return jnp.argmax(_logits(_rows(x_BxCxW), head_VxW), axis=1).reshape(x_BxCxW.shape[:2])
+
+    found_NxBxC = jax.lax.map(find, _in_chunks(x_BxTxW, chunks))
+    return jnp.moveaxis(found_NxBxC, 0, 1).reshape(x_BxTxW.shape[:2])
+
+
 def _in_chunks(x_BxT, chunks: int):
     """(B, T, …) → (chunks, B, T / chunks, …)"""
     batch, time, *rest = x_BxT.shape

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import refuse_url
+from smallgpt_jax.storage.paths import refuse_url
 
 INSTALLED = Path(__file__).parent / "configs"
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"

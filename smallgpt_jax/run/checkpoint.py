@@ -36,7 +36,8 @@ from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import local_copy, remove_folder, rename
+from smallgpt_jax.storage.atomic import remove_folder, rename
+from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.storage.object_storage import is_remote
 

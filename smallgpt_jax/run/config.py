@@ -45,9 +45,15 @@ class OptimizerConfig(ConfigGroup):
     beta2: float = 0.95
     # maximum norm of the gradient; 0: no clipping
     clip_norm: float = 1.0
+    # muP: d_model of the base model, whose best learning rate is to be used for this model; 0: no muP. The initial
+    # weights and the learning rates of matrices then depend on d_model / base_width (docs/optimizers.md)
+    base_width: int = 0
+    # CompleteP: number of blocks in sequence of the base model; 0: no scaling by the depth. Blocks then add to the
+    # residual stream in proportion to base_depth / (number of blocks in sequence)
+    base_depth: int = 0
 
     def validate(self) -> None:
-        self.validate_range("learning_rate", "weight_decay", "clip_norm")
+        self.validate_range("learning_rate", "weight_decay", "clip_norm", "base_width", "base_depth")
         for field in ("beta1", "beta2", "warmup_fraction", "final_fraction"):
             if not 0 <= getattr(self, field) < 1:
                 self.refuse(field, "must be at least 0 and below 1")

@@ -8,7 +8,7 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.names import CONFIG_FILE, ORIGIN_FILE, STORE_FILE
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import OBJECT, Optional, read_json
 
 FORMAT = 1  # of the whole workdir: increase it if older workdirs cannot be read any more

@@ -8,7 +8,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 
 DPI = 110
 # Margins are fixed, because computing them with layout="constrained" doubles the time.

@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,9 +10,8 @@ import numpy as np
 
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import MetricsWriter
+from smallgpt_jax.run.metrics import EXACT_MATCH, MetricsWriter
 from smallgpt_jax.run.progress import RunProgress
-from smallgpt_jax.run.trackers import Tracker
 
 
 class StepMetrics(NamedTuple):
@@ -22,21 +20,26 @@ class StepMetrics(NamedTuple):
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
 
 
+class Units(NamedTuple):
+    """Converts steps and losses to the units of the log."""
+
+    tokens_per_step: float  # without padding
+    bytes_per_token: float  # of the validation text
+    peak_tokens_per_second: float | None  # at the peak FLOP/s of all devices; None if unknown
+
+
 class Logger:
-    """Logs a run's metrics to files in the workdir and to the terminal.
+    """Logs a run's metrics through `writer` and to the terminal.
 
     Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host.
     """
 
-    def __init__(self, workdir: Path, first_step: int, progress: RunProgress, clock: RunClock, *, log_every: int,
-                 tokens_per_step: float, bytes_per_token: float, peak_tokens_per_second: float | None,
-                 unlogged_losses: Sequence[float] = (), start_tracker: Callable[[list[dict]], Tracker] | None = None):
-        """`first_step` steps are done; `unlogged_losses`, from the checkpoint, follow the last logged step."""
-        self._writer = MetricsWriter(workdir, first_step, log=progress.message, start_tracker=start_tracker)
-        self._progress, self._clock = progress, clock
-        self._log_every, self._tokens_per_step = log_every, tokens_per_step
-        self._bytes_per_token, self._peak = bytes_per_token, peak_tokens_per_second
-        self._first_step = self._logged_step = first_step
+    def __init__(self, writer: MetricsWriter, progress: RunProgress, clock: RunClock, units: Units, log_every: int,
+                 unlogged_losses: Sequence[float] = ()):
+        """`unlogged_losses`, from the checkpoint, follow the last logged step."""
+        self._writer, self._progress, self._clock, self._units = writer, progress, clock, units
+        self._log_every = log_every
+        self._first_step = self._logged_step = writer.first_step
         self._logged_seconds = 0.0
         self.losses = list(unlogged_losses)
         self._pending: tuple[int, dict] | None = None
@@ -55,31 +58,38 @@ class Logger:
         return StepMetrics(step, values, bool(values.pop("is_finite")))
 
     def log(self, metrics: StepMetrics) -> None:
-        step, steps = metrics.step, self._progress.steps
+        step, steps, units = metrics.step, self._progress.steps, self._units
         if step % self._log_every and step < steps:
             return
         seconds = self._clock.training_seconds()
-        speed = (step - self._logged_step) * self._tokens_per_step / (seconds - self._logged_seconds)
+        speed = (step - self._logged_step) * units.tokens_per_step / (seconds - self._logged_seconds)
+        peak = units.peak_tokens_per_second
         self._logged_step, self._logged_seconds = step, seconds
         values = metrics.values | {
-            "loss_mean": statistics.fmean(self.losses), "tokens": round(step * self._tokens_per_step),
-            "tokens_per_second": speed} | ({"mfu": speed / self._peak} if self._peak else {}) | self._clock.lap()
+            "loss_mean": statistics.fmean(self.losses), "tokens": round(step * units.tokens_per_step),
+            "tokens_per_second": speed} | ({"mfu": speed / peak} if peak else {}) | self._clock.lap()
         self.losses.clear()
         self._writer.write(step, "train", values)
         left = (steps - step) * seconds / (step - self._first_step)
         self._progress.update(step, f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
-                              + (f"   MFU {values['mfu']:.1%}" if self._peak else "")
+                              + (f"   MFU {values['mfu']:.1%}" if peak else "")
                               + f"   {duration(left)} left")
 
-    def log_evaluation(self, step: int, nats: float, targets: int) -> None:
-        """`nats` is the mean loss per token over `targets` tokens."""
-        bits_per_byte = nats / math.log(2) / self._bytes_per_token
+    def log_evaluation(self, step: int, nats: float, targets: int, answers: Mapping[str, float] | None = None) -> None:
+        """`nats` is the mean loss per token over `targets` tokens, `answers` the measures of a probe's answers."""
+        bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
         self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
-                                          "tokens": round(step * self._tokens_per_step)})
-        self._progress.print_line(step, f"validation loss {nats:.4f}, {bits_per_byte:.4f} bits per byte")
+                                          "tokens": round(step * self._units.tokens_per_step), **(answers or {})})
+        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, answers or {}))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
+    measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
+                if name.startswith(EXACT_MATCH)] or [f"{bits_per_byte:.4f} bits per byte"]
+    return ", ".join([f"validation loss {nats:.4f}", *measures])
 
 
 def to_json(value):

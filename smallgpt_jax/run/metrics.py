@@ -14,10 +14,13 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
 
 LOGGED = (NULL, NUMBER)  # null: not finite
+# The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction of right answers.
+# At a further length, their names end with it: exact_match_at_32.
+ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
 SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 
@@ -38,6 +41,11 @@ EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_
              "targets": integer(1)}
 
 
+def answers_in(line: dict) -> dict[str, float]:
+    """Returns the measures of a probe's answers in an evaluation's line; {} for text."""
+    return {name: value for name, value in line.items() if name.startswith(ANSWERS) and NUMBER.accepts(value)}
+
+
 def read_lines(path: Path) -> list[dict]:
     """Returns [] if the file does not exist. Skips invalid lines."""
     return read_json_lines(path, (TRAIN_LINE, EVAL_LINE))
@@ -52,7 +60,7 @@ class MetricsWriter:
 
     def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
                  start_tracker: Callable[[list[dict]], Tracker] | None = None):
-        self._writes = distributed.is_primary()
+        self.first_step, self._writes = first_step, distributed.is_primary()
         if not self._writes:
             return
         self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""

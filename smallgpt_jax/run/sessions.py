@@ -10,7 +10,7 @@ import jax
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.provenance import software
-from smallgpt_jax.storage.files import append_line
+from smallgpt_jax.storage.atomic import append_line
 from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, Optional, integer, read_json_lines
 
 # Fields that the readers of sessions.jsonl need.

@@ -16,7 +16,8 @@ from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import file_lock, removed_on_error, write_atomically
+from smallgpt_jax.storage.atomic import removed_on_error, write_atomically
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote
 
 SPOOL_PREFIX = "smallgpt_jax-spool-"

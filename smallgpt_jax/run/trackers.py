@@ -14,7 +14,7 @@ from pathlib import Path
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.names import TRACKER_FILE
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json
 
 TRACKERS = ("wandb", "trackio")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from smallgpt_jax import models
@@ -16,10 +16,11 @@ from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
-from smallgpt_jax.run.config_file import read_config, write_config
+from smallgpt_jax.run.config_file import read_config, read_groups, write_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, LOCK_FILE, ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
 from smallgpt_jax.run.training_text import check_same_text
-from smallgpt_jax.storage.files import file_lock, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error, require_bucket
 
 
@@ -36,18 +37,34 @@ def check_workdir(workdir: Path, config: Config) -> None:
             raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "
                             "another")
         return
-    different = changed_fields(workdir, config)
-    if different:
-        listed = "; ".join(f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items())
-        longer = ("; to train its model at another context_length, import it into a new workdir with "
-                  "smallgpt_jax.convert --from=run") if "model.context_length" in different and (
-                      config.model.position != "learned") else ""
-        raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n"
-                        f"Use the same settings to resume it, or another --workdir{longer}")
+    require_same_classes(workdir, config)
+    refuse_changes(workdir, config, changed_fields(workdir, config))
     reached = max(saved_steps(workdir / CHECKPOINT_FOLDER), default=0)
     if reached > config.train.steps:
         raise UserError(f"--workdir={workdir}: existing run of {reached:,} steps, more than "
                         f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir")
+
+
+def require_same_classes(workdir: Path, config: Config) -> None:
+    """Raises UserError if the run in `workdir` has custom classes that `config` does not name. Imports no module.
+
+    Without this check, reading the run's config would import a module of somebody else, or ask whether to trust it,
+    although the run cannot be resumed with `config`.
+    """
+    if (workdir / CONFIG_FILE).exists():
+        foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)
+        refuse_changes(workdir, config, {f"model.{field}": values for field, values in foreign.items()})
+
+
+def refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple]) -> None:
+    if not different:
+        return
+    listed = "; ".join(f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items())
+    longer = ("; to train its model at another context_length, import it into a new workdir with "
+              "smallgpt_jax.convert --from=run") if "model.context_length" in different and (
+                  config.model.position != "learned") else ""
+    raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n"
+                    f"Use the same settings to resume it, or another --workdir{longer}")
 
 
 def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:

@@ -1,1 +1,1 @@
-"""Files: local, in object storage, and JSON that is read back."""
+"""Paths, atomic writes, locks, the cache folder, object storage, and JSON that is read back."""

@@ -15,9 +15,10 @@ from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config_file import read_config
-from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.logger import evaluation_message
+from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
 
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
@@ -33,9 +34,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
              + f": {config.train.steps} steps of {config.train.batch_size} × "
              f"{model.config.context_length} tokens"
              + (f", {first_step} done" if first_step else "")]
-    lines += [f"{packing.split.folder.name}, {config.data.packing}: {packing.padding:.2%} padding, "
-              f"{packing.cut_documents:.0%} of the documents split"
-              for packing in pipeline.train.packings]
+    lines += [packing.summary for packing in pipeline.train.packings]
     if (end := config.optimizer.decay_steps) != config.train.steps and config.optimizer.schedule != "constant":
         lines.append(f"learning rate decay ends at step {end}, training at step {config.train.steps} "
                      "(config.optimizer.decay_steps, config.train.steps)")
@@ -121,7 +120,7 @@ def last_evaluation_message(folder: Path) -> str:
     if not lines:
         return ""
     loss, bits = (math.nan if lines[-1].get(name) is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
-    return f"Step {lines[-1]['step']}: validation loss {loss:.4f}, {bits:.4f} bits per byte. "
+    return f"Step {lines[-1]['step']}: {evaluation_message(loss, bits, answers_in(lines[-1]))}. "
 
 
 def logged_lines(folder: Path, split: str) -> list[dict]:

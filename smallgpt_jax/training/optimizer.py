@@ -6,6 +6,7 @@ import optax
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.muon import muon
+from smallgpt_jax.training.transfer import with_multipliers
 
 # {name: function (tree of `models.Parameter`, config) → transformation of gradients into updates}. The transformation's
 # state may contain arrays of any shapes; `sharding.optimizer_shardings` shards them.
@@ -16,11 +17,14 @@ OPTIMIZERS = {
 }
 
 
-def make_optimizer(params, config: OptimizerConfig) -> optax.GradientTransformation:
-    """`params` is a tree of `models.Parameter`. Weight decay applies only to matrices."""
+def make_optimizer(params, config: OptimizerConfig, multipliers=None) -> optax.GradientTransformation:
+    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`. Weight decay applies
+    only to matrices.
+    """
     config.validate_choice("name", OPTIMIZERS)
+    directions = OPTIMIZERS[config.name](params, config)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        OPTIMIZERS[config.name](params, config),
+        with_multipliers(directions, multipliers) if multipliers else directions,
         optax.add_decayed_weights(config.weight_decay, jax.tree.map(lambda p: p.is_matrix, params)),
         optax.scale_by_learning_rate(learning_rate_schedule(config)))

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import jax
 import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.devices import sharding
@@ -22,6 +24,7 @@ from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import eval_step, init_state, train_step
 from smallgpt_jax.training.teacher import Teacher, open_teacher
+from smallgpt_jax.training.transfer import base_config, multipliers, scale_initial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Program:
     optimizer: optax.GradientTransformation
     shardings: TrainState
     teacher: Teacher | None  # also a term of the objective
+    multipliers: Any  # see `transfer.multipliers`; None: all are 1
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -52,7 +56,8 @@ class Program:
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
-        initialize = functools.partial(init_state, self.model, self.objective, self.optimizer, self.config.train.seed)
+        initialize = functools.partial(
+            init_state, self.model, self.objective, self.optimizer, self.config.train.seed, self.multipliers)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 
     def initial_opt_state(self, trained) -> optax.OptState:
@@ -62,7 +67,9 @@ class Program:
         """The checkpoint of an imported model has neither heads nor optimizer state; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
-            initialize = functools.partial(self.objective.init_heads, self.config.train.seed)
+            def initialize():
+                return scale_initial(self.objective.init_heads(self.config.train.seed), self.multipliers)
+
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
             state = state._replace(opt_state=self.initial_opt_state(state.trained))
         return state
@@ -93,9 +100,10 @@ class Program:
             return jitted.lower(*arguments)
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns (params, model_state, batch) → (summed loss, number of targets)."""
+        """Returns (params, model_state, batch) → sums; see `eval_step`."""
         evaluation = functools.partial(
-            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches)
+            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
+            counts_answers=is_synthetic(self.config.data))
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
@@ -109,10 +117,10 @@ class Program:
             return jax.ShapeDtypeStruct((c.train.batch_size, length), dtype,
                                         sharding=sharding.batch_sharding(self.mesh))
 
-        is_best_fit = c.data.packing == "best_fit"
+        has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
             shape(time + 1, "int32"), shape(time, "int32") if c.data.separate_documents else None,
-            shape(time, "bool") if evaluates or is_best_fit else None, shape(time, "int32") if is_best_fit else None)
+            shape(time, "bool") if evaluates or has_targets else None, shape(time, "int32") if has_targets else None)
 
     def open_pipeline(self) -> DataPipeline:
         c = self.config
@@ -151,12 +159,22 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
     trained = {**params, **heads}
-    optimizer = make_optimizer(trained, config.optimizer)
+    scales = transfer_multipliers(config, trained)
+    optimizer = make_optimizer(trained, config.optimizer, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
     shardings = TrainState(
         sharding.replicated(mesh), sharding.param_shardings(mesh, params),
         sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
-    return Program(config, model, objective, mesh, optimizer, shardings, teacher)
+    return Program(config, model, objective, mesh, optimizer, shardings, teacher, scales)
+
+
+def transfer_multipliers(config: Config, trained):
+    """Returns the multipliers of muP and CompleteP, or None without a base model."""
+    if not (config.optimizer.base_width or config.optimizer.base_depth):
+        return None
+    base = models.LanguageModel(base_config(config.model, config.optimizer))
+    heads = make_objective(config.train, base).abstract_heads()
+    return multipliers(trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer)
 
 
 def validate(config: Config, mesh: jax.sharding.Mesh) -> None:

@@ -12,7 +12,8 @@ from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import evaluated_steps
-from smallgpt_jax.run.logger import Logger
+from smallgpt_jax.run.logger import Logger, Units
+from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.profiler import Profiler
 from smallgpt_jax.run.progress import RunProgress
@@ -24,7 +25,7 @@ from smallgpt_jax.training.loop import TrainingRun, train_loop
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.validation import mean_loss
+from smallgpt_jax.training.validation import Evaluation, evaluate
 from smallgpt_jax.training.watchdog import Watchdog
 
 
@@ -84,24 +85,31 @@ class Session:
         config = self.program.config
         start_tracker = config.train.tracker and functools.partial(
             trackers.Tracker, config.train.tracker, self.spool.folder, config.to_dict(), log=self.progress.message)
-        return Logger(
-            self.spool.folder, first_step, self.progress, self.clock, log_every=config.train.log_every,
-            tokens_per_step=self.pipeline.tokens_per_step,
-            bytes_per_token=self.pipeline.corpus.bytes_per_token("validation"),
-            peak_tokens_per_second=messages.peak_tokens_per_second(self.program),
-            unlogged_losses=checkpoints.unlogged_losses(first_step) if first_step else [],
-            start_tracker=start_tracker)
+        units = Units(self.pipeline.tokens_per_step, self.pipeline.corpus.bytes_per_token("validation"),
+                      messages.peak_tokens_per_second(self.program))
+        writer = MetricsWriter(self.spool.folder, first_step, self.progress.message, start_tracker)
+        return Logger(writer, self.progress, self.clock, units, config.train.log_every,
+                      checkpoints.unlogged_losses(first_step) if first_step else [])
 
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
         with self.clock.during("evaluate"):
-            batches = map(self.pipeline.to_devices, self.pipeline.validation_batches)
-            found = mean_loss(functools.partial(eval_step, state.params, state.model_state), batches,
-                              self.stop.is_requested_anywhere)
+            found = self.evaluate(functools.partial(eval_step, state.params, state.model_state))
         if found is None:
             return False
         logger.log_evaluation(step, *found)
         return True
+
+    def evaluate(self, eval_step) -> Evaluation | None:
+        """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
+        pipeline, is_stopped = self.pipeline, self.stop.is_requested_anywhere
+        found = evaluate(eval_step, map(pipeline.to_devices, pipeline.validation_batches), is_stopped)
+        for length, batches in pipeline.test_batches.items():
+            at_length = found and evaluate(eval_step, map(pipeline.to_devices, batches), is_stopped)
+            if not at_length:
+                return None
+            found.answers.update({f"{name}_at_{length}": value for name, value in at_length.answers.items()})
+        return found
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
         """Raises UserError if the last save fails, and StoppedError if `stopped`."""

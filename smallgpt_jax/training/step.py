@@ -13,8 +13,10 @@ from smallgpt_jax.devices.platform import exchange_dtype
 from smallgpt_jax.models import LanguageModel, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import move_biases
+from smallgpt_jax.ops.cross_entropy import most_probable
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.objectives import Examples, Objective, forward
+from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")
@@ -22,9 +24,11 @@ EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbat
 
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed: int) -> TrainState:
-    variables, heads = init_variables(model, seed), objective.init_heads(seed)
-    state = TrainState(jnp.int32(0), variables["params"], None, variables.get("state", {}), heads)
+               seed: int, multipliers=None) -> TrainState:
+    """`multipliers` are those of `transfer.multipliers`."""
+    variables = init_variables(model, seed)
+    params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
+    state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
     return state._replace(opt_state=optimizer.init(state.trained))
 
 
@@ -153,12 +157,28 @@ def named_values(collection) -> list[tuple[str, str, jax.Array]]:
     return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
 
 
-def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int):
-    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number."""
+def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,
+              counts_answers: bool = False):
+    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number.
+
+    With `counts_answers`, also returns the numbers of `count_right`.
+    """
     def add_microbatch(sums, examples):
         outputs = forward(model, params, model_state, examples)
-        loss = objective.cross_entropy(outputs, examples, examples.weights(1))
-        return (sums[0] + loss, sums[1] + examples.num_targets), None
+        found = (objective.cross_entropy(outputs, examples, examples.weights(1)), examples.num_targets)
+        if counts_answers:
+            predictions_BxT = most_probable(outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks)
+            found += count_right(predictions_BxT, examples.targets_BxT, examples.batch.loss_mask_BxT)
+        return jax.tree.map(jnp.add, sums, found), None
 
     examples = objective.examples(batch, jax.random.key(0))
-    return jax.lax.scan(add_microbatch, (jnp.float32(0), jnp.int32(0)), split_microbatches(examples, microbatches))[0]
+    zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
+    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+
+
+def count_right(predictions_BxT, targets_BxT, mask_BxT):
+    """Returns the numbers of right targets in the mask, of rows without a wrong one, and of rows with any target."""
+    is_right_BxT = predictions_BxT == targets_BxT
+    has_answers_B = jnp.any(mask_BxT, axis=1)
+    is_exact_B = jnp.all(is_right_BxT | ~mask_BxT, axis=1) & has_answers_B
+    return jnp.sum(is_right_BxT & mask_BxT), jnp.sum(is_exact_B), jnp.sum(has_answers_B)

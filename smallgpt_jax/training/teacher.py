@@ -17,9 +17,9 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config import Config, TrainConfig
-from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
-from smallgpt_jax.storage.files import local_path
+from smallgpt_jax.storage.paths import local_path
 from smallgpt_jax.training.objectives import Examples, Outputs, Term
 
 FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
@@ -85,22 +85,11 @@ def with_teacher_step(config: Config) -> Config:
 
 
 def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Reads only the teacher's config. The teacher must be the same model, apart from its `rank_ratio`."""
+    """Reads only the teacher's config."""
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)
-    try:
-        own = read_config(folder).model  # the student's architecture is imported already
-    except UserError as error:
-        raise UserError(f"config.train.teacher: {error}") from None
-    fields, student_fields = dataclasses.asdict(own), dataclasses.asdict(student.config)
-    fixed = {*own.names(fixed_by="model"), *student.config.names(fixed_by="model")} - {"rank_ratio"}
-    different = [f"config.model.{field} is {student_fields.get(field)!r} here, but {fields.get(field)!r} in the teacher"
-                 for field in student_fields | fields
-                 if field in fixed and fields.get(field) != student_fields.get(field)]
-    if different:
-        raise UserError(f"config.train.teacher={train.teacher!r}: {'; '.join(different)}; the teacher must be the same "
-                        "model, except for config.model.rank_ratio")
+    own = read_teacher(folder, train.teacher, student.config)
     model = models.LanguageModel(dataclasses.replace(
         student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none"))
     params, state = models.abstract_params(model), models.abstract_model_state(model)
@@ -115,3 +104,28 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
                         "use smallgpt_jax.models.block.Block in its blocks")
     return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder,
                    step=train.teacher_step)
+
+
+def read_teacher(folder: Path, teacher: str, student: models.ModelConfig) -> models.ModelConfig:
+    """Raises UserError unless the teacher is the same model as the student, apart from its `rank_ratio`."""
+    try:
+        different = models.foreign_classes(read_groups(folder)["model"], student)
+        if not different:
+            own = read_config(folder).model  # imports no module that the student does not name
+            different = changed_fields(own, student)
+    except UserError as error:
+        raise UserError(f"config.train.teacher: {error}") from None
+    if different:
+        listed = "; ".join(f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
+                           for field, (there, here) in different.items())
+        raise UserError(f"config.train.teacher={teacher!r}: {listed}; the teacher must be the same model, except for "
+                        "config.model.rank_ratio")
+    return own
+
+
+def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:
+    """Returns {field: (teacher's value, student's value)}."""
+    there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
+    fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
+    return {field: (there.get(field), here.get(field)) for field in here | there
+            if field in fixed and there.get(field) != here.get(field)}

@@ -20,8 +20,8 @@ from smallgpt_jax.run.names import METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import open_spool
-from smallgpt_jax.run.workdir import check_workdir, open_workdir
-from smallgpt_jax.storage.files import as_path
+from smallgpt_jax.run.workdir import check_workdir, open_workdir, require_same_classes
+from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.program import build_program, is_out_of_memory, out_of_memory_message
@@ -38,7 +38,7 @@ def train(config: ConfigDict, workdir: str) -> None:
     attention kernel gives wrong results, nothing is written.
     """
     clock, folder = RunClock(), as_path("--workdir", workdir)
-    Config.of(config)  # imports a custom architecture before the saved config names it
+    require_same_classes(folder, Config.of(config))
     config = with_teacher_step(Config.of(config, saved_config(folder)))
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     distributed.run_on_primary(lambda: check_workdir(folder, config))

@@ -20,7 +20,8 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, ORIGIN_FILE
 from smallgpt_jax.run.training_text import text_changes
 from smallgpt_jax.run.workdir import changed_fields
-from smallgpt_jax.storage.files import as_path, write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.learning_rate import decay_start
 
 

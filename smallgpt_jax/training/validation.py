@@ -1,17 +1,30 @@
-"""Validation loss."""
+"""Validation loss, and the answers of probes."""
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 
+from smallgpt_jax.run.metrics import ACCURACY, EXACT_MATCH
 
-def mean_loss(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> tuple[float, int] | None:
-    """Returns the mean loss in nats and the number of targets in the loss mask; None if stopped."""
+
+class Evaluation(NamedTuple):
+    loss: float  # mean, in nats
+    targets: int  # number of targets in the loss mask
+    answers: dict[str, float]  # measures of a probe's answers; {} for text
+
+
+def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> Evaluation | None:
+    """Returns None if stopped."""
     sums = []
     for batch in batches:
         if is_stopped():
             return None
         sums.append(eval_step(batch))
-    loss, targets = (sum(values) for values in zip(*jax.device_get(sums)))
-    return float(loss / targets) if targets else math.nan, int(targets)
+    loss, targets, *counts = (sum(values) for values in zip(*jax.device_get(sums)))
+    return Evaluation(float(loss / targets) if targets else math.nan, int(targets), fractions(int(targets), *counts))
+
+
+def fractions(answers: int, right: int | None = None, exact: int = 0, examples: int = 0) -> dict[str, float]:
+    return {} if right is None else {EXACT_MATCH: float(exact / examples), ACCURACY: float(right / answers)}

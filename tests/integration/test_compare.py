@@ -15,7 +15,7 @@ from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import measure, results
+from smallgpt_jax.comparison import inference_cost, measure, results
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, open_existing
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
@@ -55,7 +55,7 @@ def compared(tmp_path_factory, text_file):
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train", fake_train)
-        patch.setattr(measure, "measure_decoding", decoded.append)
+        patch.setattr(inference_cost, "measure_inference", decoded.append)
         done = call(*TINY, f"--config.data.source={text_file}", f"--output={output}",
                     "--config.compare.names=gpt,pgpt")
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax.comparison import measure, results, training
+from smallgpt_jax.comparison import inference_cost, results, training
 from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
@@ -77,7 +77,7 @@ def fake_train(monkeypatch):
 def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatch):
     """The best learning rate of gpt is × 2, the edge of the grid. So × 4 is tried, too; it diverges."""
     output, measured = tmp_path / "out", []
-    monkeypatch.setattr(measure, "measure_decoding", lambda folder: measured.append(folder.name))
+    monkeypatch.setattr(inference_cost, "measure_inference", lambda folder: measured.append(folder.name))
     arguments = (*TINY, GRID, f"--config.data.source={text_file}", f"--output={output}",
                  "--config.compare.names=gpt,pgpt")
     fake, done = fake_train(), call(*arguments)
@@ -99,7 +99,8 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
         for multiple in (0.5, 1.0, 2.0, 4.0)]
     assert "| gpt | 0.003 | 2.0134 | 1.0134 | 0.0134 | diverged | 0.006 (× 2) | – | – |" in markdown
     assert "| pgpt | 0.003 | 1.0134 | 0.0134 | 1.0134 | – | 0.003 (× 1) | 0.003 | +1.0000 |" in markdown
-    assert markdown.count("0.0134 (0.0134 to 0.0134)") == 2  # loss of both models, over the two seeds
+    table = markdown.partition("## Which model?")[0]
+    assert table.count("0.0134 (0.0134 to 0.0134)") == 2  # loss of both models, over the two seeds
     assert (output / "loss-learning-rate.png").exists() and "of its grid" not in markdown
 
     before = (output / "results.json").read_bytes()

@@ -23,6 +23,7 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
 from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.config_file import read_config
@@ -222,7 +223,7 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
     elif kind in ("unigram", "byte fallback"):
         tokenizer = other_sentencepiece(english, kind)
     else:
-        tokenizer = tokenizers.from_spec(kind, english)
+        tokenizer = TokenizerSource(kind).make(english)
     model = build("gpt", vocab_size=max(512, tokenizer.vocab_size))
     folder = export(tmp_path / "out", model, init(model), tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)

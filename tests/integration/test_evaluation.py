@@ -14,6 +14,7 @@ from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
 from lm_eval.api.instance import Instance
 
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.evaluation import run as evaluation
@@ -233,7 +234,7 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     from smallgpt_jax.conversion import hugging_face
 
     texts = [path.read_text() for path in (Path(json.__file__).parent).glob("*.py")]
-    tokenizer = tokenizers.from_spec("sentencepiece:400", texts)
+    tokenizer = TokenizerSource("sentencepiece:400").make(texts)
     model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=64)
     params = init(model)
     hugging_face.export_folder(tmp_path, model, params, tokenizer, "")

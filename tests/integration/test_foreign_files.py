@@ -18,8 +18,9 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import check_workdir, write_imported
 
 library = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -230,6 +231,29 @@ def test_the_module_of_a_mixer_is_not_imported(command, foreign, named_module, t
     assert not named_module.exists() and not (tmp_path / "new").exists()
     model = read_config(foreign["run"], trust_custom_code=True).model
     assert named_module.exists() and model.mixers == ("attention", "foreign_module:Mixer")
+
+
+@pytest.mark.parametrize("fields", [{"architecture": "foreign_module:Own"},
+                                    {"architecture": "gpt", "mixers": ["foreign_module:Mixer"]}])
+def test_training_does_not_import_the_module_of_another_model(fields, foreign, named_module, tmp_path):
+    """A workdir or a teacher with a class that the config does not name is another model, so no trust is needed."""
+    described = json.loads((foreign["run"] / "config.json").read_text())
+    described["model"].update(fields)
+    (foreign["run"] / "config.json").write_text(json.dumps(described))
+    field, value = next((field, value) for field, value in fields.items() if "foreign_module" in str(value))
+    now = {"architecture": "gpt", "mixers": ("attention",)}[field]
+    for arguments, message in (
+            ([f"--workdir={foreign['run']}"], f"existing run with another config: model.{field} was {value!r}, now"),
+            ([f"--workdir={tmp_path / 'new'}", f"--config.train.teacher={foreign['run']}"],
+             f"config.model.{field} is {now!r} here, but {value!r} in the teacher; the teacher must be the same")):
+        result = call("main", "--config=configs/gpt.py:tiny", *arguments)
+        assert (result.returncode, "trust_custom_code" in result.stderr) == (1, False) and message in result.stderr
+    assert not named_module.exists() and not (tmp_path / "new").exists()
+    described["model"].update(architecture="foreign_module:Own")
+    own = Config.of({"model": described["model"]})  # the user's own config names the class, and imports it
+    (foreign["run"] / "config.json").write_text(json.dumps(described))
+    assert named_module.exists()
+    check_workdir(foreign["run"], own)
 
 
 def test_trusted_modules_are_imported(foreign, named_module, tmp_path):

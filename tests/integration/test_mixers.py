@@ -1,6 +1,7 @@
 """Tests of `model.mixers`: blocks with other mixers than attention, in a pattern over the blocks."""
 
 import importlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,12 +11,13 @@ from flax import linen as nn
 from jax import numpy as jnp
 from random_models import check_decoding
 
-from smallgpt_jax import models
+from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
-from smallgpt_jax.comparison import budget
+from smallgpt_jax.comparison import budget, inference_cost
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.inference import layout as inference_layout
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
@@ -94,6 +96,14 @@ def test_layout_and_cached_decoding(architecture, fields, expected):
         other[:, 3] += 1
         changed = np.any(np.asarray(logits != forward(model, params, other % 64)), axis=(0, 2))
         assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
+
+
+def test_a_cache_that_does_not_grow():
+    """`compare` measures its bytes, which are those of the last activations."""
+    model = build("gpt", **{**SIZES, "num_layers": 1, "mixers": ("previous",)})
+    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [16 * 4] * 3
+    text_model = inference.TextModel(model, inference_layout.pack(model, init(model)), SimpleNamespace(vocab_size=64))
+    assert len(inference_cost.time_steps(text_model, 32, "full")) == inference_cost.SESSIONS * 3
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from conftest import build, call, forward, init, load_config
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
 
 from smallgpt_jax import inference
-from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.context import Context
@@ -155,7 +155,7 @@ def test_imported_models_get_initial_heads(tmp_path):
     """The checkpoint of an imported model has no heads."""
     program = build_program(load_config("gpt", **SMALL, train__objective="two_ahead"), jax.devices()[:1])
     params = init(program.model)
-    workdir.write_imported(tmp_path / "run", program.model, params, {}, tokenizers.from_spec("bytes", []), {})
+    workdir.write_imported(tmp_path / "run", program.model, params, {}, TokenizerSource("bytes").make(), {})
     state = program.restore_or_initialize(Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER))
     assert_equal(state.params, params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.heads, program.initial_state().heads)

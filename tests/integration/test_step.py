@@ -96,6 +96,12 @@ def test_muon_on_eight_devices_matches_one_device(architecture, axes):
     np.testing.assert_allclose(found, first_metrics(architecture, **fields), rtol=1e-5)
 
 
+def test_mup_on_eight_devices_matches_one_device():
+    fields = {"optimizer__base_width": 8, "optimizer__base_depth": 2}
+    found = first_metrics("pgpt", devices=8, **fields, **mesh(fsdp=2, tensor=2, path=2))
+    np.testing.assert_allclose(found, first_metrics("pgpt", **fields), rtol=1e-5)
+
+
 @pytest.mark.parametrize("architecture, axes, fields", [
     ("gpt", dict(data=4, tensor=2), {"train__microbatches": 2}),
     ("gpt", dict(data=8), {"model__tie_embeddings": True, "model__rank_ratio": 0.5, "model__remat": "dots"}),

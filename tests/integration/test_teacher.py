@@ -17,8 +17,8 @@ from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.conversion import low_rank
-from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation.estimate import estimate
@@ -34,7 +34,7 @@ SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__
 
 def write_teacher(folder, model, params) -> str:
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
-    write_imported(folder, model, params, state, tokenizers.from_spec("bytes", []), {})
+    write_imported(folder, model, params, state, TokenizerSource("bytes").make(), {})
     return str(folder)
 
 

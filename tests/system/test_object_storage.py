@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +33,10 @@ from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.storage import files, object_lock, object_storage
-from smallgpt_jax.storage.files import file_lock, local_copy
+from smallgpt_jax.storage import object_lock, object_storage
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.cache import local_copy
+from smallgpt_jax.storage.locks import file_lock
 
 TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
 SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
@@ -152,7 +155,7 @@ def test_object_names_do_not_lead_out_of_the_folder(emulated_storage, tmp_path, 
 
     storage, names = object_storage.file_system(), ["config.json", "empty/", name]
     monkeypatch.setattr(storage, "find", find)
-    monkeypatch.setattr(storage, "get_file", lambda source, target: files.Path(target).write_text("content"))
+    monkeypatch.setattr(storage, "get_file", lambda source, target: Path(target).write_text("content"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"^gs://bucket/folder/.*: the name of this object is not a path; rename or"):
         local_copy(emulated_storage / "folder")
@@ -238,7 +241,7 @@ def test_a_suspended_holder_does_not_overwrite_its_successor(bucket, short_lease
             time.sleep(0.01)
         holder.send_signal(signal.SIGSTOP)
         with file_lock(bucket / "lock"):
-            files.write_atomically(file, "written by the successor")
+            write_atomically(file, "written by the successor")
             holder.send_signal(signal.SIGCONT)
             _, error = holder.communicate(timeout=20)
             assert holder.returncode == 1 and "another process has taken over the lock" in error
@@ -250,7 +253,7 @@ def test_a_write_whose_answer_is_lost_is_repeated(bucket, faults):  # noqa: F811
     with file_lock(bucket / "lock"):
         sent = faults({"match": "POST .*/file$", "status": 503, "lost": True, "times": 1})
         for text in ("new", "newer"):
-            files.write_atomically(bucket / "file", text)
+            write_atomically(bucket / "file", text)
             assert (bucket / "file").read_text() == text
         assert sent() == [1]
 
@@ -270,9 +273,9 @@ def test_a_torn_line_does_not_swallow_the_next_session(place, request):
 
 KILLED_WITH_SPOOL = """
 import os, sys
-from smallgpt_jax.storage import files
 from smallgpt_jax.run import spool
-with spool.open_spool(files.as_path("--workdir", sys.argv[1]), []) as opened:
+from smallgpt_jax.storage.paths import as_path
+with spool.open_spool(as_path("--workdir", sys.argv[1]), []) as opened:
     (opened.folder / "file").write_text("text")
     os.kill(os.getpid(), 9)
 """

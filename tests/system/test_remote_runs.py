@@ -21,7 +21,7 @@ from smallgpt_jax.run import spool
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.files import write_atomically
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.training import train
 
 pytestmark = pytest.mark.slow

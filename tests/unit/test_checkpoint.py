@@ -1,6 +1,7 @@
 """Tests of checkpoints (damage, failed writes, checksums) and of benchmarks/chaos.py, without training."""
 
 import collections
+import itertools
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import pytest
 from conftest import ROOT
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.checkpoint import Checkpoints, copy_checkpoint, saved_steps
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.state import TrainState
 
@@ -52,6 +53,26 @@ def saved(tmp_path_factory):
     checkpoints.close()
     assert sorted(os.listdir(folder)) == ["10", "20"]  # the newest two
     return folder
+
+
+def test_kept_steps_are_not_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, kept_steps=(10,))
+    for step in (5, 10, 20, 30):
+        checkpoints.save(step, state_of(step))
+    checkpoints.close()
+    assert saved_steps(tmp_path) == [10, 30]
+
+
+@pytest.mark.slow
+def test_copies_between_disk_and_object_storage(saved, bucket, tmp_path):
+    folders = [saved, bucket / "a", bucket / "b", tmp_path / "c"]
+    for source, target in itertools.pairwise(folders):
+        copy_checkpoint(source / "20", target / "20")
+        assert saved_steps(target) == [20]
+    for folder in folders[2:]:
+        checkpoints = Checkpoints(folder, keep=1)
+        assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(20))
+        checkpoints.close()
 
 
 def flip_a_bit(path, place):

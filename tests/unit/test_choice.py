@@ -1,13 +1,16 @@
 """Tests of the choice of a model, on constructed records: winner, tie, extrapolation, missing measure, experts."""
 
 import json
+import re
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import call
+from conftest import ROOT, call
 
-from smallgpt_jax.comparison import choice
+from smallgpt_jax.comparison import choice, costs
 from smallgpt_jax.errors import UserError
 
 
@@ -17,7 +20,14 @@ def make_run(name: str, seed: int, loss: float, parameters: int = 1_000_000, tok
             "config": {"model.d_model": 64, "train.steps": 100, "optimizer.decay_steps": 100},
             "parameters": parameters, "active_parameters": parameters, "components": {"token embedding": 1000},
             "curve": [{**point, "step": 0, "tokens": 0, "flops": 0.0, "loss": 9.0}, point],
-            "memory_bytes": 4 * parameters, "decoding": {"tokens_per_second": 500.0}, **fields}
+            "memory_bytes": 16 * parameters, "weight_bytes": 4 * parameters, "inference": inference(2.0), **fields}
+
+
+def inference(ms: float, ms_of_32: float = 10.0, cache_bytes: int = 1000, device: str = "cpu") -> dict:
+    """Returns measurements of decoding steps with a full cache."""
+    return {"device": device, "cache_bytes": cache_bytes, "decoding": [
+        {"batch": batch, "cache": cache, "step_ms": {"median": value}}
+        for batch, full in ((1, ms), (32, ms_of_32)) for cache, value in (("empty", full / 2), ("full", full))]}
 
 
 def make_runs(losses: dict[str, float], noise: float = 0.005, seeds: int = 3, seed: int = 0, **fields) -> list[dict]:
@@ -28,10 +38,10 @@ def make_runs(losses: dict[str, float], noise: float = 0.005, seeds: int = 3, se
 
 @pytest.fixture
 def ask(tmp_path):
-    def answer(runs: list[dict], budget: str, limit: float, **results) -> choice.Answer:
+    def answer(runs: list[dict], budget: str, limit: float, batch: int = 1, **results) -> choice.Answer:
         path = tmp_path / "results.json"
         path.write_text(json.dumps({"title": "t", "format": 1, **results, "runs": runs}))
-        return choice.choose(path, budget, limit)
+        return choice.choose(path, budget, limit, batch)
 
     return answer
 
@@ -55,9 +65,9 @@ def test_a_clear_winner(ask):
 def test_a_tie_is_called_a_tie():
     """Of two equally good models with three seeds, one is chosen in about 5% of the draws."""
     def is_tie(seed: int) -> bool:
-        candidates, _ = choice.read_candidates(make_runs({"a": 3.0, "b": 3.0}, seed=seed), choice.BUDGETS["flops"])
+        candidates, _ = choice.read_candidates(make_runs({"a": 3.0, "b": 3.0}, seed=seed), costs.BUDGETS["flops"])
         try:
-            choice.decide(choice.rank_by_runs(candidates, choice.BUDGETS["flops"], 1.2e14, [])[0])
+            choice.decide(choice.rank_by_runs(candidates, costs.BUDGETS["flops"], 1.2e14, [])[0])
         except choice.CannotTellError as error:
             assert str(error).startswith("the intervals of ")
             return True
@@ -81,10 +91,10 @@ def test_runs_of_one_seed_are_compared_with_each_other():
     common = {0: 0.0, 1: 0.3, 2: -0.4}
     shared = [make_run(name, seed, loss + common[seed] + own) for name, loss, owns in (
         ("a", 3.0, (0.001, 0, -0.001)), ("b", 3.02, (0, -0.001, 0.001))) for (seed, own) in enumerate(owns)]
-    candidates, _ = choice.read_candidates(shared, choice.BUDGETS["flops"])
+    candidates, _ = choice.read_candidates(shared, costs.BUDGETS["flops"])
     draws = choice.loss_draws(candidates)
     assert (draws[0] < draws[1]).mean() > 0.95
-    lacking_a_seed, _ = choice.read_candidates(shared[:-1], choice.BUDGETS["flops"])
+    lacking_a_seed, _ = choice.read_candidates(shared[:-1], costs.BUDGETS["flops"])
     draws = choice.loss_draws(lacking_a_seed)
     assert (draws[0] < draws[1]).mean() < 0.9
 
@@ -125,16 +135,52 @@ def test_horizons_are_budgets_of_training(ask):
 
 
 def test_a_missing_measure(ask):
-    runs = make_runs({"a": 3.0}) + make_runs({"b": 2.9}, decoding=None, seed=1) + make_runs({"c": 3.4}, seed=2)
+    """The answer says what to run: the command of the comparison, if it is known."""
+    runs = make_runs({"a": 3.0}) + make_runs({"b": 2.9}, inference=None, seed=1) + make_runs({"c": 3.4}, seed=2)
     answer = ask(runs, "decode_ms", 2)
     assert answer.chosen is None
-    assert answer.reason == ("b may be the best, but its ms per decoded token at batch size 1 were not measured: rerun "
-                             "compare with config.compare.decoding=true")
-    runs = make_runs({"a": 3.0}) + make_runs({"b": 3.3}, decoding=None, seed=1) + make_runs({"c": 3.4}, seed=2)
+    assert answer.reason == (
+        "b may be the best, but its ms per decoding step at batch size 1 with a full cache were not measured; to "
+        "measure: rerun compare with config.compare.decoding=true")
+    command = "python -m smallgpt_jax.compare --config=c.py --output=x"
+    assert ask(runs, "memory", 5e6, command=command).reason.endswith(
+        "compare --config=c.py --output=x --config.compare.decoding=true")
+    assert ask(make_runs({"a": 3.0, "b": 3.1}, weight_bytes=None), "bytes", 4e6, command=command).reason.endswith(
+        "to measure: " + costs.rerun(command))
+    runs = make_runs({"a": 3.0}) + make_runs({"b": 3.3}, inference=None, seed=1) + make_runs({"c": 3.4}, seed=2)
     assert ask(runs, "decode_ms", 2).chosen == "a"  # b cannot be the best
     runs = make_runs({"a": 3.0, "b": 3.1}, memory_bytes=None)
-    assert ask(runs, "memory", 1e9).reason.startswith("no run has measured bytes of memory")
+    assert ask(runs, "training_memory", 1e9).reason.startswith("no run has measured bytes of memory per device")
     assert "spread of the losses is unknown" in ask(make_runs({"a": 3.0, "b": 3.1}, seeds=1), "bytes", 4e6).reason
+
+
+def test_latency_and_memory_depend_on_the_batch_size(ask):
+    """Model a is better and has the larger cache; it is as fast as b with one text, and slower with 32."""
+    runs = (make_runs({"a": 3.0}, inference=inference(2.0, 20.0, 100_000))
+            + make_runs({"b": 3.1}, inference=inference(2.0, 10.0, 10_000), seed=1))
+    assert ask(runs, "decode_ms", 2).chosen == ask(runs, "decode_ms", 20, batch=32).chosen == "a"
+    at_32 = ask(runs, "decode_ms", 12, batch=32)
+    assert at_32.chosen == "b" and at_32.label == "ms per decoding step at batch size 32 with a full cache"
+    assert [(row.name, row.cost) for row in ask(runs, "memory", 5e6).front] == [("b", 4.01e6), ("a", 4.1e6)]
+    assert ask(runs, "memory", 4.2e6).chosen == "a" and ask(runs, "memory", 4.05e6).chosen == "b"
+    assert ask(runs, "memory", 6e6, batch=32).chosen == "b"  # a takes 4 MB + 32 · 0.1 MB
+    assert not at_32.notes
+    runs[0]["inference"]["device"] = "other"
+    assert "Measured on different devices: other, cpu." in ask(runs, "decode_ms", 2).notes
+
+
+def test_a_slow_measurement_of_one_seed_does_not_count(ask):
+    runs = make_runs({"a": 3.0, "b": 3.1})
+    runs[1]["inference"] = inference(50.0)
+    assert ask(runs, "decode_ms", 2).chosen == "a"
+
+
+@pytest.mark.parametrize("budget, limit, step", [
+    ("flops", 1e12, "1.2e+12 training FLOPs"), ("seconds", 1, "2 seconds")])
+def test_refuses_a_budget_below_one_step(budget, limit, step, ask):
+    message = f"--{budget}={limit:g}: below one training step, which takes {step}"
+    with pytest.raises(UserError, match=re.escape(message)):
+        ask(make_runs({"a": 3.0, "b": 3.1}), budget, limit)
 
 
 def test_experts_count_with_all_their_parameters(ask):
@@ -200,11 +246,21 @@ def test_an_answer_takes_less_than_two_seconds(ask):
     assert time.process_time() - started < 2
 
 
+def test_starts_without_the_libraries_of_training():
+    """Their imports take longer than an answer."""
+    code = "import sys, smallgpt_jax.choose; sys.exit(bool({'flax', 'optax', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_bad_input(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"format": 1, "runs": make_runs({"a": 3.0, "b": 3.2})}))
     both = call("choose", f"--results={path}", "--flops=1e14", "--seconds=3")
     assert both.returncode == 2 and "--flops and --seconds cannot be combined; give one of --flops" in both.stderr
+    for arguments, message in ((["--flops=1e14", "--batch=2"], "--batch: does not apply to --flops; remove it"),
+                               (["--decode_ms=2", "--batch=2"], "--batch=2: decoding is measured at 1 and 32;")):
+        done = call("choose", f"--results={path}", *arguments)
+        assert done.returncode == 2 and message in done.stderr
     unknown = call("choose", f"--results={tmp_path}/none.json", "--flops=1e14")
     assert unknown.returncode == 1 and "none.json: No such file or directory; give the results.json" in unknown.stderr
     good = call("choose", f"--results={path}", "--flops=1.2e14", "--json")

@@ -18,6 +18,7 @@ from smallgpt_jax.comparison import budget, report, results
 from smallgpt_jax.conversion import model_card
 from smallgpt_jax.data import journal, store, tokenizers
 from smallgpt_jax.data.corpus import Corpus, same_text
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -120,7 +121,7 @@ def folder(tmp_path_factory):
 
 def write_tokenizers(folder):
     """Writes a SentencePiece model, a vocabulary in GPT-2's format and a tokenizer.json, each into its own folder."""
-    tokenizers.save(tokenizers.from_spec("sentencepiece:400", ["some words to learn from " * 9]), folder / "pieces")
+    tokenizers.save(TokenizerSource("sentencepiece:400").make(["some words to learn from " * 9]), folder / "pieces")
     for name in ("gpt2", "hf"):
         (folder / name).mkdir()
     letters = sorted(tokenizers.gpt2_bytes(), key=tokenizers.gpt2_bytes().get)

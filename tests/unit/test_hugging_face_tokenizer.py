@@ -11,6 +11,7 @@ from conftest import spaced_tokenizer
 from smallgpt_jax.conversion import tokenizer_files
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.detokenizer import Detokenizer
 
@@ -67,7 +68,7 @@ def test_ids_are_those_of_the_library(make, tmp_path):
     theirs.enable_truncation(4)
     theirs.enable_padding(length=50)
     folder = save(tmp_path / "theirs", theirs, eos_token="</s>")
-    tokenizer = tokenizers.from_spec(str(folder), [])
+    tokenizer = TokenizerSource(str(folder)).make()
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True
@@ -90,7 +91,7 @@ def test_ids_are_those_of_the_library(make, tmp_path):
 
 @pytest.mark.parametrize("old_form", [True, False])
 def test_a_continuation_begins_without_a_space(old_form, tmp_path):
-    tokenizer = tokenizers.from_spec(str(save(tmp_path, with_spaces(old_form), eos_token="</s>")), [])
+    tokenizer = TokenizerSource(str(save(tmp_path, with_spaces(old_form), eos_token="</s>"))).make()
     start = tokenizer.encode(["the c"])[0].tolist()
     for text in ("at sat", " mat", ""):
         ids = tokenizer.encode_continuation(text).tolist()
@@ -101,7 +102,7 @@ def test_a_continuation_begins_without_a_space(old_form, tmp_path):
 @pytest.mark.parametrize("make", [byte_level, lambda: with_spaces(True)], ids=["byte level", "Prepend"])
 def test_streamed_text(make, tmp_path):
     """Pieces of streamed text never contain parts of a character, and together they are the text."""
-    tokenizer = tokenizers.from_spec(str(save(tmp_path, make(), eos_token="</s>")), [])
+    tokenizer = TokenizerSource(str(save(tmp_path, make(), eos_token="</s>"))).make()
     text = "the cat 🙂\u200d🙂 sat <s> ünïcödé"
     detokenizer = Detokenizer(tokenizer, before=tokenizer.encode(["on"])[0].tolist(), prompt="on")
     pieces = [detokenizer.add(int(token)) for token in (*tokenizer.encode_continuation(text), tokenizer.end_of_text)]
@@ -120,7 +121,7 @@ def test_end_of_text(files, token, tmp_path):
     save(tmp_path, byte_level())
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    tokenizer = tokenizers.from_spec(str(tmp_path / "tokenizer.json"), [])
+    tokenizer = TokenizerSource(str(tmp_path / "tokenizer.json")).make()
     assert tokenizer.end_of_text == SPECIAL.index(token) and tokenizer.end_of_text_token == token
 
 
@@ -130,13 +131,13 @@ def test_tokenizer_json_precedes_the_files_of_other_formats(tmp_path):
     save(tmp_path / "model", theirs).joinpath("model.safetensors").write_bytes(b"weights")
     theirs.model.save(str(tmp_path / "model"))
     assert isinstance(tokenizers.load(tmp_path / "model"), HuggingFaceTokenizer)
-    before = tokenizers.spec_fingerprint(str(tmp_path / "model"))
+    before = TokenizerSource(str(tmp_path / "model")).fingerprint
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
-    assert tokenizers.spec_fingerprint(str(tmp_path / "model")) == before
+    assert TokenizerSource(str(tmp_path / "model")).fingerprint == before
     file = str(tmp_path / "model" / "tokenizer.json")
-    before = tokenizers.spec_fingerprint(file)
+    before = TokenizerSource(file).fingerprint
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    assert tokenizers.spec_fingerprint(file) != before
+    assert TokenizerSource(file).fingerprint != before
 
 
 @pytest.mark.parametrize("files, message", [
@@ -153,13 +154,13 @@ def test_refuses_bad_files(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        tokenizers.from_spec(str(tmp_path), [])
+        TokenizerSource(str(tmp_path)).make()
 
 
 def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
     tokenizer = library.Tokenizer(library.models.BPE(vocab={"a": 0}, merges=[]))
     with pytest.raises(UserError, match=r"no end-of-text token; set eos_token in a tokenizer_config\.json"):
-        tokenizers.from_spec(str(save(tmp_path, tokenizer)), [])
+        TokenizerSource(str(save(tmp_path, tokenizer))).make()
 
 
 def test_settings_of_exported_tokenizers(tmp_path):
@@ -169,11 +170,11 @@ def test_settings_of_exported_tokenizers(tmp_path):
         return json.loads(files.get("tokenizer_config.json", "{}"))
 
     save(tmp_path, byte_level())
-    assert settings(tokenizers.from_spec(str(tmp_path), [])).items() >= dict(
+    assert settings(TokenizerSource(str(tmp_path)).make()).items() >= dict(
         eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    assert tokenizer_files.hugging_face_files(tokenizers.from_spec(str(tmp_path), []), 64) == {}
-    assert settings(tokenizers.from_spec("sentencepiece:400", WORDS))["add_prefix_space"] is False
+    assert tokenizer_files.hugging_face_files(TokenizerSource(str(tmp_path)).make(), 64) == {}
+    assert settings(TokenizerSource("sentencepiece:400").make(WORDS))["add_prefix_space"] is False
     assert settings(spaced_tokenizer(False))["add_prefix_space"] is True
 
 
@@ -181,4 +182,4 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     save(tmp_path, byte_level())
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"tokenizers is not installed; run pip install -c .* '\.\[hf\]'"):
-        tokenizers.from_spec(str(tmp_path), [])
+        TokenizerSource(str(tmp_path)).make()

@@ -18,7 +18,7 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import clock as run_clock
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.logger import Logger, StepMetrics
+from smallgpt_jax.run.logger import Logger, StepMetrics, Units
 from smallgpt_jax.run.metrics import MetricsWriter, read_lines
 from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.training import messages
@@ -35,8 +35,8 @@ def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list
     timer = RunClock()
     clock.now += 7
     timer.start_training()
-    logger = Logger(workdir, first_step, RunProgress(20), timer, log_every=log_every, tokens_per_step=512,
-                    bytes_per_token=1.0, peak_tokens_per_second=None, unlogged_losses=unlogged_losses)
+    logger = Logger(MetricsWriter(workdir, first_step), RunProgress(20), timer, Units(512, 1.0, None), log_every,
+                    unlogged_losses)
     for step in range(first_step + 1, 21):
         values = {"loss": LOSSES[step - 1], "grad_norm": 1.0, "is_finite": True}
         if (previous := logger.exchange(step, values)) is not None:

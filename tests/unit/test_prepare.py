@@ -13,10 +13,11 @@ import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
-from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizers
+from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizer_source
 from smallgpt_jax.data.corpus import open_or_prepare
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.files import file_lock
+from smallgpt_jax.storage.locks import file_lock
 
 
 @pytest.fixture
@@ -74,8 +75,8 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(store_writer, "JOURNAL_SECONDS", 0)
     encode, trained, logged = encoding.encode, [], []
-    train = tokenizers.train_sentencepiece
-    monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
+    train = tokenizer_source.train_sentencepiece
+    monkeypatch.setattr(tokenizer_source, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
     for batches in (3, 1, 8):
         left = [batches]
 
@@ -251,8 +252,8 @@ def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
 ], ids=["earlier file", "earlier line", "validation fraction", "tokenizer file"])
 def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, monkeypatch, first, change, then):
     for name, size in (("my.model", 300), ("two", 310)):
-        (tmp_path / name).write_bytes(tokenizers.from_spec(
-            f"sentencepiece:{size}", ["some words to learn from, and others " * 9]).files()["tokenizer.model"])
+        made = TokenizerSource(f"sentencepiece:{size}").make(["some words to learn from, and others " * 9])
+        (tmp_path / name).write_bytes(made.files()["tokenizer.model"])
     first, then = ({key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
                     for key, value in settings.items()} for settings in (first, then))
     prepare_until_the_invalid_line(shards, tmp_path, **first)
@@ -279,7 +280,7 @@ def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypa
     changed, the tokenizer is kept, and preparation resumes.
     """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
-    monkeypatch.setattr(tokenizers, "MAX_TRAINING_CHARACTERS", max_characters)
+    monkeypatch.setattr(tokenizer_source, "MAX_TRAINING_CHARACTERS", max_characters)
     with interrupted(monkeypatch, after=100):
         prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400", workers=1)
     edit(shards / "c.jsonl", lambda lines: [line.replace("text ", "word ") for line in lines])

@@ -26,6 +26,10 @@ TEXT = {"description": {
     "tokenizer": "0" * 64}
 
 
+STEP_MS = {"median": 2.0, "low": 1.9, "high": 2.2, "count": 24}
+INFERENCE = {"device": "cpu", "dtype": "float32", "context_length": 64, "cache_bytes": 6400,
+             "cache_bytes_per_token": 100, "prefill_ms": STEP_MS,
+             "decoding": [{"batch": 1, "cache": "full", "step_ms": STEP_MS}]}
 LOSSES = {0.5: 3.0, 1.0: 2.5, 2.0: 2.75}  # of a grid
 
 
@@ -41,7 +45,7 @@ def run(name: str, seed: int, loss: float, fingerprint: str = "v", targets: int 
                diverged=False, is_imported=False, steps_done=2, parameters=100, active_parameters=100,
                components={"blocks": 100}, flops_per_token=600.0, tokens_per_step=100.0, curve=points,
                tokens_per_second=1e3, memory_bytes=10**6, sessions=(session,), expert_load=None, texts=(),
-               decoding={"tokens_per_second": 50.0}, benchmarks={"copa acc": 0.5}, text=text, averaged=averaged)
+               benchmarks={"copa acc": 0.5}, text=text, averaged=averaged, weight_bytes=400, inference=INFERENCE)
 
 
 def record(*runs: Run, **fields) -> Record:

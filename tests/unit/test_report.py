@@ -19,7 +19,7 @@ def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> re
         name=name, workdir="x", seed=seed, config={"train.steps": 2}, is_finished=2 in steps, diverged=False,
         is_imported=False, steps_done=max(steps), parameters=1, active_parameters=1, components={},
         flops_per_token=1.0, tokens_per_step=10, curve=points, tokens_per_second=1.0, memory_bytes=None, sessions=(),
-        expert_load=None, texts=(), decoding=None, benchmarks={})
+        expert_load=None, texts=(), benchmarks={})
 
 
 def write(folder, runs, title: str = "t", budget: str = "", command: str = "", reference: str = "") -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Optional
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import pytest
 from conftest import load_config
 
 from configs import run as run_recipe
+from smallgpt_jax import models
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config_group import IN_DECAY, ConfigGroup
 from smallgpt_jax.errors import UserError
@@ -155,3 +156,44 @@ def test_one_line_declares_a_field():
         Group.from_fields({"widht": 3})
     with pytest.raises(UserError, match=r"config.group.width='3': must be an integer"):
         Group.from_fields({"width": "3"})
+
+
+def test_types_may_be_strings():
+    """All annotations of a module with `from __future__ import annotations` are strings."""
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(models.ModelConfig):
+        passes: "int"
+        scale: "float" = 1.0
+        taps: "tuple[int, ...]" = ()
+
+    placeholder = Own.config_dict()
+    placeholder.passes = 2
+    assert placeholder.passes == 2 and "num_layers" in placeholder
+    with pytest.raises(TypeError):
+        placeholder.passes = "two"
+    own = Own.from_fields({"architecture": "own:Own", "passes": 3, "scale": 2, "taps": [1, 2]})
+    assert (own.passes, own.scale, own.taps, type(own.scale)) == (3, 2.0, (1, 2), float)
+    with pytest.raises(UserError, match=r"config.model.taps=3: must be integers, separated by commas"):
+        Own.from_fields({"architecture": "own:Own", "passes": 3, "taps": 3})
+
+
+@pytest.mark.parametrize("declared, default, message", [
+    ("int | None", None, "declares another type than int, float, bool, str or a tuple"),
+    (Optional[str], None, "declares another type"),  # noqa: UP045
+    (list[int], dataclasses.field(default_factory=list), "declares another type"),
+    (tuple[int, ...], dataclasses.field(default_factory=tuple), "declares a default_factory; declare a default value")])
+def test_unsupported_declarations(declared, default, message):
+    own = dataclasses.make_dataclass("Own", [("extra", declared, default)], bases=(models.ModelConfig,), frozen=True,
+                                     kw_only=True)
+    for read in (own.config_dict, lambda: own.from_fields({"architecture": "own:Own"})):
+        with pytest.raises(UserError, match=rf"^config\.model\.extra: Own {message}") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_a_config_class_without_the_decorator():
+    class Own(models.ModelConfig):
+        extra: int = 3
+
+    with pytest.raises(UserError, match=r"config\.model\.extra: Own is not a dataclass with this field; decorate it"):
+        Own.from_fields({"architecture": "own:Own"})

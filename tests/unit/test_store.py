@@ -149,6 +149,21 @@ def test_refuses_ids_that_are_not_in_the_vocabulary(stores, tmp_path, packing, d
         store.open_store(folder)
 
 
+def test_messages_name_the_store_as_given(stores, tmp_path, monkeypatch):
+    """A store in object storage is read from a local copy, whose path the user does not know."""
+    copy = shutil.copytree(stores / "one", tmp_path / "copy")
+    monkeypatch.setattr(store, "local_copy", lambda _: copy)
+    opened = store.open_store(stores / "one")
+    with pytest.raises(UserError, match=f"^{stores}/one/validation.bin: damaged, has the id 257"):
+        opened.validation.check_ids(np.int32([5, 257]))
+    np.full(opened.train.tokens, 300, np.uint16).tofile(copy / "train.bin")
+    with pytest.raises(UserError, match=f"^{stores}/one/train.bin: damaged, has the id 300"):
+        store.open_store(stores / "one")
+    cut(copy / "train.bin")
+    with pytest.raises(UserError, match=f"^{stores}/one/train.bin: damaged, has "):
+        store.open_store(stores / "one")
+
+
 def test_refuses_a_mixture_that_trains_on_validation_documents(tmp_path):
     """The message counts the training documents of one store that another store has in its validation split."""
     common, own, other = ([f"document {i} of {name} " + "text " * (i % 9) for i in range(200)] for name in "abc")

@@ -8,7 +8,7 @@ from absl import flags
 from conftest import build, spaced_tokenizer
 
 from smallgpt_jax import inference
-from smallgpt_jax.comparison import measure
+from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.sampling import Sampling
@@ -164,8 +164,8 @@ def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monk
     print_final_message(str(tmp_path))
     assert "(none: no layer keeps a cache)" in capsys.readouterr().out
     logged = []
-    measure.measure_decoding(tmp_path, logged.append)
-    assert logged == [f"{tmp_path.name}: decoding is not measured: no layer keeps a cache"]
+    inference_cost.measure_inference(tmp_path, logged.append)
+    assert logged == [f"{tmp_path.name}: inference is not measured: no layer keeps a cache"]
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,8 @@ import pytest
 import sentencepiece
 from conftest import SHARED_DATA
 
-from smallgpt_jax.data import encoding, tokenizers
+from smallgpt_jax.data import encoding, tokenizer_source, tokenizers
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 
 STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé 漢字 🙂\u200d🙂", "<|endoftext|>",
@@ -21,10 +22,10 @@ STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé �
 def all_tokenizers():
     """Returns {kind: tokenizer}. Contains "gpt2" only if its vocabulary is available."""
     texts = [*STRANGE[1:], *(f"some words {i} and other words to learn from\n" for i in range(300))]
-    all_tokenizers = {"bytes": tokenizers.from_spec("bytes", []),
-            "sentencepiece": tokenizers.from_spec("sentencepiece:400", texts)}
+    all_tokenizers = {"bytes": TokenizerSource("bytes").make(),
+            "sentencepiece": TokenizerSource("sentencepiece:400").make(texts)}
     if SHARED_DATA.is_dir():
-        all_tokenizers["gpt2"] = tokenizers.from_spec(str(SHARED_DATA / "tokenizer/gpt2"), [])
+        all_tokenizers["gpt2"] = TokenizerSource(str(SHARED_DATA / "tokenizer/gpt2")).make()
     return all_tokenizers
 
 
@@ -54,13 +55,13 @@ def test_gpt2_ids(all_tokenizers):
 def test_gpt2_from_tiktoken_cache(shared_data, tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     for name in ("encoder.json", "vocab.bpe"):
-        key = hashlib.sha1((tokenizers.GPT2_URL + name).encode()).hexdigest()
+        key = hashlib.sha1((tokenizer_source.GPT2_URL + name).encode()).hexdigest()
         shutil.copy(shared_data / "tokenizer/gpt2" / name, tmp_path / key)
-    assert tokenizers.from_spec("gpt2", []).encode(["Hello world"])[0].tolist() == [15496, 995]
+    assert TokenizerSource("gpt2").make().encode(["Hello world"])[0].tolist() == [15496, 995]
 
 
 def test_sentencepiece_on_small_text_has_fewer_pieces():
-    assert 256 < tokenizers.from_spec("sentencepiece:4000", ["a few words\n" * 3]).vocab_size < 400
+    assert 256 < TokenizerSource("sentencepiece:4000").make(["a few words\n" * 3]).vocab_size < 400
 
 
 def test_end_of_text_is_never_a_user_defined_piece():
@@ -79,10 +80,10 @@ def test_end_of_text_is_never_a_user_defined_piece():
 def test_sentencepiece_learns_from_every_document():
     """The training documents may come from an iterator, and their lines may have any length."""
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
-    tokenizer = tokenizers.from_spec("sentencepiece:600", (text for text in texts))
+    tokenizer = TokenizerSource("sentencepiece:600").make(text for text in texts)
     assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
     with pytest.raises(UserError, match=r"'sentencepiece:600': cannot be trained on this text \(it is empty\)"):
-        tokenizers.from_spec("sentencepiece:600", [])
+        TokenizerSource("sentencepiece:600").make()
 
 
 @pytest.mark.parametrize("spec, files, substrings", [
@@ -99,7 +100,7 @@ def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
-        tokenizers.from_spec(spec.replace("FOLDER", str(tmp_path)), [])
+        TokenizerSource(spec.replace("FOLDER", str(tmp_path))).make()
     assert all(s in str(error.value) for s in substrings), str(error.value)
 
 

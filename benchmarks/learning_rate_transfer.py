@@ -1,0 +1,97 @@
+"""Measures how the best learning rate depends on the width, with and without muP.
+
+    python benchmarks/learning_rate_transfer.py --config=configs/gpt.py:tiny --widths=32,64,128 --steps=300
+
+At each width, the model is trained at several multiples of config.optimizer.learning_rate, always on the same batches.
+The loss of a run is the mean training loss of its last tenth. The best rate is the minimum of the parabola through the
+lowest loss and its neighbors. The base model of muP is the narrowest one, so its results count for both.
+
+Prints a table, and the largest best rate divided by the smallest. The last line of standard output has all losses as
+JSON.
+"""
+
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from absl import flags
+from coordinates import at_size
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
+
+from smallgpt_jax import cli
+from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.step import train_step
+
+_CONFIG = cli.define_config()
+_WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")
+_MULTIPLES = flags.DEFINE_list("multiples", ["0.25", "0.5", "1", "2", "4", "8"], "Multiples of the learning rate.")
+_STEPS = flags.DEFINE_integer("steps", 300, "Training steps of each run.", lower_bound=10)
+
+
+def grid(config: Config, multiples: list[float]) -> Grid:
+    """Returns the losses at all multiples. The program is compiled only once, because the multiple is an argument."""
+    program = build_program(config, jax.devices()[:1])
+    c, pipeline = program.config, program.open_pipeline()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, multiple):
+        def update(gradients, state, params=None):
+            updates, state = program.optimizer.update(gradients, state, params)
+            return jax.tree.map(lambda u: u * multiple, updates), state
+
+        return train_step(
+            state, batch, model=program.model, objective=program.objective, microbatches=c.train.microbatches,
+            optimizer=optax.GradientTransformation(program.optimizer.init, update),
+            schedule=learning_rate_schedule(c.optimizer), seed=c.train.seed)
+
+    def final_loss(multiple: float) -> float:
+        state, losses = program.initial_state(), []
+        for i in range(c.train.steps):
+            state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]), multiple)
+            losses.append(metrics["loss"])
+        mean = float(np.mean(losses[-(c.train.steps // 10):]))
+        return mean if math.isfinite(mean) else math.inf
+
+    return Grid(c.train.seed, c.optimizer.learning_rate, {multiple: final_loss(multiple) for multiple in multiples})
+
+
+def best_rate(found: Grid) -> float:
+    """Returns the rate at the minimum of the parabola, or the best rate of the grid if it is at an edge."""
+    return found.learning_rate * (found.minimum.multiple if found.minimum else found.best)
+
+
+def main() -> None:
+    with _CONFIG.value.unlocked():
+        _CONFIG.value.train.steps = _STEPS.value
+    config = Config.of(_CONFIG.value)
+    widths, multiples = sorted(map(int, _WIDTHS.value)), sorted(map(float, _MULTIPLES.value))
+    grids = {"without muP": {width: grid(at_size(config, "d_model", width, 0), multiples) for width in widths}}
+    grids["with muP"] = {widths[0]: grids["without muP"][widths[0]], **{
+        width: grid(at_size(config, "d_model", width, widths[0]), multiples) for width in widths[1:]}}
+    rates = [multiple * config.optimizer.learning_rate for multiple in multiples]
+    header = ["", "width", *(f"{rate:.3g}" for rate in rates), "best"]
+    print("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
+    for name, by_width in grids.items():
+        for width, found in by_width.items():
+            edge = f" ({found.edge} of the grid)" if found.edge else ""
+            print(f"| {name} | {width} | " + " | ".join(f"{loss:.4f}" for loss in found.losses.values())
+                  + f" | {best_rate(found):.3g}{edge} |")
+    best = {name: {width: best_rate(found) for width, found in by_width.items()} for name, by_width in grids.items()}
+    for name, by_width in best.items():
+        print(f"{name}: the best rates differ by a factor of {max(by_width.values()) / min(by_width.values()):.2f}")
+    print(json.dumps({"config": config.to_dict(), "best": best, "losses": {
+        name: {width: found.losses for width, found in by_width.items()} for name, by_width in grids.items()}}))
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    cli.run(main)

@@ -1,0 +1,168 @@
+"""The corpus of a run on a probe: rows of examples, which are made when a batch is read.
+
+The example in a row depends only on the row's number. The order of the rows, and with it resumption and the rows of
+each process, is that of text (batches.py). There are so many training rows that runs do not repeat any.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from smallgpt_jax.data.config import SYNTHETIC
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.probes import NO_ANSWER, PROBES, Probe, RowNumbers
+from smallgpt_jax.data.tokenizers import Symbols
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.json_files import TEXT, Each, integer
+
+NUM_ROWS = {"train": 2**30, "validation": 2**14}
+STREAMS = {"train": 1, "validation": 2}  # of random numbers
+FINGERPRINT_ROWS = 64
+LENGTHS_STREAM = 3  # of the lengths of training examples
+DESCRIPTION = {"probe": {"name": TEXT, "length": integer(1), "min_length": integer(1), "max_length": integer(1),
+                         "symbols": integer(0), "scratch": integer(0)},
+               "splits": Each({"rows": integer(1)}), "fingerprints": Each(TEXT)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleRows:
+    """A `Packing` with one example per row. All lengths from `min_length` to `length` are equally frequent."""
+
+    name: str  # of the probe
+    probe: Probe
+    split: str
+    min_length: int
+    length: int
+    context_length: int
+
+    cut_documents = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        return NUM_ROWS[self.split]
+
+    @cached_property
+    def padding(self) -> float:
+        inputs = [self.probe.num_inputs(length) for length in range(self.min_length, self.length + 1)]
+        return 1 - float(np.mean(inputs)) / self.context_length
+
+    @property
+    def summary(self) -> str:
+        lengths = f"{self.min_length} to {self.length}" if self.min_length < self.length else self.length
+        return f"{SYNTHETIC}{self.name}, {lengths} {self.probe.unit}: {self.padding:.2%} padding"
+
+    def lengths(self, rows_B: np.ndarray) -> np.ndarray:
+        choices = self.length + 1 - self.min_length
+        return self.min_length + RowNumbers(rows_B, LENGTHS_STREAM).integers(choices, 1)[:, 0]
+
+    def read_rows(self, rows_B: np.ndarray) -> Batch:
+        tokens_BxT1 = np.zeros((len(rows_B), self.context_length + 1), np.int32)
+        answers_BxT = np.full((len(rows_B), self.context_length), NO_ANSWER, np.int32)
+        lengths_B = self.lengths(rows_B)
+        for length in np.unique(lengths_B):
+            has_length_B = lengths_B == length
+            inputs, answers = self.probe.examples(RowNumbers(rows_B[has_length_B], STREAMS[self.split]), int(length))
+            tokens_BxT1[has_length_B, :inputs.shape[1]] = inputs
+            answers_BxT[has_length_B, :inputs.shape[1]] = answers
+        is_answer_BxT = answers_BxT != NO_ANSWER
+        return Batch(tokens_BxT1, None, is_answer_BxT, np.where(is_answer_BxT, answers_BxT, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeCorpus:
+    """Has the interface of `Corpus`. Validation examples have the length `length`."""
+
+    name: str
+    probe: Probe
+    min_length: int
+    length: int
+    test_lengths: tuple[int, ...]
+
+    stores = ()
+    weights = (1.0,)
+
+    @classmethod
+    def of(cls, data) -> "ProbeCorpus":
+        """Raises UserError for an unknown probe and for invalid options."""
+        name = data.source.removeprefix(SYNTHETIC)
+        if name not in PROBES:
+            near = difflib.get_close_matches(name, PROBES, n=1)
+            raise UserError(f"config.data.source={data.source!r}: no probe {name!r}; "
+                            + (f"did you mean {near[0]!r}? The probes are " if near else "choose from ")
+                            + ", ".join(PROBES))
+        kind, lengths = PROBES[name], (data.probe_length, *data.probe_test_lengths)
+        for field, rule in find_problems(data, kind):
+            raise UserError(f"config.data.{field}={getattr(data, field)!r}: {rule}")
+        probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max(lengths))
+        if problem := probe.problem():
+            raise UserError(f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or decrease "
+                            "config.data.probe_length")
+        return cls(name, probe, data.probe_min_length or data.probe_length, data.probe_length,
+                   tuple(data.probe_test_lengths))
+
+    @cached_property
+    def tokenizer(self) -> Symbols:
+        return Symbols(self.probe.symbols)
+
+    @cached_property
+    def description(self) -> dict:
+        probe = self.probe
+        return {"probe": {"name": self.name, "length": self.length, "min_length": self.min_length,
+                          "max_length": probe.max_length, "symbols": probe.num_symbols, "scratch": probe.scratch},
+                "splits": {split: {"rows": rows} for split, rows in NUM_ROWS.items()},
+                "fingerprints": {split: self.fingerprint(split) for split in NUM_ROWS}}
+
+    def fingerprint(self, split: str) -> str:
+        """Returns a hash of the first examples, which a change of the options or of the probe's code changes."""
+        rows = self._rows(split, self.length, self.probe.num_inputs(self.length))
+        batch = rows.read_rows(np.arange(FINGERPRINT_ROWS))
+        digest = hashlib.blake2b(json.dumps(self.probe.symbols).encode(), digest_size=16)
+        for array in (batch.tokens_BxT1, batch.targets_BxT, batch.loss_mask_BxT):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def bytes_per_token(self, split: str) -> float:
+        return math.nan  # examples are not text
+
+    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[ExampleRows]:
+        return [self._rows(split, self.length, context_length)]
+
+    def test_rows(self, context_length: int) -> dict[int, ExampleRows]:
+        """Returns {length: validation rows} for the further lengths."""
+        return {length: self._rows("validation", length, context_length) for length in self.test_lengths}
+
+    def _rows(self, split: str, length: int, context_length: int) -> ExampleRows:
+        if (needed := self.probe.num_inputs(length)) > context_length:
+            field = "probe_length" if length == self.length else "probe_test_lengths"
+            raise UserError(f"config.data.{field}: an example of {length} {self.probe.unit} has {needed:,} tokens, "
+                            f"more than config.model.context_length={context_length}; use a longer context or shorter "
+                            "examples")
+        min_length = self.min_length if split == "train" else length
+        return ExampleRows(self.name, self.probe, split, min_length, length, context_length)
+
+
+def find_problems(data, kind: type[Probe]) -> list[tuple[str, str]]:
+    """Returns [(field, rule that its value breaks)] for the options of a probe."""
+    name, least = data.source, kind.least_length
+    tests: Sequence[int] = data.probe_test_lengths
+    rules = {
+        "probe_length": (data.probe_length < least, f"must be at least {least}"),
+        "probe_min_length": (data.probe_min_length != 0 and not least <= data.probe_min_length <= data.probe_length,
+                             f"must be 0, or at least {least} and at most config.data.probe_length="
+                             f"{data.probe_length}"),
+        "probe_test_lengths": (not all(type(length) is int and length >= least for length in tests)
+                               or len({data.probe_length, *tests}) <= len(tests),
+                               f"must be different integers of at least {least}, other than config.data.probe_length"),
+        "probe_symbols": (data.probe_symbols != 0 and (not kind.default_symbols
+                                                       or data.probe_symbols < kind.least_symbols),
+                          f"must be 0, or at least {kind.least_symbols}" if kind.default_symbols
+                          else f"{name} does not have this field; set it to 0"),
+        "probe_scratch": (data.probe_scratch < 0 or (data.probe_scratch > 0 and not kind.has_scratch),
+                          "must be at least 0" if kind.has_scratch else f"{name} has no scratch tokens; set it to 0")}
+    return [(field, rule) for field, (is_broken, rule) in rules.items() if is_broken]

@@ -1,0 +1,299 @@
+"""Probes: synthetic tasks with exact answers. docs/data.md describes them.
+
+A probe makes any number of examples at once from the random numbers of their rows. An example consists of its inputs
+and of the answer at each input, or NO_ANSWER. Id 0 is the end-of-text token, with which every example begins; the
+symbols of a probe have the ids from 1 on.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+NO_ANSWER = -1
+
+
+class RowNumbers:
+    """Random numbers that depend only on a stream and on the number of a row: SplitMix64 (Steele et al., 2014).
+
+    Unlike NumPy's generators, it draws for all rows at once, and gives the same numbers in all versions.
+    """
+
+    def __init__(self, rows_B: np.ndarray, stream: int):
+        self._states_B, self._count = mix(rows_B.astype(np.uint64) + np.uint64(stream << 40)), 0
+
+    def _bits(self, count: int) -> np.ndarray:
+        steps = np.arange(self._count + 1, self._count + count + 1, dtype=np.uint64)
+        self._count += count
+        return mix(self._states_B[:, None] + steps * np.uint64(0x9E3779B97F4A7C15))
+
+    def integers(self, below: int, count: int) -> np.ndarray:
+        """Returns (B, count) int64."""
+        return (self._bits(count) % np.uint64(below)).astype(np.int64)
+
+    def fractions(self, count: int) -> np.ndarray:
+        """Returns (B, count) float64, at least 0 and below 1."""
+        return (self._bits(count) >> np.uint64(11)) * 2.0**-53
+
+    def permutations(self, length: int) -> np.ndarray:
+        """Returns (B, length): in each row, the integers below `length` in random order."""
+        return np.argsort(self._bits(length), axis=1)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
+
+
+def next_tokens(sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the inputs and answers of sequences in which each answer is the next token."""
+    return sequences_BxL[:, :-1], np.where(np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER)
+
+
+def join(*parts: np.ndarray | int) -> np.ndarray:
+    """Returns a sequence per row: the end-of-text token and the parts. Integers are tokens that all rows share."""
+    rows = next(len(part) for part in parts if not isinstance(part, int))
+    return np.concatenate([np.full((rows, 1), part) if isinstance(part, int) else part for part in (0, *parts)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    default_symbols: ClassVar[int] = 0  # of config.data.probe_symbols; 0: the probe does not have this field
+    least_symbols: ClassVar[int] = 2
+    least_length: ClassVar[int] = 1
+    has_scratch: ClassVar[bool] = False
+    unit: ClassVar[str]  # what the length counts
+
+    num_symbols: int
+    scratch: int
+    max_length: int  # of all examples
+
+    @cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """Returns the spelling of the ids from 1 on."""
+        raise NotImplementedError
+
+    def num_inputs(self, length: int) -> int:
+        raise NotImplementedError
+
+    def examples(self, numbers: RowNumbers, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns inputs and answers, both (B, num_inputs)."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """Returns why there are no examples of `max_length`, or ""."""
+        return ""
+
+
+class Recall(Probe):
+    """Multi-query associative recall (after Arora et al., arXiv 2312.04927): key–value pairs, then as many of the keys,
+    drawn at random. The answer is the key's value. If each key came once, the values that are left would tell much.
+    """
+
+    default_symbols = 64
+    unit = "key–value pairs"
+
+    @cached_property
+    def symbols(self):
+        return tuple(f"{kind}{i}" for kind in "kv" for i in range(self.num_symbols // 2))
+
+    def num_inputs(self, length):
+        return 4 * length
+
+    def examples(self, numbers, length):
+        count = self.num_symbols // 2
+        keys = 1 + numbers.permutations(count)[:, :length]
+        values = 1 + count + numbers.integers(count, length)
+        pairs = np.stack([keys, values], axis=2)
+        queries = np.take_along_axis(pairs, numbers.integers(length, length)[:, :, None], axis=1)
+        sequences = join(pairs.reshape(len(pairs), -1), queries.reshape(len(pairs), -1))
+        return next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
+
+    def problem(self):
+        return (f"{self.max_length} pairs need {2 * self.max_length} symbols, half of them keys"
+                if 2 * self.max_length > self.num_symbols else "")
+
+
+class Copy(Probe):
+    """Symbols, a separator, and the same symbols again."""
+
+    default_symbols = 16
+    unit = "symbols"
+
+    @cached_property
+    def symbols(self):
+        return (*map(str, range(self.num_symbols)), "|")
+
+    def num_inputs(self, length):
+        return 2 * length + 1
+
+    def examples(self, numbers, length):
+        text = 1 + numbers.integers(self.num_symbols, length)
+        return next_tokens(join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length)
+
+
+class Inverse(Probe):
+    """A permutation, scratch tokens, and at the last inputs the inverse permutation (after arXiv 2509.24125).
+
+    Without scratch tokens, the answer at an input often depends on later inputs, which a causal model cannot see.
+    """
+
+    has_scratch = True
+    unit = "items"
+
+    @cached_property
+    def symbols(self):
+        return (*(str(1 + i) for i in range(self.max_length)), "_")
+
+    def num_inputs(self, length):
+        return 1 + (1 + self.scratch) * length
+
+    def examples(self, numbers, length):
+        permutation = numbers.permutations(length)
+        scratch = np.full((len(permutation), self.scratch * length), 1 + self.max_length)
+        inputs = join(1 + permutation, scratch)
+        answers = np.full(inputs.shape, NO_ANSWER)
+        answers[:, -length:] = 1 + np.argsort(permutation, axis=1)
+        return inputs, answers
+
+
+class Boolean(Probe):
+    """Points and the values of a random conjunction at these points (after Bhattamishra et al., arXiv 2310.03016).
+
+    Each variable is in the conjunction, negated in it, or absent. Half of the points are drawn so that they satisfy it.
+    The values at the first half of the points are not counted: they do not yet determine the conjunction.
+    """
+
+    default_symbols = 4
+    least_symbols = 1
+    unit = "points"
+
+    @cached_property
+    def symbols(self):
+        return "0", "1", "="
+
+    def num_inputs(self, length):
+        return (self.num_symbols + 2) * length
+
+    def examples(self, numbers, length):
+        variables = self.num_symbols
+        literals = numbers.integers(3, variables)[:, None]  # 0: negated, 1: in the conjunction, 2: absent
+        points = numbers.integers(2, length * variables).reshape(-1, length, variables)
+        satisfies = numbers.integers(2, length)[:, :, None].astype(bool)
+        points = np.where(satisfies & (literals < 2), literals, points)
+        values = ((points == literals) | (literals == 2)).all(axis=2, keepdims=True)
+        marks = np.full_like(values, 3, int)
+        sequences = join(np.concatenate([1 + points, marks, 1 + values], axis=2).reshape(len(points), -1))
+        is_answer = [[False] * (variables + 1) + [2 * i >= length - 1] for i in range(length)]
+        return next_tokens(sequences, [False, *itertools.chain(*is_answer)])
+
+
+class Life(Probe):
+    """A board of Conway's Life on a torus, a separator, and the board one generation later (after arXiv 2409.12182)."""
+
+    least_length = 3
+    unit = "rows and columns"
+
+    @cached_property
+    def symbols(self):
+        return ".", "#", "|"
+
+    def num_inputs(self, length):
+        return 2 * length**2 + 1
+
+    def examples(self, numbers, length):
+        density = numbers.fractions(1)  # so that sparse and dense boards are as frequent as others
+        board = (numbers.fractions(length**2) < density).astype(int)
+        after = next_generation(board.reshape(-1, length, length)).reshape(board.shape)
+        return next_tokens(join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2)
+
+
+def next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
+    neighbors = sum(np.roll(boards_BxHxW, shift, axis=(1, 2))
+                    for shift in itertools.product((-1, 0, 1), repeat=2) if shift != (0, 0))
+    return ((neighbors == 3) | (boards_BxHxW == 1) & (neighbors == 2)).astype(int)
+
+
+class Addition(Probe):
+    """Two numbers and their sum. Digits are written from the least significant on, so carries go to the right."""
+
+    default_symbols = 10
+    unit = "digits"
+
+    @cached_property
+    def symbols(self):
+        return (*map(str, range(self.num_symbols)), "+", "=")
+
+    def num_inputs(self, length):
+        return 3 * length + 3
+
+    def examples(self, numbers, length):
+        base = self.num_symbols
+        one, other = numbers.integers(base, length), numbers.integers(base, length)
+        total = np.zeros((len(one), length + 1), int)
+        total[:, :length] = one + other
+        for place in range(length):
+            total[:, place + 1] += total[:, place] // base
+        total %= base
+        sequences = join(1 + one, 1 + base, 1 + other, 2 + base, 1 + total)
+        return next_tokens(sequences, [False] * (2 * length + 3) + [True] * (length + 1))
+
+
+class StateTracking(Probe):
+    """Elements of a group. The answer at each of them is the product of all up to it, the first one applied first."""
+
+    unit = "elements"
+
+    @property
+    def products(self) -> np.ndarray:
+        """Returns (G, G): the number of the element that applies the row's element, then the column's."""
+        raise NotImplementedError
+
+    def num_inputs(self, length):
+        return 1 + length
+
+    def examples(self, numbers, length):
+        elements = numbers.integers(len(self.symbols), length)
+        states, products = elements.copy(), self.products
+        for place in range(1, length):
+            states[:, place] = products[states[:, place - 1], elements[:, place]]
+        inputs = join(1 + elements)
+        return inputs, np.concatenate([np.full((len(inputs), 1), NO_ANSWER), 1 + states], axis=1)
+
+
+class Parity(StateTracking):
+    """Bits, and at each of them the parity of the bits up to it."""
+
+    unit = "bits"
+
+    @cached_property
+    def symbols(self):
+        return "0", "1"
+
+    @property
+    def products(self):
+        return np.array([[0, 1], [1, 0]])
+
+
+class S5(StateTracking):
+    """Permutations of five items, and at each of them the permutation that all up to it make together."""
+
+    unit = "permutations"
+
+    @cached_property
+    def symbols(self):
+        return tuple("".join(map(str, items)) for items in itertools.permutations(range(1, 6)))
+
+    @cached_property
+    def products(self):
+        elements = list(itertools.permutations(range(5)))
+        number = {element: i for i, element in enumerate(elements)}
+        return np.array([[number[tuple(second[i] for i in first)] for second in elements] for first in elements])
+
+
+PROBES = {"recall": Recall, "copy": Copy, "inverse": Inverse, "boolean": Boolean, "life": Life, "addition": Addition,
+          "parity": Parity, "s5": S5}

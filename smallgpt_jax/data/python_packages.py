@@ -1,0 +1,181 @@
+"""The built-in source `python_packages`: Python files of the distributions that constraints.txt pins.
+
+All machines read the same text. `MANIFEST` lists the distributions with a hash of their files. They are installed from
+wheels for all platforms and Python versions (py3-none-any); other wheels contain files that depend on the machine.
+"""
+
+import base64
+import csv
+import dataclasses
+import hashlib
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Self
+
+from smallgpt_jax.data.parts import Part, Rules
+from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.storage.atomic import write_atomically
+
+PYTHON_PACKAGES = "python_packages"
+MANIFEST = Path(__file__).with_name("python_packages.txt")
+EXCLUDED_DISTRIBUTIONS = {
+    "chardet", "idna", "tzdata",  # mostly tables of numbers, or empty files
+    "promise", "rouge_score", "sqlitedict", "word2number"}  # have no wheel: they are built on each machine
+# Tests, test data and benchmarks. ".." leads out of site-packages, to scripts.
+EXCLUDED_FOLDERS = {"test", "tests", "internal_test_util", "benchmarks", ".."}
+# The files of this folder are near copies of each other: a validation document would have copies in the training split.
+EXCLUDED_PREFIX = "transformers/models/"
+MAX_NAMED = 4  # distributions in a command
+
+
+class PackageFile(NamedTuple):
+    content_hash: str  # as in the RECORD of a distribution
+    name: str  # path in site-packages, with "/"
+    size: int  # bytes
+    path: Path
+
+
+class PinnedDistribution(NamedTuple):
+    """A line of `MANIFEST`."""
+
+    name: str
+    version: str
+    num_files: int
+    num_bytes: int
+    digest: str  # of the names and hashes of the files that are read
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        pin, num_files, num_bytes, digest = line.split()
+        name, version = pin.split("==")
+        return cls(name, version, int(num_files), int(num_bytes), digest)
+
+    @classmethod
+    def of(cls, distribution: metadata.Distribution, name: str) -> Self:
+        files = sorted(files_of(distribution), key=lambda file: file.name)
+        lines = "".join(f"{file.name} {file.content_hash}\n" for file in files)
+        return cls(name, distribution.version, len(files), sum(file.size for file in files),
+                   hashlib.sha256(lines.encode()).hexdigest())
+
+    @property
+    def pin(self) -> str:
+        return f"{self.name}=={self.version}"
+
+    def __str__(self):
+        return f"{self.pin} {self.num_files} {self.num_bytes} {self.digest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonPackages:
+    """The documents are whole files, in the order of their hashes. Of equal files, one is read."""
+
+    is_local = True
+
+    name: str = PYTHON_PACKAGES
+
+    @cached_property
+    def manifest(self) -> str:
+        return MANIFEST.read_text()
+
+    @cached_property
+    def files(self) -> list[PackageFile]:
+        """Raises UserError if a distribution is missing or differs from the manifest. Reads no Python file."""
+        pinned = list(map(PinnedDistribution.parse, self.manifest.splitlines()))
+        if differences := {entry: why for entry in pinned if (why := difference(entry))}:
+            first, *others = differences
+            count = f" ({len(others)} more of the {len(pinned)} distributions differ)" if others else ""
+            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; "
+                            + install_advice(list(differences)))
+        files = [file for entry in pinned for file in files_of(metadata.distribution(entry.name))]
+        return sorted({file.content_hash: file for file in reversed(files) if file.size}.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def identity(self) -> list:
+        """Needs no installed distribution: a finished store remains usable when they change."""
+        return [(self.name, hashlib.sha256(self.manifest.encode()).hexdigest())]
+
+    def parts(self, passage: int) -> list[Part]:
+        return list(map(part_of, self.files))
+
+    def message(self) -> str:
+        return ""
+
+    def enclosing_folder(self, path: Path) -> Path | None:
+        return None
+
+    def absolute_name(self) -> str:
+        return self.name
+
+
+def files_of(distribution: metadata.Distribution) -> list[PackageFile]:
+    """Returns the files that are read, from the RECORD of the distribution."""
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+    return [PackageFile(content_hash, name, int(size or 0), Path(distribution.locate_file(name)))
+            for name, content_hash, size in rows if is_read(name)]
+
+
+def is_read(name: str) -> bool:
+    return (name.endswith(".py") and not name.startswith(EXCLUDED_PREFIX)
+            and not EXCLUDED_FOLDERS & set(PurePosixPath(name).parts))
+
+
+def difference(pinned: PinnedDistribution) -> str:
+    """Returns what differs between the installed distribution and the pinned one; "" if nothing does."""
+    try:
+        installed = PinnedDistribution.of(metadata.distribution(pinned.name), pinned.name)
+    except metadata.PackageNotFoundError:
+        return f"{pinned.pin} is not installed"
+    if installed.version != pinned.version:
+        return f"{pinned.name} {installed.version} is installed, but the text has {pinned.version}"
+    return "" if installed == pinned else f"{pinned.pin} is installed with other files than those of its wheel"
+
+
+def install_advice(needed: list[PinnedDistribution]) -> str:
+    if len(needed) > MAX_NAMED:
+        return f"run {install_command('test')}"
+    return "run pip install --force-reinstall --no-deps " + " ".join(entry.pin for entry in needed)
+
+
+def part_of(file: PackageFile) -> Part:
+    """Reading raises UserError if the content of the file is not that of its wheel."""
+    def read(rules: Rules):
+        def items():
+            try:
+                content = file.path.read_bytes()
+            except OSError as error:
+                raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
+            if record_hash(content) != file.content_hash:
+                raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
+            yield content.decode(errors="replace")
+        return items(), lambda: 0.0
+
+    return Part(file.name, file.size, read, (file.content_hash,))
+
+
+def record_hash(content: bytes) -> str:
+    """Returns the hash in the format of RECORD files (packaging.python.org, "Recording installed projects")."""
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+
+
+def make_manifest(constraints: str) -> str:
+    """Returns the manifest for the text of a constraints.txt. All its distributions must be installed."""
+    pins = [line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#")]
+    entries = []
+    for name, version in sorted(pins, key=lambda pin: pin[0].lower()):
+        distribution = metadata.distribution(name)
+        if name in EXCLUDED_DISTRIBUTIONS or "Tag: py3-none-any" not in (distribution.read_text("WHEEL") or ""):
+            continue
+        if distribution.version != version:
+            raise UserError(f"{name} {distribution.version} is installed, but constraints.txt has {version}")
+        entry = PinnedDistribution.of(distribution, name)
+        entries += [entry] if entry.num_files else []
+    return "".join(f"{entry}\n" for entry in entries)
+
+
+def write_manifest(constraints: Path) -> None:
+    write_atomically(MANIFEST, make_manifest(constraints.read_text()))

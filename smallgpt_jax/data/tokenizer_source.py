@@ -1,0 +1,125 @@
+"""What `config.data.tokenizer` names: a tokenizer to train or download, or files."""
+
+import dataclasses
+import hashlib
+import io
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+import sentencepiece
+
+from smallgpt_jax.data import hugging_face_tokenizer, tokenizers
+from smallgpt_jax.data.config import SYMBOLS
+from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
+from smallgpt_jax.data.tokenizers import (
+    END_OF_TEXT,
+    GPT2,
+    GPT2_FILES,
+    GPT2_SHA256,
+    TOKENIZER_FILES,
+    Bytes,
+    SentencePiece,
+    Tokenizer,
+)
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.paths import local_path
+
+# SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
+MAX_TRAINING_CHARACTERS = 50_000_000
+MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSource:
+    value: str  # config.data.tokenizer
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is trained on the text to tokenize."""
+        return self.value.startswith("sentencepiece:")
+
+    @cached_property
+    def path(self) -> Path:
+        """Missing, if the value is not a path."""
+        return local_path("config.data.tokenizer", self.value)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Returns a hash of the tokenizer's files, without its weights; "" if there are none."""
+        if not self.path.exists():
+            return ""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        names = TOKENIZER_FILES if self.path.is_dir() else {
+            self.path.name, *(SETTINGS_FILES if self.path.suffix == ".json" else ())}
+        digest = hashlib.sha256()
+        for file in sorted(folder / name for name in names if (folder / name).is_file()):
+            digest.update(file.name.encode() + file.read_bytes())
+        return digest.hexdigest()
+
+    def make(self, texts: Iterable[str] = ()) -> Tokenizer:
+        """Returns the tokenizer. SentencePiece is trained on `texts`."""
+        kind, _, size = self.value.partition(":")
+        if kind == "bytes":
+            return Bytes()
+        if kind == SYMBOLS:
+            raise UserError(f"config.data.tokenizer={self.value!r}: writes only probes "
+                            "(config.data.source=synthetic:PROBE); choose another one for text")
+        if kind == "sentencepiece":
+            if not size.isdecimal() or int(size) < 300:
+                raise UserError(f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, where SIZE is the "
+                                "number of pieces, at least 300 (256 of them are bytes)")
+            return train_sentencepiece(texts, int(size))
+        if kind == "gpt2":
+            return GPT2(*(download(name) for name in GPT2_FILES.values()))
+        path = self.path
+        if path.is_dir():
+            return tokenizers.load(path)
+        if path.is_file():
+            return (hugging_face_tokenizer.read_files(path) if path.suffix == ".json"
+                    else tokenizers.read_sentencepiece(path))
+        raise UserError(f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or an "
+                        "existing file or folder")
+
+
+def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
+    """Returns a byte-pair model that preserves whitespace and encodes unseen characters as bytes.
+
+    If the texts are too short for `size` pieces, the model has fewer pieces.
+    """
+    def lines():
+        read = 0
+        for text in texts:
+            for line in text.split("\n"):
+                yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
+            read += len(text)
+            if read > MAX_TRAINING_CHARACTERS:
+                return
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+            max_sentence_length=4 * MAX_LINE_CHARACTERS, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
+            pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
+    except RuntimeError as error:
+        raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
+                        f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text") from None
+    return SentencePiece(model.getvalue())
+
+
+def download(name: str) -> bytes:
+    """tiktoken downloads the file, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
+    import tiktoken.load
+
+    try:
+        return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
+    except (OSError, ValueError) as error:  # no network, or a file with another checksum
+        raise UserError(
+            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}); "
+            "put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
+            "--config.data.tokenizer=FOLDER") from None

@@ -1,0 +1,100 @@
+"""Writes that an interruption leaves whole or undone, on local disks and in object storage."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.object_storage import is_remote
+
+# The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an exported model.
+LAST_FILE = "config.json"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """After a crash, the file has either the old or the new content."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        return object_storage.write(path, content)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(partial, path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Ends the last line first if a killed process has not."""
+    text = line.encode() + b"\n"
+    if is_remote(path):
+        before = path.read_bytes() if path.exists() else b""
+        return write_atomically(path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text)
+    with path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Renames a local file or folder durably: the rename survives a power loss."""
+    path.replace(target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:  # some file systems cannot sync folders
+        pass
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
+
+    `folder` must be missing or empty. Missing parent folders are created, and removed again on error. If `folder` is in
+    object storage, the temporary folder is local. Its files are uploaded on success, LAST_FILE last.
+    """
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as partial, removed_on_error(folder):
+            yield Path(partial)
+            object_storage.upload_folder(Path(partial), folder, LAST_FILE)
+        return
+    missing_parents = [parent for parent in folder.parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        partial.chmod(0o777 & ~current_umask())
+        yield partial
+        rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.exists():
+            with contextlib.suppress(OSError):  # another process has put files into the new parents
+                for parent in missing_parents:
+                    parent.rmdir()
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+@contextlib.contextmanager
+def removed_on_error(folder: Path) -> Iterator[Path]:
+    try:
+        yield folder
+    except BaseException:
+        remove_folder(folder)
+        raise
+
+
+def remove_folder(path: Path) -> None:
+    if is_remote(path):
+        with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+            path.rmtree()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,44 @@
+"""The cache folder, and the copies of remote files in it."""
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.atomic import rename
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.object_storage import is_remote
+
+
+def cache_folder() -> Path:
+    """Follows the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"
+
+
+def local_copy(path: Path) -> Path:
+    """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder; returns the copy.
+
+    Each version of the file or folder is copied once per machine. If `path` does not exist, the returned path does not
+    exist either.
+    """
+    if not is_remote(path):
+        return path
+    found = sorted(object_storage.list_files(path).items())
+    identity = hashlib.sha256(repr((str(path), found)).encode()).hexdigest()[:12]
+    copy = cache_folder() / "copies" / f"{safe_name(path.name)}-{identity}" / path.name
+    if not found or copy.exists():
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
+        if not copy.exists():
+            size = sum(file.size for _, file in found)
+            print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
+            partial = copy.parent / ".partial" / path.name  # a killed process may have left a part of the copy
+            shutil.rmtree(partial.parent, ignore_errors=True)
+            object_storage.download(path, partial, dict(found))
+            rename(partial, copy)
+            partial.parent.rmdir()
+    return copy

@@ -1,0 +1,154 @@
+"""Hyperparameter transfer by muP (Yang et al., arXiv 2203.03466) and CompleteP (Dey et al., arXiv 2505.01618, table 1).
+
+The best learning rate of a small base model is close to the best one of a larger model. With m = (number of inputs of a
+matrix) / (the same in the base model), and m_L = depth / base_depth, the rules are:
+
+                         initial variance   Adam's rate   decay   Adam's ε    forward pass
+    hidden matrices      1/m                1/m           m       1/(m·m_L)
+    biases and norms                                              1/(m·m_L)
+    residual branches                                                         times 1/m_L
+    head, router                                                              logits times 1/m
+    attention                                                                 scores divided by K, not by √K
+    embeddings
+
+Empty fields mean 1. A matrix is hidden if its inputs and its outputs grow with the width; of a router, only the inputs
+grow. ε changes only in blocks. For scores, K is relative to the base model, whose scores are divided by √K as usual.
+
+The model does not compute the factors of the last column. A weight w with a factor c is stored as their product, which
+has c times the initial std and the rate of w, and 1/c times its decay and ε: Adam's steps do not depend on the scale of
+the gradient (arXiv 2203.03466, section J.2.1). So inference and exports need to know nothing about it.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from smallgpt_jax import models
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import ModelConfig, Parameter
+from smallgpt_jax.models.language_model import head_std
+from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.training.muon import dimension_numbers, uses_muon
+
+# Logical axes of matrices whose initial std is 1/√inputs. Axes of flax's own layers have no names.
+SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
+
+
+class Multipliers(NamedTuple):
+    """Of one parameter: numbers, or arrays with as many axes as the parameter. The product of rate and decay does not
+    change, which is the rule for the decay.
+    """
+
+    init: Any = 1.0
+    rate: Any = 1.0
+    epsilon: Any = 1.0
+
+    def with_factor(self, c):
+        """Returns the multipliers of a weight that is stored as the product with c."""
+        return Multipliers(self.init * c, self.rate * c, self.epsilon / c)
+
+
+def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
+    """Returns the model config at the base width. In proportion to the width, the head width changes, or the number of
+    heads if `head_dim` is set. Raises UserError for models without rules, and if no such model exists.
+    """
+    refuse_models_without_rules(model, optimizer)
+    width = optimizer.base_width or model.d_model
+    fields = {**dataclasses.asdict(model), "d_model": width}
+    for field in ("num_heads", "num_kv_heads") if model.head_dim else ():
+        fields[field], rest = divmod(getattr(model, field) * width, model.d_model)
+        if rest:
+            optimizer.refuse("base_width", f"the base model would have {getattr(model, field)} · {width} / "
+                             f"{model.d_model} heads, which is not an integer; change it, or set config.model.{field}")
+    try:
+        return models.make_config(**fields)
+    except UserError as error:
+        raise UserError(f"config.optimizer.base_width={width}: no such base model ({error}); change it") from None
+
+
+def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
+    if model.rank_ratio:
+        model.refuse("rank_ratio", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
+    if optimizer.base_depth and model.norm_position != "pre":
+        model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
+                     "0")
+    if optimizer.base_width and model.tie_embeddings and model.ends_with_norm:
+        model.refuse("tie_embeddings", "cannot be combined with config.optimizer.base_width and "
+                     f"config.model.norm_position={model.norm_position!r}; set it to False")
+
+
+def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
+    """Returns a tree of `Multipliers`. `trained` and `base`, of the model at `base_config`, have equal structures and
+    leaves of the type `models.Parameter`.
+    """
+    width_ratio = model.d_model / (optimizer.base_width or model.d_model)
+    depth_ratio = model.depth / (optimizer.base_depth or model.depth)
+    is_muon = optimizer.name == "muon"
+
+    def of_parameter(p: Parameter, base: Parameter) -> Multipliers:
+        if p.path == ("head",):
+            return Multipliers(head_std(base.shape[1]) / head_std(p.shape[1])).with_factor(1 / width_ratio)
+        if p.path[0] == "final_norm":
+            return Multipliers().with_factor(1 / width_ratio) if model.tie_embeddings else Multipliers()
+        found = of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
+        if "layers" in p.axes:
+            found = in_block(found, p, width_ratio, depth_ratio)
+        if p.path[-2:] == ("q_norm", "scale") or ("qkv" in p.axes and not model.qk_norm):
+            found = found.with_factor(query_factors(p, base))
+        return found
+
+    return jax.tree.map(of_parameter, trained, base)
+
+
+def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
+    """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that grow as √m. Those of
+    Adam's grow as m, because its updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
+    """
+    inputs, outputs = (math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in dimension_numbers(p))
+    if inputs == 1:
+        return Multipliers()
+    if outputs == 1:
+        return Multipliers().with_factor(1 / inputs)
+    std = 1.0 if SCALED_BY_INPUTS & set(p.axes) else inputs ** -0.5
+    return Multipliers(std, inputs ** -0.5 if is_muon and uses_muon(p) else 1 / inputs)
+
+
+def in_block(found: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float) -> Multipliers:
+    found = found._replace(epsilon=found.epsilon / (width_ratio * depth_ratio))
+    if p.axes[-1] != "embed":
+        return found
+    # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N) for N blocks; the
+    # rule starts from the std of the base model.
+    return found.with_factor(1 / depth_ratio)._replace(init=found.init / math.sqrt(depth_ratio))
+
+
+def query_factors(p: Parameter, base: Parameter) -> np.ndarray:
+    """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per axis of `p`."""
+    axis = p.axes.index("qkv") if "qkv" in p.axes else None
+    factor = math.sqrt(base.shape[-1] / p.shape[-1])
+    if axis is None:
+        return np.full((1,) * len(p.shape), factor, np.float32)
+    factors = np.full(p.shape[axis], factor, np.float32)
+    factors[-2:] = 1
+    return factors.reshape([-1 if i == axis else 1 for i in range(len(p.shape))])
+
+
+def scale_initial(params, multipliers):
+    """Returns the initial parameters with the std of the rules. `multipliers` may have more entries than `params`."""
+    if not multipliers:
+        return params
+    return jax.tree.map(lambda x, m: x * m.init, params, {name: multipliers[name] for name in params})
+
+
+def with_multipliers(optimizer: optax.GradientTransformation, multipliers) -> optax.GradientTransformation:
+    """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not depend."""
+    def update(gradients, state, params=None):
+        scaled = jax.tree.map(lambda g, m: g / m.epsilon, gradients, multipliers)
+        updates, state = optimizer.update(scaled, state, params)
+        return jax.tree.map(lambda u, m: u * m.rate, updates, multipliers), state
+
+    return optax.GradientTransformation(optimizer.init, update)

@@ -1,0 +1,93 @@
+"""Tests of the report's sections about inference and the choice of a model, on made-up runs."""
+
+import dataclasses
+
+import pytest
+from test_report import make_run, write
+
+from smallgpt_jax.comparison import choice_report, inference_report
+from smallgpt_jax.comparison.blocks import Paragraph, Table
+from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import Run
+
+
+def quartiles(median: float) -> dict:
+    return {"median": median, "low": 0.9 * median, "high": 1.2 * median, "count": 8}
+
+
+def measured(name: str, seed: int, loss: float, ms: float, cache_bytes: int, parameters: int) -> Run:
+    run = make_run(seed, name=name)
+    inference = {"device": "cpu", "dtype": "bfloat16", "context_length": 64, "cache_bytes": cache_bytes,
+                 "cache_bytes_per_token": cache_bytes // 64, "prefill_ms": quartiles(5 * ms), "decoding": [
+                     {"batch": batch, "cache": cache, "step_ms": quartiles(ms * factor)}
+                     for batch, factor in ((1, 1), (32, 8)) for cache in ("empty", "full")]}
+    last = dataclasses.replace(run.curve[-1], loss=loss)
+    return dataclasses.replace(run, curve=(run.curve[0], last), parameters=parameters, active_parameters=parameters,
+                               weight_bytes=2 * parameters, inference=inference)
+
+
+def record(noise: float = 0.001) -> Record:
+    runs = [measured(name, seed, loss + noise * (seed - 1) * sign, ms + 0.1 * seed, size, parameters)
+            for name, loss, sign, ms, size, parameters in (
+                ("good", 3.0, 1, 4.0, 640_000, 2_000_000), ("fast", 3.2, -1, 1.0, 64_000, 1_000_000),
+                ("bad", 3.4, 1, 5.0, 640_000, 2_000_000))
+            for seed in range(3)]
+    return Record("t", "", "", "good", tuple(runs))
+
+
+def test_table_of_the_measurements():
+    *_, table = inference_report.inference_blocks(record())
+    assert table.head[:6] == (
+        "run", "weights MB", "cache bytes per token", "cache MB, full", "context", "prefill ms")
+    assert table.rows[1] == ("fast", "2.0", "1,000", "0.06", "64", "5.5 (4.95 to 6.6)", *["1.1 (0.99 to 1.32)"] * 2,
+                             *["8.8 (7.92 to 10.6)"] * 2)
+    paragraph = inference_report.inference_blocks(record())[1]
+    assert "bfloat16 (vectors" in paragraph.text and "Measured on cpu." in paragraph.text
+
+
+def test_plots_mark_the_pareto_front():
+    """Model bad is slower than good, larger than fast, and worse than both."""
+    plots = {plot.name: plot.figure.axes[0] for plot in inference_report.plots(record().runs)}
+    assert list(plots) == ["loss-latency", "loss-latency-32", "loss-memory", "loss-memory-32"]
+    front, *lines = plots["loss-latency"].lines
+    assert front.get_xydata().tolist() == [pytest.approx([1.1, 3.2]), pytest.approx([4.1, 3.0])]
+    models, filled = lines[::2], lines[1::2]
+    assert [line.get_label() for line in models] == ["good", "fast", "bad"]
+    assert [line.get_xdata().tolist() for line in filled] == [pytest.approx([4.1]), pytest.approx([1.1]), []]
+    at_32, = (line.get_xdata().tolist() for line in plots["loss-memory-32"].lines if line.get_label() == "fast")
+    assert at_32 == [pytest.approx(2 + 32 * 0.064)]  # MB
+
+
+def test_which_model():
+    heading, text, table, note = choice_report.choice_blocks(record())
+    assert heading.text == "Which model?" and "at least 97.5%" in text.text
+    assert [row[:3] for row in table.rows] == [
+        ("training FLOPs", "200", "good"), ("parameters", "1.00 M", "fast"), ("parameters", "2.00 M", "good"),
+        ("decoding step, batch 1, full cache", "1.1 ms", "fast"),
+        ("decoding step, batch 1, full cache", "4.1 ms", "good"),
+        ("weights and full cache, batch 1", "2.06 MB", "fast"), ("weights and full cache, batch 1", "4.64 MB", "good")]
+    assert table.rows[1][5] == "it is the only model within the budget"
+    assert note.text.startswith("Training FLOPs, at most 200: No scaling laws, only trained runs: good needs 3 more")
+    assert table.rows[0][3].startswith("3.0000 (2.99") and table.rows[0][4] == "1.00"
+
+
+def test_when_it_cannot_be_told():
+    tie = choice_report.choice_blocks(record(noise=1.0))[2]
+    assert tie.rows[0][2] == "cannot tell" and "overlap" in tie.rows[0][5]
+    one_seed = dataclasses.replace(record(), runs=record().runs[::3])
+    blocks = choice_report.choice_blocks(one_seed)
+    assert isinstance(blocks[2], Table)  # one model is within the smallest budget
+    equal = dataclasses.replace(one_seed, runs=tuple(dataclasses.replace(
+        run, parameters=9, weight_bytes=None, inference=None) for run in one_seed.runs))
+    *_, text = choice_report.choice_blocks(equal)
+    assert isinstance(text, Paragraph) and text.text.startswith("Cannot tell, because every model was trained with one")
+    assert choice_report.choice_blocks(dataclasses.replace(equal, runs=equal.runs[:1])) == []
+    assert inference_report.inference_blocks(equal) == []
+
+
+def test_the_report_has_both_sections(tmp_path):
+    write(tmp_path, record().runs)
+    markdown = (tmp_path / "report.md").read_text()
+    assert markdown.index("## Which model?") < markdown.index("## Inference")
+    assert (tmp_path / "loss-latency.png").exists() and (tmp_path / "loss-memory-32.png").exists()
+    assert "| good | 3.0000 (2.9990 to 3.0010) |" in markdown.replace("**", "")

@@ -27,15 +27,15 @@ def loss_against_compute(fits: Mapping[str, Fit], predictions: Mapping[str, Any]
                   alpha=0.7, label="_runs")
         costs = fitted.values("flops")
         frontier = scaling.frontier(fitted, np.geomspace(costs.min(), costs.max(), POINTS))
-        plot.plot(frontier.budgets, frontier.losses, label=name, **{**style, "markevery": [-1]})
+        plot.plot(frontier.budgets, frontier.losses, label=name, markevery=[-1], **style)
         for point, (flops, loss) in means.items():
             if row := held_out.get((name, *point)):
-                plot.vlines(flops, row.low, row.high, color=style["color"], linewidth=5, alpha=0.35)
-                plot.plot(flops, loss, style["marker"], color=style["color"], markersize=7, markeredgecolor="black",
+                plot.vlines(flops, row.low, row.high, color=style["color"], linewidth=8, alpha=0.4)
+                plot.plot(flops, loss, style["marker"], color=style["color"], markersize=5, markeredgecolor="black",
                           label="_held-out")
     log_axis(plot)
     plot.set_yscale("log")
-    plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+    plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)))
     plot.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     plot.yaxis.set_minor_formatter(NullFormatter())
     return _with_legend(figure, plot)

@@ -1,5 +1,6 @@
 """The section of a report about scaling: runs named MODEL@SIZE, their laws, and the check of held-out predictions."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +11,6 @@ from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck, Segment
 from smallgpt_jax.formatting import millions
 
-BUDGETS = 5  # rows of the table of budgets
 SIZE_LABELS = {"parameters": "total", "active_parameters": "active"}
 INTERVAL = f"{scaling.INTERVAL:.0%}"
 
@@ -48,14 +48,15 @@ def law_blocks(record: Record, fits: dict[str, Fit], reference: str) -> list:
     low, high = scaling.trained_range(list(fits.values()))
     figures = [Plot("scaling", scaling_figures.loss_against_compute(fits, record.predictions),
                     "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
-                    "Lines: the lowest loss of a model's law at each budget, over the trained sizes.")]
+                    "Lines: the lowest loss of a model's law at each budget, over the trained sizes."
+                    + bool(record.predictions) * f" Filled markers: held-out, in front of the predicted {INTERVAL} "
+                    "intervals.")]
     if reference in fits and len(fits) > 1 and low < high:
         figures.append(Plot("scaling-difference", scaling_figures.difference_from(fits, reference),
                             f"Loss minus that of {reference}, by their laws, at equal training FLOPs. Above zero, "
                             f"{reference} is better. Bands: {INTERVAL} intervals."))
-    blocks = [*figures, fit_table([*fits.values(), *active.values()])]
-    if len(fits) > 1 and low < high:
-        blocks += budget_blocks(list(fits.values()), low, high)
+    blocks = budget_blocks(list(fits.values()), low, high) if len(fits) > 1 and low < high else []
+    blocks += [*figures, fit_table([*fits.values(), *active.values()])]
     if reference in fits and len(fits) > 1:
         blocks += reference_blocks(fits, reference)
     return blocks
@@ -75,7 +76,7 @@ def fit_table(fits: Sequence[Fit]) -> Table:
 
 def budget_blocks(fits: Sequence[Fit], low: float, high: float) -> list:
     """The model to take at each budget."""
-    budgets = np.geomspace(low, high, BUDGETS)
+    budgets = round_budgets(low, high)
     frontiers = [scaling.frontier(fitted, budgets) for fitted in fits]
     rows = []
     for i, budget in enumerate(budgets):
@@ -86,11 +87,18 @@ def budget_blocks(fits: Sequence[Fit], low: float, high: float) -> list:
         is_certain = shares[order[0]] >= scaling.CERTAIN
         rows.append((f"{budget:.2g}", best.name if is_certain else "cannot be told", best.name,
                      f"{shares[order[0]]:.2f}", ", ".join(others) or MISSING, f"{best.losses[i]:.4f}",
-                     millions(round(best.sizes[i])), f"{best.tokens[i]:.2g}"))
+                     millions(round(best.sizes[i])), millions(round(best.tokens[i]))))
     return [Paragraph(f"The model with the lowest loss at each budget. It is chosen if its probability is at least "
                       f"{scaling.CERTAIN}. Possible: others with a probability of at least {choice.POSSIBLE}."),
             Table(("FLOPs", "choose", "most probable", "P(best)", "possible", "loss", "parameters", "tokens"),
                   tuple(rows))]
+
+
+def round_budgets(low: float, high: float) -> np.ndarray:
+    """Returns 1, 3, 10, 30, … times a power of ten, between both; or both, if there are fewer than two."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [factor * 10.0**decade for decade in decades for factor in (1, 3) if low <= factor * 10.0**decade <= high]
+    return np.array(found if len(found) > 1 else [low, high])
 
 
 def reference_blocks(fits: dict[str, Fit], reference: str) -> list:

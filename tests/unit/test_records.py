@@ -63,6 +63,26 @@ def merged(*paths: Path) -> Record:
     return records.merge([(path, records.read(path)) for path in paths], "merge")
 
 
+def test_predictions_are_kept_and_the_earliest_are_merged(tmp_path):
+    row = {"name": "gpt", "size": 100.0, "tokens": 200.0, "loss": 3.0, "low": 2.9, "high": 3.1}
+    content = {"format": 1, "time": "2026-11-23T10:00:00+00:00", "command": "c", "held_out": "4M", "interval": 0.8,
+               "draws": 10, "records_sha256": "0", "records": [{"name": "gpt"}], "at_one_size": {"gpt": 3.2},
+               "laws": {"parameters": {"gpt": {"constants": {"irreducible": 1.5},
+                                               "intervals": {"irreducible": [1.4, 1.6]}}}},
+               "predictions": {"parameters": [row]}, "not_predicted": {}}
+    later = {**content, "time": "2026-11-24T10:00:00+00:00"}
+    paths = [saved(tmp_path / name / "results.json", run(f"gpt@{name}", 1, 3.0), held_out="4M", predictions=predictions)
+             for name, predictions in (("1M", later), ("2M", content))]
+    paths.append(saved(tmp_path / "other" / "results.json", run("llama@1M", 1, 3.0)))
+    assert records.read(paths[0]).predictions == later and records.read(paths[2]).predictions is None
+    assert (merged(*paths).predictions, merged(*paths).held_out) == (content, "4M")
+    broken = json.loads(paths[0].read_text())
+    broken["predictions"]["predictions"]["parameters"][0]["loss"] = "3"
+    paths[0].write_text(json.dumps(broken))
+    with pytest.raises(UserError, match=r"predictions.predictions.parameters\[0\].loss: "):
+        records.read(paths[0])
+
+
 def test_a_record_is_read_back(tmp_path):
     grid = Grid(1336, 0.003, {0.5: 3.0, 1.0: 2.5, 2.0: 2.75, 4.0: math.inf})
     original = record(run("gpt", 1, 3.0), run("gpt", 2, 3.1), run("pgpt", 1, 2.9), run("pgpt", 2, 3.05),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax.comparison import measure, training
+from smallgpt_jax.comparison import inference_cost, training
 from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
@@ -71,7 +71,7 @@ def fake_train(monkeypatch):
 
 def test_trunk_then_shorter_runs_then_report(text_file, tmp_path, fake_train, monkeypatch):
     measured = []
-    monkeypatch.setattr(measure, "measure_decoding", lambda folder: measured.append(folder.name))
+    monkeypatch.setattr(inference_cost, "measure_inference", lambda folder: measured.append(folder.name))
     fake, done = fake_train(), call(*COMPARE, f"--config.data.source={text_file}", f"--output={tmp_path}",
                                     "--config.compare.names=gpt")
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,8 +7,8 @@ widths, and all models of a size are trained on equally many tokens: 20 per para
 many parameters as the others, of four times as many in its blocks.
 
 Each run holds its learning rate constant, and decays from there to the end of each horizon (compare.horizons). The
-smallest size of each model chooses the learning rate from a grid. The other sizes use the same multiple of their own
-rate, which falls with the cube root of the number of parameters.
+smallest size of each model chooses the learning rate from a grid. muP transfers it to the other sizes. The text is
+python_packages (docs/data.md).
 
 Scaling laws of the four fitted sizes predict the losses of the largest one. They are written to predictions.json before
 the largest one is trained. To stop there, for example to commit this file first, add
@@ -49,7 +49,8 @@ def get_config(preset: str = "small"):
         raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
     fitted, held_out, tokens_per_parameter = PRESETS[preset]
     common = common_config(preset)
-    runs = {f"{model}@{size}": run_fields(model, size, num_steps(size, tokens_per_parameter, common))
+    common.optimizer.learning_rate = learning_rate(fitted[0])
+    runs = {f"{model}@{size}": run_fields(model, size, fitted[0], num_steps(size, tokens_per_parameter, common))
             for size in (*fitted, held_out) for model in MODELS}
     return base.comparison(common, runs, budget="own", held_out=held_out, reference=f"gpt@{fitted[0]}",
                            horizons=(0.125, 0.25, 0.5, 1.0), seeds=2 if preset == "tiny" else 3,
@@ -59,6 +60,7 @@ def get_config(preset: str = "small"):
 def common_config(preset: str):
     config = base.recipe("gpt", "quickstart")
     config.model.update(vocab_size=VOCABULARY, context_length=256, num_layers=BLOCKS, num_heads=4, position="rope")
+    config.data.source = "python_packages" if preset != "tiny" else "python_stdlib"
     config.data.tokenizer = f"sentencepiece:{VOCABULARY}"
     config.optimizer.update(schedule="wsd", decay_fraction=0.2, final_fraction=0.0)
     config.train.update(batch_size=8, eval_steps=64)
@@ -68,12 +70,12 @@ def common_config(preset: str):
     return config
 
 
-def run_fields(model: str, size: str, steps: int) -> dict[str, dict]:
+def run_fields(model: str, size: str, smallest: str, steps: int) -> dict[str, dict]:
     recipe, fields = MODELS[model]
-    width = WIDTHS[size][model in STAGED]
+    width, base_width = (WIDTHS[one][model in STAGED] for one in (size, smallest))
     own = base.differences(base.recipe(recipe, "quickstart"), base.recipe("gpt", "quickstart")).get("model", {})
     return {"model": {**own, **fields, "d_model": width},
-            "optimizer": {"learning_rate": learning_rate(size)},
+            "optimizer": {"base_width": base_width},
             "train": {"steps": steps, "eval_every": steps // 4, "checkpoint_every": steps // 8,
                       "log_every": max(1, steps // 40)}}
 
@@ -91,5 +93,5 @@ def num_steps(size: str, tokens_per_parameter: float, common) -> int:
 
 
 def learning_rate(size: str) -> float:
-    """Falls with the cube root of the number of parameters, as in OLMo-core; 3e-3 at a million."""
+    """Returns the rate at the smallest size. It falls with the cube root of the size, as in OLMo-core."""
     return float(f"{3e-3 * (num_parameters(size) / 1e6) ** (-1 / 3):.3g}")

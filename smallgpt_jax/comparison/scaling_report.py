@@ -1,15 +1,13 @@
 """The section of a report about scaling: runs named MODEL@SIZE, their laws, and the check of held-out predictions."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, prediction, records, scaling, scaling_figures
+from smallgpt_jax.comparison import prediction, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck, Segment
-from smallgpt_jax.formatting import millions
 
 SIZE_LABELS = {"parameters": "total", "active_parameters": "active"}
 INTERVAL = f"{scaling.INTERVAL:.0%}"
@@ -55,8 +53,7 @@ def law_blocks(record: Record, fits: dict[str, Fit], reference: str) -> list:
         figures.append(Plot("scaling-difference", scaling_figures.difference_from(fits, reference),
                             f"Loss minus that of {reference}, by their laws, at equal training FLOPs. Above zero, "
                             f"{reference} is better. Bands: {INTERVAL} intervals."))
-    blocks = budget_blocks(list(fits.values()), low, high) if len(fits) > 1 and low < high else []
-    blocks += [*figures, fit_table([*fits.values(), *active.values()])]
+    blocks = [*figures, fit_table([*fits.values(), *active.values()])]
     if reference in fits and len(fits) > 1:
         blocks += reference_blocks(fits, reference)
     return blocks
@@ -72,33 +69,6 @@ def fit_table(fits: Sequence[Fit]) -> Table:
          *(cell(fitted, constant, form) for constant, form in (
              ("irreducible", ".3f"), ("size_factor", ".3g"), ("size_exponent", ".3f"), ("token_factor", ".3g"),
              ("token_exponent", ".3f"))), f"{np.sqrt(np.mean(fitted.noise**2)):.4f}") for fitted in fits))
-
-
-def budget_blocks(fits: Sequence[Fit], low: float, high: float) -> list:
-    """The model to take at each budget."""
-    budgets = round_budgets(low, high)
-    frontiers = [scaling.frontier(fitted, budgets) for fitted in fits]
-    rows = []
-    for i, budget in enumerate(budgets):
-        shares = choice.best_shares(np.stack([frontier.draws[:, i] for frontier in frontiers]))
-        order = sorted(range(len(fits)), key=lambda number: -shares[number])
-        best = frontiers[order[0]]
-        others = [fits[number].name for number in order[1:] if shares[number] >= choice.POSSIBLE]
-        is_certain = shares[order[0]] >= scaling.CERTAIN
-        rows.append((f"{budget:.2g}", best.name if is_certain else "cannot be told", best.name,
-                     f"{shares[order[0]]:.2f}", ", ".join(others) or MISSING, f"{best.losses[i]:.4f}",
-                     millions(round(best.sizes[i])), millions(round(best.tokens[i]))))
-    return [Paragraph(f"The model with the lowest loss at each budget. It is chosen if its probability is at least "
-                      f"{scaling.CERTAIN}. Possible: others with a probability of at least {choice.POSSIBLE}."),
-            Table(("FLOPs", "choose", "most probable", "P(best)", "possible", "loss", "parameters", "tokens"),
-                  tuple(rows))]
-
-
-def round_budgets(low: float, high: float) -> np.ndarray:
-    """Returns 1, 3, 10, 30, … times a power of ten, between both; or both, if there are fewer than two."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [factor * 10.0**decade for decade in decades for factor in (1, 3) if low <= factor * 10.0**decade <= high]
-    return np.array(found if len(found) > 1 else [low, high])
 
 
 def reference_blocks(fits: dict[str, Fit], reference: str) -> list:

@@ -301,3 +301,28 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     if name == "stages":  # the first run has the model of lgpt's recipe
         assert planned[0].config.to_dict()["model"] == load_config("lgpt", size).model.to_dict()
     measure.parse_texts(config.compare.texts)
+
+
+@pytest.mark.parametrize("preset", ["small", "medium", "full"])
+def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
+    """All models of a size have equal tokens and about as many active parameters. The held-out size has four times the
+    compute.
+    """
+    monkeypatch.setattr(budget, "build_program", validate)
+    scaling = importlib.import_module("configs.compare.scaling")
+    config = scaling.get_config(preset)
+    (*_, largest), held_out, _ = scaling.PRESETS[preset]
+    names = ("gpt", "cgpt", "moe")
+    config.compare.names = ",".join(f"{name}@{size}" for size in (largest, held_out) for name in names)
+    planned = budget.make_comparison(config, tmp_path).models
+    compute = {}
+    for size in (largest, held_out):
+        group = [planned[f"{name}@{size}"] for name in names]
+        counts = [models.num_active_parameters(models.LanguageModel(one.model.replace(scan_layers=True)))
+                  for one in group]
+        assert max(counts) < 1.12 * min(counts)
+        steps, = {one.train.steps for one in group}
+        assert 20 * counts[0] == pytest.approx(steps * 8 * 256, rel=0.01) and steps % 8 == 0
+        compute[size] = flops(group[0])
+    assert 4 <= compute[held_out] / compute[largest] < 6
+    assert planned[f"gpt@{held_out}"].optimizer.base_width == scaling.WIDTHS[scaling.PRESETS[preset][0][0]][0]

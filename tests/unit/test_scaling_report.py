@@ -34,7 +34,7 @@ def make_runs(laws=LAWS, sizes=SIZES, seeds: int = 2, noise: float = 2e-4, costs
                         steps_done=100, parameters=parameters * (3 if name == "c" else 1),
                         active_parameters=parameters, components={}, flops_per_token=costs[name] * parameters,
                         tokens_per_step=tokens / 100, tokens_per_second=None, memory_bytes=None, sessions=(),
-                        expert_load=None, texts=(), decoding=None, benchmarks={}, horizon=horizon,
+                        expert_load=None, texts=(), benchmarks={}, horizon=horizon,
                         run=f"{name}{size}{seed}", curve=(results.Point(100, tokens, flops, None, loss, 1.0, 512),)))
     return runs
 
@@ -51,7 +51,7 @@ def row_of(markdown: str, *cells: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_laws_multipliers_and_the_choice(tmp_path):
+def test_laws_multipliers_and_order(tmp_path):
     markdown = written(tmp_path, make_runs())
     for cells, factor in ((("a", "total"), 1), (("b", "total"), 1), (("c", "total"), 3**0.34), (("c", "active"), 1)):
         found = row_of(markdown, *cells)
@@ -61,7 +61,6 @@ def test_laws_multipliers_and_the_choice(tmp_path):
     ratios = next(line for line in markdown.splitlines() if line.startswith("| b |") and " at " in line)
     assert [float(cell.split()[0]) for cell in ratios.split("|")[2:7]] == pytest.approx([1.5] * 5, rel=0.02)
     low, high = 6 * 0.25 * 20 * 300_000**2, 4 * 20 * 1_600_000**2  # that both a and b were trained on
-    assert row_of(markdown, "1e+13")[1:5] == ["b", "b", "1.00", "–"]
     assert f"| b | {low:.2g} to {high:.2g}: b |" in markdown
     order = next(line for line in markdown.splitlines() if line.startswith("| c | ") and ": " in line)
     assert "cannot be told" in order

@@ -3,11 +3,13 @@
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
     python -m smallgpt_jax.compare --workdirs=runs/gpt,runs/pgpt --output=runs/report
     python -m smallgpt_jax.compare --results=a/results.json,b/results.json --output=runs/merged
+    python -m smallgpt_jax.compare --config=configs/compare/paper.py --results=a/results.json --output=runs/more
 
 The first form trains the runs of a comparison one after another, each in its own workdir under --output. Rerun the same
 command to resume. Several processes with the same command divide the runs among themselves. The second form reports on
-one or more existing runs. The third form merges the results of comparisons, without the workdirs of their runs. All
-write report.html, report.md and results.json.
+one or more existing runs. The third form merges the results of comparisons, without the workdirs of their runs. The
+fourth form continues a comparison: it takes the finished runs over from results that were made elsewhere, and trains
+the others. All write report.html, report.md and results.json.
 
 smallgpt_jax/comparison/config.py documents the fields of a comparison: its budget, seeds and measurements.
 """
@@ -29,6 +31,7 @@ from smallgpt_jax.comparison import (
     inference_cost,
     measure,
     prediction,
+    recorded,
     records,
     results,
     scaling,
@@ -50,7 +53,8 @@ from smallgpt_jax.storage.paths import as_path, local_path, resolve
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list("workdirs", None, "Workdirs of existing runs, instead of --config; patterns with * are "
                               "expanded.")
-_RESULTS = flags.DEFINE_list("results", None, "results.json files of comparisons to merge, instead of --config.")
+_RESULTS = flags.DEFINE_list("results", None, "results.json files of comparisons. Without --config, they are merged. "
+                              "With --config, the runs in them are not trained again.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
 _LOGGED = flags.DEFINE_string("logged", None, "CSV file with the columns model,step,val_loss. It contains losses that "
                               "the paper's authors logged (524,288 tokens per step). They are added to the plot of "
@@ -70,12 +74,13 @@ BUDGET_DESCRIPTIONS = {
 def main() -> None:
     from smallgpt_jax.comparison import figures, report  # here, because they import matplotlib, which takes time
 
-    if sum(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS)) != 1:
+    given = tuple(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS))
+    if sum(given) != 1 and given != (True, False, True):
         cli.fail("give either --config (a comparison to train), --workdirs (existing runs) or --results (results to "
-                 "merge)", status=2)
+                 "merge); --results may be combined with --config", status=2)
     logged = figures.read_logged(local_path("--logged", _LOGGED.value)) if _LOGGED.value else None
     output = as_path("--output", _OUTPUT.value)
-    if _RESULTS.value is not None:
+    if _CONFIG.value is None and _RESULTS.value is not None:
         read_record = functools.partial(merge_results, output)
     else:
         named_runs, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
@@ -90,8 +95,8 @@ def main() -> None:
 
 def record_of(output: Path, named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
     averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
-    runs = [results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged, run.horizon, run.trunk)
-            for run in named_runs]
+    runs = [run.recorded or results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged,
+                                             run.horizon, run.trunk) for run in named_runs]
     results.require_comparable(runs)
     size = _CONFIG.value.compare.held_out if _CONFIG.value is not None else ""
     predictions = prediction.read(output / prediction.PREDICTIONS_FILE) if size else None
@@ -100,12 +105,17 @@ def record_of(output: Path, named_runs: list[NamedRun], grids: dict[str, Grid]) 
 
 def merge_results(output: Path) -> Record:
     """Raises UserError if `output` contains the report of other runs."""
-    paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
-    if not paths:
-        raise UserError("--results: the list is empty; name at least one results.json")
+    paths = recorded_paths()
     if (output / RUNS_FOLDER).is_dir() and (output / RESULTS_FILE).exists():
         raise UserError(f"--output={output}: contains the report of other runs; use another --output")
     return records.merge([(path, records.read(path)) for path in paths], repeating_command())
+
+
+def recorded_paths() -> list[Path]:
+    paths = [as_path("--results", path) for path in dict.fromkeys(_RESULTS.value) if path]
+    if not paths:
+        raise UserError("--results: the list is empty; name at least one results.json")
+    return paths
 
 
 def find_runs(output: Path) -> list[NamedRun]:
@@ -130,7 +140,7 @@ def find_folders(pattern: str) -> list[Path]:
 
 
 def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
-    """Returns the runs that have started, and {name: learning-rate grid}.
+    """Returns the runs that have started or are in --results, and {name: learning-rate grid}.
 
     For a model with a grid, only the runs at the best learning rate are measured and returned.
     """
@@ -144,9 +154,13 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
     comparison = budget.make_comparison(_CONFIG.value, output)
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
+    if _RESULTS.value is not None:
+        comparison = recorded.take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
     held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
+        if recorded.find(comparison, run):
+            return
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
@@ -156,8 +170,9 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
         held_out.write_predictions(comparison, losses, repeating_command())
 
     losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run, predict)
-    return [NamedRun(run.name, run.folder, run.horizon, run.trunk) for run in comparison.runs(losses)
-            if not run.in_grid and (run.folder / STORE_FILE).exists()], comparison.grids(losses)
+    named_runs = [NamedRun(run.name, run.folder, run.horizon, run.trunk, recorded.find(comparison, run))
+                  for run in comparison.runs(losses) if not run.in_grid]
+    return [run for run in named_runs if run.recorded or (run.folder / STORE_FILE).exists()], comparison.grids(losses)
 
 
 def print_ignored_overrides() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import budget, prediction, results, scaling
+from smallgpt_jax.comparison import budget, prediction, recorded, scaling
 from smallgpt_jax.comparison.prediction import PREDICTIONS_FILE
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.comparison.scaling import Record
@@ -22,20 +22,23 @@ from smallgpt_jax.storage.locks import file_lock
 def write_predictions(comparison: Comparison, losses: Mapping[Path, float], command: str) -> None:
     """Writes predictions.json from the finished runs, unless it exists or a held-out run has started.
 
+    Predictions in a record are kept.
+
     Several processes may call this. The lock makes one of them write.
     """
     path = comparison.output / PREDICTIONS_FILE
     with file_lock(comparison.output / LOCK_FILE, wait=True):
         if path.exists():
             return
+        if comparison.recorded and comparison.recorded.predictions:
+            write_atomically(path, json.dumps(comparison.recorded.predictions, indent=1) + "\n")
+            return
         planned = comparison.runs_at_best(losses)
         if started := started_held_out(comparison):
             print(f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made", flush=True)
         elif held_out := [run for run in planned if run.is_held_out]:
             records = prediction.records_of([
-                results.read_run(run.name, run.folder, averaged=comparison.averaged, horizon=run.horizon,
-                                 trunk=run.trunk)
-                for run in planned if not run.is_held_out])
+                recorded.read_result(comparison, run) for run in planned if not run.is_held_out])
             content = prediction.predict(records, list(map(planned_record, held_out)))
             content |= {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command,
                         "held_out": comparison.held_out}
@@ -43,8 +46,11 @@ def write_predictions(comparison: Comparison, losses: Mapping[Path, float], comm
             print(f"{path}: predictions of {len(held_out)} held-out runs", flush=True)
 
 
-def started_held_out(comparison: Comparison) -> Path | None:
-    """Returns the folder of a held-out run that has started, at any learning rate and seed."""
+def started_held_out(comparison: Comparison) -> str | Path | None:
+    """Returns a held-out run that has started here, at any learning rate and seed, or that is in a record."""
+    for run in comparison.recorded.runs if comparison.recorded else ():
+        if run.name in comparison.held_out_names:
+            return f"{run.name}, seed {run.seed}"
     folders = (folder for name in comparison.held_out_names
                for folder in sorted((comparison.output / RUNS_FOLDER).glob(f"{safe_name(name)}-*")))
     return next((folder for folder in folders if (folder / CONFIG_FILE).exists()), None)

@@ -186,7 +186,7 @@ def require_mergeable(where: str, one: Run, other: Run) -> None:
                         "same config.compare.averaged_evaluations")
     if (one.name, one.horizon) != (other.name, other.horizon):
         return
-    if differences := different(fixed_fields(one), fixed_fields(other)):
+    if differences := different(fixed_fields(one.config), fixed_fields(other.config)):
         raise UserError(f"{where}: both contain {one.name!r}, with different configs ({differences}); give the runs "
                         "different names")
     if one.seed == other.seed and [(point.step, point.loss) for point in one.curve] != [
@@ -195,11 +195,11 @@ def require_mergeable(where: str, one: Run, other: Run) -> None:
                         "seed on one machine")
 
 
-def fixed_fields(run: Run) -> dict[str, Any]:
+def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config fields that determine the results of a run, except the seed and its text's source."""
     others = {f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(fixed_by=None)}
     others |= {f"data.{name}" for name in (*DataConfig.names(in_store=True), "store", "mixture")} | {"train.seed"}
-    return {field: value for field, value in sorted(run.config.items())
+    return {field: value for field, value in sorted(config.items())
             if field == "train.steps" or not (field in others or field.startswith("mesh."))}
 
 

@@ -139,6 +139,7 @@ class NamedRun(NamedTuple):
     folder: Path
     horizon: float = 1.0
     trunk: Path | None = None
+    recorded: Run | None = None  # its results, if it was trained elsewhere
 
 
 def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1, horizon: float = 1.0,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.comparison import learning_rates, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.learning_rate import decay_start
@@ -41,6 +42,7 @@ class Comparison:
     horizons: tuple[float, ...] = (1.0,)  # of each run, except those of grids
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
+    recorded: Record | None = None  # runs that were trained elsewhere (recorded.py)
 
     @property
     def grid_seed(self) -> int:

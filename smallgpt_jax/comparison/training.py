@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison import recorded, results
 from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
@@ -76,8 +76,13 @@ def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_
 
 
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
-    """Trains a run unless it is finished. Returns its loss, inf if it diverged, None if another process trains it."""
+    """Trains a run unless it is finished or in a record.
+
+    Returns its loss, inf if it diverged, None if another process trains it.
+    """
     check_existing(run, comparison.output, text)
+    if (loss := recorded.find_loss(comparison, run)) is not None:
+        return loss
     if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)

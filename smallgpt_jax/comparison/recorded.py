@@ -1,0 +1,105 @@
+"""Runs that a comparison takes over from records, which were made elsewhere, instead of training them."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from smallgpt_jax.comparison import records, results
+from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.comparison.runs import Comparison, PlannedRun, shortened
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.corpus import Corpus, same_text
+from smallgpt_jax.data.pipeline import num_validation_targets
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.names import STORE_FILE
+from smallgpt_jax.run.training_text import describe_changes
+
+RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
+
+
+def take_over(comparison: Comparison, paths: Sequence[Path], text: Corpus) -> Comparison:
+    """Returns the comparison with the finished runs of the records that belong to it.
+
+    Raises UserError if one of them has another text, config or validation rows than the comparison.
+    """
+    found = records.merge([(path, records.read(path)) for path in paths], "")
+    for name in dict.fromkeys(run.name for run in found.runs if run.name not in comparison.models):
+        print(f"--results: {name} is not in this comparison; left out", flush=True)
+    runs = [run for run in found.runs if run.name in comparison.models and run.horizon in comparison.horizons
+            and (run.is_finished or run.diverged)]
+    for run in runs:
+        require_same(run, comparison, text)
+    return dataclasses.replace(comparison, recorded=dataclasses.replace(found, runs=tuple(
+        dataclasses.replace(run, averaged=comparison.averaged) for run in runs)))
+
+
+def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
+    where, advice = f"--results: {run.name}, seed {run.seed}", "leave out its record, or give the run another name"
+    before, now = run.text["description"], text.description
+    if not same_text(before, now) or run.text["tokenizer"] != tokenizers.fingerprint(text.tokenizer):
+        raise UserError(f"{where}: was trained on another text than this comparison ({describe_changes(before, now)}); "
+                        "use the same text, or leave out its record")
+    config = shortened(comparison.models[run.name], run.horizon)
+    is_same_code = run.config.get("model.architecture") == config.model.architecture  # other code is not imported
+    own, planned = (fixed_fields if is_same_code else records.fixed_fields)(run.config), fixed_fields(config.flat())
+    if comparison.multiples:  # then the grid determines the learning rates
+        own, planned = ({field: value for field, value in fields.items() if field not in RATES}
+                        for fields in (own, planned))
+    if differences := records.different(own, planned):
+        raise UserError(f"{where}: has another config than this comparison ({differences}); {advice}")
+    targets = num_validation_targets(text, config.data, context_length=config.model.context_length,
+                                     batch_size=config.train.batch_size, eval_steps=config.train.eval_steps)
+    if run.last and run.last.targets != targets:
+        raise UserError(f"{where}: its loss is a mean over {run.last.targets:,} tokens, those of this comparison over "
+                        f"{targets:,}; set config.train.eval_steps={run.config['train.eval_steps']}")
+
+
+def fixed_fields(config: dict) -> dict:
+    """Returns the fields that determine the results of a run; fields that are newer than its record are defaults."""
+    groups: dict[str, dict] = {}
+    for path, value in config.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    return records.fixed_fields(json.loads(json.dumps(Config.of(groups).flat())))
+
+
+def find(comparison: Comparison, planned: PlannedRun) -> Run | None:
+    """Returns the recorded run in place of `planned`; None if there is none, or if `planned` has a workdir."""
+    if comparison.recorded is None or (planned.folder / STORE_FILE).exists():
+        return None
+    identity = (planned.name, planned.config.train.seed, planned.horizon, planned.config.optimizer.learning_rate)
+    return next((run for run in comparison.recorded.runs
+                 if (run.name, run.seed, run.horizon, run.config[RATES[0]]) == identity), None)
+
+
+def find_loss(comparison: Comparison, planned: PlannedRun) -> float | None:
+    """Returns the loss of the recorded run in place of `planned`, inf if it diverged; None if there is none."""
+    if planned.in_grid:
+        return find_grid_loss(comparison, planned)
+    found = find(comparison, planned)
+    if found is None:
+        return None
+    loss = found.final("loss")
+    return math.inf if found.diverged or loss is None else loss
+
+
+def find_grid_loss(comparison: Comparison, planned: PlannedRun) -> float | None:
+    """Records have no configs of the runs in grids. Those of the name's other runs vouch for them."""
+    recorded: Record | None = comparison.recorded
+    if recorded is None or (planned.folder / STORE_FILE).exists():
+        return None
+    grid = recorded.grids.get(planned.name)
+    rate = comparison.models[planned.name].optimizer.learning_rate
+    if (grid is None or (grid.seed, grid.learning_rate) != (planned.config.train.seed, rate)
+            or planned.name not in {run.name for run in recorded.runs}):
+        return None
+    return grid.losses.get(planned.multiple)
+
+
+def read_result(comparison: Comparison, run: PlannedRun) -> Run:
+    return find(comparison, run) or results.read_run(
+        run.name, run.folder, averaged=comparison.averaged, horizon=run.horizon, trunk=run.trunk)

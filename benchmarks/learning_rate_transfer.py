@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
@@ -33,7 +34,7 @@ from smallgpt_jax.training.step import train_step
 
 _CONFIG = cli.define_config()
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")
-_MULTIPLES = flags.DEFINE_list("multiples", ["0.25", "0.5", "1", "2", "4", "8"], "Multiples of the learning rate.")
+_MULTIPLES = flags.DEFINE_list("multiples", ["0.5", "1", "2", "4", "8", "16"], "Multiples of the learning rate.")
 _STEPS = flags.DEFINE_integer("steps", 300, "Training steps of each run.", lower_bound=10)
 
 
@@ -53,8 +54,10 @@ def grid(config: Config, multiples: list[float]) -> Grid:
             optimizer=optax.GradientTransformation(program.optimizer.init, update),
             schedule=learning_rate_schedule(c.optimizer), seed=c.train.seed)
 
+    initial_state = program.initial_state()
+
     def final_loss(multiple: float) -> float:
-        state, losses = program.initial_state(), []
+        state, losses = jax.tree.map(jnp.copy, initial_state), []  # a step donates its state
         for i in range(c.train.steps):
             state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]), multiple)
             losses.append(metrics["loss"])

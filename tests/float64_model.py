@@ -162,8 +162,8 @@ def plain_experts(config, weights, h):
     router, y = weights["router"], np.zeros_like(h)
     for t, u in enumerate(h):
         scores = 1 / (1 + np.exp(-u @ router["kernel"]))  # equation 15
-        chosen = np.argsort(scores + router["bias"])[-config.experts_per_token:]  # equation 16
-        gates = scores[chosen] / (scores[chosen].sum() if config.experts_per_token > 1 else 1)  # equations 13 and 14
+        chosen = np.argsort(scores + router["bias"])[-config.experts_per_token:]  # equation 16, for 14
+        gates = scores[chosen] / (scores[chosen].sum() if config.experts_per_token > 1 else 1)  # equation 13
         for expert, gate in zip(chosen, gates):  # equation 12, as the next line
             matrices = {name: {"kernel": weights[name][expert]} for name in ("gate", "up", "down") if name in weights}
             y[t] += config.expert_scale * gate * plain_mlp(config, matrices, u)

@@ -20,7 +20,7 @@ from smallgpt_jax.data import journal, store, tokenizers
 from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import trackers, workdir
+from smallgpt_jax.run import checkpoint, trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
@@ -219,7 +219,8 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_files_give_one_line(folder, tmp_path, name):
+def test_damaged_files_give_one_line(folder, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(checkpoint, "REMOVAL_SECONDS", 0.0)  # nobody removes the checkpoint
     shutil.copytree(folder, tmp_path / "files")
     path, rng = tmp_path / "files" / name, random.Random(name)
     before, refused = path.read_bytes(), 0

@@ -198,9 +198,9 @@ def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCh
 
 
 def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
-    """Returns a prediction for each size and number of tokens in `records`, whose losses are not read."""
-    points = dict.fromkeys((getattr(record, fitted.size), record.tokens) for record in records)
-    return predict(fitted, *zip(*points))
+    """Returns a prediction for each size and number of tokens in `records`, in this order. Reads no losses."""
+    points = {(getattr(record, fitted.size), record.tokens) for record in records}
+    return predict(fitted, *zip(*sorted(points)))
 
 
 def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, float], held_out: Sequence[Record],

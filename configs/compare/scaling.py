@@ -18,7 +18,7 @@ the largest one is trained. To stop there, for example to commit this file first
 and continue later without this flag. The presets, after a colon, are
 
 - `tiny`: a few seconds per run, for tests
-- `small`: 45k to 0.2M parameters, 0.47M held out: 1.0e15 FLOPs, or about five hours on two CPU cores
+- `small`: 45k to 0.2M parameters, 0.47M held out: 1.0e15 FLOPs, about six hours on two CPU cores
 - `medium`: 0.1M to 0.65M parameters, 1.4M held out: 8.5e15 FLOPs
 - `full`: 0.33M to 2.5M parameters, 5.3M held out, for a GPU: 1.1e17 FLOPs
 

@@ -198,9 +198,9 @@ def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCh
 
 
 def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
-    """Returns a prediction for each size and number of tokens in `records`, whose losses are not read."""
-    points = dict.fromkeys((getattr(record, fitted.size), record.tokens) for record in records)
-    return predict(fitted, *zip(*points))
+    """Returns a prediction for each size and number of tokens in `records`, in this order. Reads no losses."""
+    points = {(getattr(record, fitted.size), record.tokens) for record in records}
+    return predict(fitted, *zip(*sorted(points)))
 
 
 def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, float], held_out: Sequence[Record],
@@ -245,7 +245,7 @@ def cost_per_token(fitted: Fit, sizes: np.ndarray, cost: str = "flops") -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The lowest loss of a model at each budget, over the trained range of sizes and of tokens."""
+    """The lowest loss of a model at each budget, over the trained range of sizes, tokens, and tokens per parameter."""
 
     name: str
     budgets: np.ndarray  # (budgets,)
@@ -266,6 +266,8 @@ def frontier(fitted: Fit, budgets: np.ndarray, cost: str = "flops") -> Frontier:
     sizes = np.union1d(np.geomspace(trained.min(), trained.max(), GRID), trained)
     tokens = np.asarray(budgets, float)[:, None] / cost_per_token(fitted, sizes, cost)  # (budgets, sizes)
     is_trained = (tokens > 0.99 * horizons.min()) & (tokens < 1.01 * horizons.max())
+    ratios = horizons / trained  # a small size was not trained on as many tokens as a large one
+    is_trained &= (tokens > 0.99 * ratios.min() * sizes) & (tokens < 1.01 * ratios.max() * sizes)
     is_trained |= ~is_trained.any(-1, keepdims=True)  # beyond the trained range: all sizes
     losses = np.where(is_trained, fitted.law.loss(sizes, tokens), np.inf)
     best = losses.argmin(-1)

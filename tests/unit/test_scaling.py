@@ -173,3 +173,11 @@ def test_the_frontier_is_the_best_trained_size_at_each_budget():
     sizes = np.geomspace(SIZES[0], SIZES[-1], 500)
     assert found.losses[2] == pytest.approx(LAW.loss(sizes, found.budgets[2] / 6 / sizes).min(), abs=2e-3)
     np.testing.assert_allclose(found.sizes * found.tokens * 6, found.budgets, rtol=1e-6)
+
+
+def test_the_frontier_stays_within_the_trained_tokens_per_parameter():
+    """Sizes were trained on 1 to 2 tokens per parameter. The law would rather train a smaller size on more tokens."""
+    fitted = scaling.fit(make_records(noise=0, seeds=2, horizons=(1, 1.5, 2)), draws=20)
+    found = scaling.frontier(fitted, np.geomspace(*scaling.trained_range([fitted]), 9))
+    ratios = found.tokens / found.sizes
+    assert (ratios < 2.05).all() and (ratios > 0.95).all() and ratios.max() > 1.9

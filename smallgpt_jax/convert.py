@@ -27,7 +27,6 @@ from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
@@ -98,11 +97,8 @@ def new_folder(flag: str, name: str | None) -> Path:
 
 
 def export_model(source: Path, output: Path) -> None:
-    model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value, _TRUST.value)
-    if _PATHS.value != "all":
-        chosen = inference.select_paths(model, params, _PATHS.value)
-        config, params, model_state = with_paths(model.config, params, model_state, chosen)
-        model = models.LanguageModel(config)
+    trained = inference.load_trained(source, _STEP.value, _TRUST.value)
+    model, params, model_state, tokenizer, step = trained.with_paths(_PATHS.value)
     rank_ratio = model.config.rank_ratio
     if rank_ratio:
         model, params = low_rank.with_rank_ratio(model, params, 0.0)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import hashlib
 import json
 import time
@@ -22,7 +21,7 @@ from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import pack
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
@@ -108,7 +107,6 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError("--config: this is the recipe of one run, not a comparison; use a config in configs/compare/, "
                         "or list existing runs in --workdirs")
     compare = CompareConfig.from_fields(config.compare)
-    compare.validate()
     if compare.learning_rates and config.train.seed < 1:
         raise UserError(f"config.train.seed={config.train.seed}: must be at least 1 with "
                         "config.compare.learning_rates, whose runs have the seed before it")
@@ -155,8 +153,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
                 run.model[field] = value
                 continue
             if field not in run[group]:
-                near = difflib.get_close_matches(field, run[group], n=1)
-                raise UserError(f"{where}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise UserError(f"{where}: no such field" + suggestion(field, run[group]))
             before = run[group][field]
             try:
                 if value is None and before is not None:

@@ -102,8 +102,6 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
 def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
     if is_synthetic(data):
         return ProbeCorpus.of(data)
-    if data.packing not in PACKINGS:
-        raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
     if data.mixture:
         return open_mixture(data.mixture)
     store = spec.open()

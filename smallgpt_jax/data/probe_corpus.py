@@ -5,11 +5,9 @@ each process, is that of text (batches.py). There are so many training rows that
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -89,16 +87,9 @@ class ProbeCorpus:
 
     @classmethod
     def of(cls, data) -> "ProbeCorpus":
-        """Raises UserError for an unknown probe and for invalid options."""
+        """Raises UserError if the probe has no examples with these options."""
         name = data.source.removeprefix(SYNTHETIC)
-        if name not in PROBES:
-            near = difflib.get_close_matches(name, PROBES, n=1)
-            raise UserError(f"config.data.source={data.source!r}: no probe {name!r}; "
-                            + (f"did you mean {near[0]!r}? The probes are " if near else "choose from ")
-                            + ", ".join(PROBES))
         kind, lengths = PROBES[name], (data.probe_length, *data.probe_test_lengths)
-        for field, rule in find_problems(data, kind):
-            raise UserError(f"config.data.{field}={getattr(data, field)!r}: {rule}")
         probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max(lengths))
         if problem := probe.problem():
             raise UserError(f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or decrease "
@@ -145,24 +136,3 @@ class ProbeCorpus:
                             "examples")
         min_length = self.min_length if split == "train" else length
         return ExampleRows(self.name, self.probe, split, min_length, length, context_length)
-
-
-def find_problems(data, kind: type[Probe]) -> list[tuple[str, str]]:
-    """Returns [(field, rule that its value breaks)] for the options of a probe."""
-    name, least = data.source, kind.least_length
-    tests: Sequence[int] = data.probe_test_lengths
-    rules = {
-        "probe_length": (data.probe_length < least, f"must be at least {least}"),
-        "probe_min_length": (data.probe_min_length != 0 and not least <= data.probe_min_length <= data.probe_length,
-                             f"must be 0, or at least {least} and at most config.data.probe_length="
-                             f"{data.probe_length}"),
-        "probe_test_lengths": (not all(type(length) is int and length >= least for length in tests)
-                               or len({data.probe_length, *tests}) <= len(tests),
-                               f"must be different integers of at least {least}, other than config.data.probe_length"),
-        "probe_symbols": (data.probe_symbols != 0 and (not kind.default_symbols
-                                                       or data.probe_symbols < kind.least_symbols),
-                          f"must be 0, or at least {kind.least_symbols}" if kind.default_symbols
-                          else f"{name} does not have this field; set it to 0"),
-        "probe_scratch": (data.probe_scratch < 0 or (data.probe_scratch > 0 and not kind.has_scratch),
-                          "must be at least 0" if kind.has_scratch else f"{name} has no scratch tokens; set it to 0")}
-    return [(field, rule) for field, (is_broken, rule) in rules.items() if is_broken]

@@ -16,7 +16,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
@@ -152,7 +152,8 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
     validate(config, mesh)
-    teacher = open_teacher(config.train, model, mesh)
+    if teacher := open_teacher(config.train, model, mesh):
+        config = config.replace(train={"teacher_step": teacher.step})
     objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
     params, heads = models.abstract_params(model), objective.abstract_heads()
@@ -201,8 +202,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
 
 
-def out_of_memory_message(config: Config, error: Exception) -> str:
-    return (f"config.train.batch_size={config.train.batch_size}: needs more memory than a device has, with "
-            f"config.train.microbatches={config.train.microbatches} "
+def out_of_memory_message(config: TrainConfig, error: Exception) -> str:
+    return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+            f"config.train.microbatches={config.microbatches} "
             f"({textwrap.shorten(str(error), 160, placeholder=' …')});\nincrease config.train.microbatches, set "
             "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")

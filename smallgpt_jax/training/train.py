@@ -43,9 +43,10 @@ def train(config: ConfigDict, workdir: str) -> None:
         return open_trunk(folder, config)
 
     trunk = distributed.run_on_primary(check)
+    distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     program = build_program(config)
     config = program.config
-    distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
+    distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program)
     with preemption.handle_signals() as stop:

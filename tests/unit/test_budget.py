@@ -287,7 +287,7 @@ def test_refuses_misspelt_comparison_fields():
 def validate(config: ConfigDict) -> None:
     """Validates a config without tracing the model. Used in place of `build_program`, which takes seconds."""
     config = Config.of(config)
-    program.validate(config, sharding.make_mesh(config.mesh))
+    program.validate(config, sharding.num_batch_shards(sharding.make_mesh(config.mesh)), path_shards=1)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -20,7 +20,6 @@ from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
-from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
@@ -234,7 +233,8 @@ def tokens_per_step(config: ConfigDict | Config) -> float:
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = load_or_prepare(config.data)
-    return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
+    rows = corpus.pack("train", config.data.packing, config.data.separate_documents, config.model.context_length)
+    return inputs * (1 - rows.padding)
 
 
 def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:

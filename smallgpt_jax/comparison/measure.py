@@ -93,9 +93,7 @@ class TextSample:
         self._window_numbers = batches.sample_rows(self._windows, -(-wanted // self.window_multiple))
 
     def _rows(self, multiple: int) -> batches.Mixture:
-        row_length = multiple * self.context_length
-        return batches.Mixture(self._corpus.pack("validation", "concat", self._separate, row_length),
-                               self._corpus.weights)
+        return self._corpus.pack("validation", "concat", self._separate, multiple * self.context_length)
 
     def batches(self, multiple: int, batch_size: int) -> Iterator[Batch]:
         """Yields the sample in batches. The rows are `multiple` times as long as the context length."""

@@ -43,8 +43,9 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
-    tests = {length: batches.Mixture([packing], [1.0]) for length, packing in corpus.test_rows(context_length).items()}
+    train, validation = (corpus.pack(split, data.packing, data.separate_documents, context_length)
+                         for split in ("train", "validation"))
+    tests = corpus.test_rows(context_length)
     rows = sharding.local_rows(mesh, batch_size)
     return DataPipeline(
         corpus, train, batch_size * context_length * (1 - train.padding),
@@ -59,14 +60,9 @@ def place_on_devices(mesh: jax.sharding.Mesh, rows: np.ndarray, batch_size: int,
     return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
 
 
-def pack(corpus: Corpus, split: str, data, context_length: int) -> batches.Mixture:
-    return batches.Mixture(
-        corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
-
-
 def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
     """Returns the number of target tokens in one evaluation, summed over all processes."""
-    validation = pack(corpus, "validation", data, context_length)
+    validation = corpus.pack("validation", data.packing, data.separate_documents, context_length)
     return sum(int(np.sum(batch.loss_mask_BxT))
                for batch in batches.validation_batches(validation, batch_size, eval_steps))

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from smallgpt_jax.data.config import SYNTHETIC
-from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.data.probes import NO_ANSWER, PROBES, Probe, RowNumbers
 from smallgpt_jax.data.tokenizers import Symbols
 from smallgpt_jax.errors import UserError
@@ -83,7 +83,6 @@ class ProbeCorpus:
     test_lengths: tuple[int, ...]
 
     stores = ()
-    weights = (1.0,)
 
     @classmethod
     def of(cls, data) -> "ProbeCorpus":
@@ -121,12 +120,13 @@ class ProbeCorpus:
     def bytes_per_token(self, split: str) -> float:
         return math.nan  # examples are not text
 
-    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[ExampleRows]:
-        return [self._rows(split, self.length, context_length)]
+    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
+        return Mixture([self._rows(split, self.length, context_length)], [1.0])
 
-    def test_rows(self, context_length: int) -> dict[int, ExampleRows]:
+    def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns {length: validation rows} for the further lengths."""
-        return {length: self._rows("validation", length, context_length) for length in self.test_lengths}
+        return {length: Mixture([self._rows("validation", length, context_length)], [1.0])
+                for length in self.test_lengths}
 
     def _rows(self, split: str, length: int, context_length: int) -> ExampleRows:
         if (needed := self.probe.num_inputs(length)) > context_length:

@@ -34,7 +34,7 @@ def corpus_of(name: str, length: int = 5, **fields):
 
 
 def mixture(corpus, split="train"):
-    return batches.Mixture(corpus.pack(split, "concat", False, CONTEXT), (1.0,))
+    return corpus.pack(split, "concat", False, CONTEXT)
 
 
 def examples_of(name: str, length: int = 5, count: int = 60, **fields):

@@ -76,6 +76,7 @@ def is_held_out(folder: str) -> bool:
     return f"_{HELD_OUT}-" in folder
 
 
+@pytest.mark.slow
 def test_held_out_runs_start_after_their_prediction(compare, tmp_path):
     """The report has the errors of the stored predictions, which a second start does not change."""
     output = tmp_path / "out"
@@ -105,6 +106,7 @@ def test_held_out_runs_start_after_their_prediction(compare, tmp_path):
     assert events == [] and (output / "report.md").read_text() == markdown
 
 
+@pytest.mark.slow
 def test_runs_without_a_prediction_stay_without(compare, tmp_path):
     """A held-out run that was trained in another way forbids a later prediction."""
     compare(f"--config.compare.names=gpt@{HELD_OUT}", "--config.compare.held_out=", "--config.compare.seeds=1",

@@ -290,6 +290,7 @@ def validate(config: ConfigDict) -> None:
     program.validate(config, sharding.make_mesh(config.mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("size", ["tiny", "quickstart", "paper"])
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):

@@ -4,15 +4,18 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 from conftest import load_config, run
 
+from smallgpt_jax.analysis import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, gpus, hlo, topologies
 from smallgpt_jax.estimation.roofline import PLAIN_PRODUCTS, Clock, Roofline, ring_bytes
+from smallgpt_jax.plan import format_plan, remedies
 from smallgpt_jax.training.program import build_program
 
 # The data sheet of H100 SXM: FLOP/s, bytes/s of the memory, of NVLink in one direction, and of the network.
@@ -181,18 +184,54 @@ def test_a_ring_sends_what_the_collectives_need():
 
 # ---------------------------------------------------------------------- memory
 
+@pytest.fixture
+def planned(monkeypatch):
+    """Returns a function: bytes of the training step, and of the evaluation step → program, its estimate on one H100.
+
+    The compiled program is PROGRAM.
+    """
+    def plan(training: float, evaluation: float):
+        stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=training, output_size_in_bytes=5,
+                                alias_size_in_bytes=5)
+        step = SimpleNamespace(memory_analysis=lambda: stats)
+        monkeypatch.setattr(estimate, "compile_and_read", lambda program: (step, hlo.HloModule(PROGRAM)))
+        monkeypatch.setattr(estimate, "evaluation_memory", lambda program, state: (7, evaluation))
+        program = build_program(load_config("gpt"), jax.devices()[:1])
+        return program, estimate.estimate(program)
+
+    monkeypatch.setattr(gpus, "find_gpu", lambda kind: gpus.GPUS["h100"])
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["NVIDIA H100"])
+    return plan
+
+
 @pytest.mark.parametrize("training, evaluation, fits", [(80e9, 79e9, True), (80e9 + 1, 1e9, False), (1e9, 81e9, False)])
-def test_fits_into_a_gpu(monkeypatch, training, evaluation, fits):
+def test_fits_into_a_gpu(planned, training, evaluation, fits):
     """The GPU compiler compiles programs that are too large. They fit if both steps need at most the GPU's memory."""
-    memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=training, output_size_in_bytes=5,
-                                   alias_size_in_bytes=5)
-    step = SimpleNamespace(memory_analysis=lambda: memory_stats)
-    monkeypatch.setattr(estimate, "compile_and_read", lambda program: (step, hlo.HloModule(PROGRAM)))
-    monkeypatch.setattr(estimate, "evaluation_memory", lambda program, state: (7, evaluation))
-    monkeypatch.setattr(estimate, "estimate_speed", lambda *_: estimate.UNKNOWN_SPEED)
-    monkeypatch.setattr(estimate.chips, "find_chip", lambda kind: gpus.GPUS["h100"].chip)
-    program = build_program(load_config("gpt"), jax.devices()[:1])
-    assert estimate.estimate(program).fits == fits
+    assert planned(training, evaluation)[1].fits == fits
+
+
+@pytest.mark.parametrize("training, evaluation, is_reserved", [
+    (60e9, 60e9, True), (60e9 + 1, 1e9, False), (1e9, 80e9, False), (81e9, 1e9, True)])
+def test_the_report_of_a_gpu(planned, training, evaluation, is_reserved):
+    """JAX reserves 60 of 80 GB. Of a program that needs more and fits, the report says so."""
+    program, result = planned(training, evaluation)
+    seconds = roofline(PROGRAM).clock().total
+    assert result.estimated_step_seconds == pytest.approx(seconds)
+    assert result.estimated_mfu == pytest.approx(result.flops_per_token * result.tokens_per_step / seconds / PEAK)
+    assert result.estimated_cycles is result.kernel_cycles is None
+    report = format_plan(program, result)
+    assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" not in report) == is_reserved
+    assert re.search(r"cuBLASLt +5 × +0\.09 ms", report) and "not a measurement" in report
+
+
+@pytest.mark.parametrize("devices, fields, expected", [
+    (1, {"train__batch_size": 8}, ["microbatches", "remat"]),
+    (4, {"train__batch_size": 8, "train__microbatches": 2}, ["fsdp", "remat"]),
+    (4, {"train__batch_size": 4, "mesh__data": 1, "mesh__fsdp": 4, "model__remat": "full"}, ["use more devices"])])
+def test_remedies_for_too_little_memory(devices, fields, expected):
+    program = build_program(load_config("gpt", **fields), jax.devices()[:devices])
+    found = remedies(program)
+    assert len(found) == len(expected) and all(word in change for word, change in zip(expected, found))
 
 
 def test_names_a_missing_compiler(monkeypatch):

@@ -121,7 +121,7 @@ def format_plan(program: Program, result: Estimate) -> str:
 
 
 def format_roofline(result: Estimate) -> list[str]:
-    overlapped = result.collective_seconds - result.exposed_collective_seconds
+    overlapped = max(0.0, result.collective_seconds - result.exposed_collective_seconds)  # without −0.00 from rounding
     return [
         "Roofline, not a measurement: kernels at the peak speed of products or memory; launches are not included:",
         *(f"  {kind:24} {kernels['count']:>8,} ×  {1000 * kernels['seconds']:>10,.2f} ms"

@@ -6,7 +6,6 @@ import os
 import re
 
 import jax
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from smallgpt_jax.analysis.chips import CHIPS
@@ -76,16 +75,23 @@ def similar_shapes(gpu: str, shape: str) -> list[str]:
 def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise UserError(f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}")
-    # JAX asks cuDNN for its version, but programs are compiled without it: they contain calls of it. Its package and
-    # that of cuBLAS, which it needs, are 1.3 GB.
-    fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
+    assume_cudnn()
     hosts, _, per_host = shape.rpartition("x")
     try:
         return list(topologies.get_topology_desc(
             platform="cuda", target_config=target_config(GPUS[kind]), topology=f"1x{hosts or 1}x{per_host}").devices)
     except NotImplementedError as error:  # JAX does not load a plugin of another version
-        raise UserError(f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); install the "
-                        f"version of jax: {install_command('plan-gpu')}") from None
+        raise UserError(f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); it must "
+                        f"have the version of jax: {install_command('plan-gpu')}") from None
+
+
+def assume_cudnn() -> None:
+    """Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the package and that of
+    cuBLAS, which it needs, are a download of more than 1 GB.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo  # not public: a change of JAX must not affect TPUs
+
+    fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:

@@ -83,18 +83,16 @@ class Instruction:
         if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.line):
             return [int(device) for device in found[1].split(",")]
         if found := re.search(r"replica_groups=\[[\d,]*?(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line):
-            lengths = [int(length) for length in found[2].split(",")]
-            order = [int(axis) for axis in found[3].split(",")] if found[3] else list(range(len(lengths)))
-            return sorted(numbered(lengths, order)[:int(found[1])])
-        if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line):
-            lengths = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-            names = list(lengths)
-            inside = re.findall(r"'(\w+)'", found[2])
-            axes = [names.index(name) for name in inside]
-            order = [axis for axis in range(len(names)) if axis not in axes] + axes
-            size = math.prod(int(lengths[name]) for name in inside)
-            return sorted(numbered([int(length) for length in lengths.values()], order)[:size])
-        return []
+            size, lengths = int(found[1]), [int(length) for length in found[2].split(",")]
+            order = [int(axis) for axis in found[3].split(",")] if found[3] else range(len(lengths))
+        elif found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line):
+            names, lengths = zip(*((name, int(length)) for name, length in re.findall(r"'(\w+)'=(\d+)", found[1])))
+            inside = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
+            size = math.prod(lengths[axis] for axis in inside)
+            order = [axis for axis in range(len(names)) if axis not in inside] + inside
+        else:
+            return []
+        return np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
 
     @property
     def is_local(self) -> bool:
@@ -124,11 +122,6 @@ class Instruction:
 def bits(dtype: str) -> int:
     found = re.search(r"\d+", dtype)
     return int(found[0]) if found else 8 if dtype == "pred" else 0
-
-
-def numbered(lengths: list[int], order: list[int]) -> list[int]:
-    """Returns the numbers 0, 1, … of the positions of an array in the order in which a transposition puts them."""
-    return np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel().tolist()
 
 
 class HloModule:

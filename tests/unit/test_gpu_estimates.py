@@ -167,6 +167,14 @@ def test_exposed_collectives(groups, devices, link):
         "all-gather": {"count": 1, "bytes": 2 * 2 * 8000 * 32}, "all-reduce": {"count": 1, "bytes": 4 * 5_000_000}}
 
 
+@pytest.mark.parametrize("groups, first", [
+    ("{{3,5},{2,4}}", [3, 5]), ("[4,2]<=[8]", [0, 1]), ("[2,4]<=[2,2,2]T(1,0,2)", [0, 1, 4, 5]),
+    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]), ("mesh['a'=2,'b'=4] {'a'}", [0, 4])])
+def test_the_first_group_of_a_collective(groups, first):
+    line = f"%sum = f32[3]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add"
+    assert hlo.Instruction("sum", "f32[3]{0}", "all-reduce", "%x", line).group == first
+
+
 @pytest.mark.parametrize("groups", ["mesh['x'=16,'y'=1] {'y'}", "[16,1]<=[16]", "{{0},{1}}"])
 def test_collectives_of_single_devices_send_nothing(groups):
     found = roofline(with_collectives(groups))

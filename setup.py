@@ -56,6 +56,8 @@ setup(
         "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
         "llama-cpp": ["gguf>=0.19", "xllamacpp"],  # some tests and a benchmark run llama.cpp
         "plan": ["libtpu"],
+        # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are in nvcc.
+        "plan-gpu": ["jax[cuda12-local]", "nvidia-cuda-nvcc-cu12"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.

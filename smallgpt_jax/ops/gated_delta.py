@@ -1,0 +1,117 @@
+"""The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), in chunks, in float32.
+
+Each head has a state S, (K, V), which maps keys to values. A token scales the state by its decay α, and then replaces
+the fraction β of the value that the state has for its key (equation 10, whose S is the transpose of ours):
+
+    S_t = α_t·(I − β_t·k_t·k_tᵀ)·S_(t−1) + β_t·k_t·v_tᵀ        y_t = S_tᵀ·q_t
+
+Let S be the state before a chunk of C tokens, γ_i the decay from there to token i, and Γ_ij that from token j to
+token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·u_jᵀ, where the rows u_i of U solve
+
+    (I + A)·U = diag(β)·(V − diag(γ)·K·S)        A_ij = β_i·Γ_ij·(k_i·k_j) for j < i, otherwise 0
+
+(section 3.3). So a chunk is a few matrix products, and only the states between chunks are computed one after another.
+
+Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
+"""
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64  # largest number of positions per chunk; a power of two
+
+
+def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
+
+    `log_decay_BxTxH` is log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
+    token with log α = 0 and β = 0, such as padding, does not change the state.
+    """
+    inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
+    time = q_BxTxHxK.shape[1]
+    if time == 1:
+        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
+        y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
+        return y_BxHxV[:, None], state_BxHxKxV
+    length = min(CHUNK, 1 << (time - 1).bit_length())
+    q, k, v, log_decay, beta = (in_chunks(x, length) for x in inputs)
+    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
+    decays, kept = decays_in_chunk(log_decay, begins_NxBx1xC)
+    products = jnp.einsum("nbhik,nbhjk->nbhij", k, k)
+    earlier = jnp.tri(length, k=-1)[None, None, None]
+    inverse = unit_lower_inverse(earlier * beta[..., None] * decays * products + jnp.eye(length)[None, None, None])
+    values, reads = inverse @ (beta[..., None] * v), inverse @ ((beta * kept)[..., None] * k)
+    scores = decays * jnp.einsum("nbhik,nbhjk->nbhij", q, k)
+
+    def next_chunk(state_BxHxKxV, chunk):
+        values, reads, queries, scores, keys, kept_BxHx1x1 = chunk
+        u_BxHxCxV = values - reads @ state_BxHxKxV
+        y_BxHxCxV = queries @ state_BxHxKxV + scores @ u_BxHxCxV
+        return kept_BxHx1x1 * state_BxHxKxV + jnp.swapaxes(keys, -1, -2) @ u_BxHxCxV, y_BxHxCxV
+
+    state_BxHxKxV, y_NxBxHxCxV = jax.lax.scan(next_chunk, state_BxHxKxV, (
+        values, reads, kept[..., None] * q, scores, decays[..., -1, :, None] * k, kept[..., -1:, None]))
+    y_BxNxCxHxV = jnp.moveaxis(y_NxBxHxCxV, (0, 2), (1, 3))
+    return y_BxNxCxHxV.reshape(len(y_BxNxCxHxV), -1, *y_BxNxCxHxV.shape[3:])[:, :time], state_BxHxKxV
+
+
+def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
+    """Equation 10."""
+    state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
+    read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
+    u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
+    state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
+    return jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV), state_BxHxKxV
+
+
+def in_chunks(x_BxTxHxK, length: int):
+    """(B, T, H, …) → (N, B, H, C, …), padded with zeros."""
+    batch, time, *rest = x_BxTxHxK.shape
+    padded = jnp.pad(x_BxTxHxK, ((0, 0), (0, -time % length), *((0, 0) for _ in rest)))
+    return jnp.moveaxis(padded.reshape(batch, -1, length, *rest), (1, 3), (0, 2))
+
+
+def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
+    """Returns Γ, (N, B, H, C, C), and γ, (N, B, H, C), which are 0 across the beginning of a text.
+
+    log Γ_ij is a sum over the tokens between j and i only. As a difference of two sums from the start of the chunk, it
+    would lose its last digits to a strong decay, or to another text.
+    """
+    length = log_decay_NxBxHxC.shape[-1]
+    until_i = jnp.tri(length, dtype=bool)[None, None, None]
+    after_j = jnp.tri(length, k=-1)
+    log_decays = jnp.matmul(jnp.where(until_i, log_decay_NxBxHxC[..., None, :], 0.0), after_j, precision="highest")
+    texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
+    is_same = texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
+    decays = jnp.where(until_i & is_same, jnp.exp(log_decays), 0.0)
+    first = jnp.where(begins_NxBx1xC[..., :1], 0.0, jnp.exp(log_decay_NxBxHxC[..., :1]))
+    return decays, first * decays[..., 0]
+
+
+@jax.custom_vjp
+def unit_lower_inverse(matrix):
+    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a power of two.
+
+    Inverts halves: [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]. The powers of the series Σ(I − matrix)ⁿ can
+    overflow.
+    """
+    length = matrix.shape[-1]
+    if length == 1:
+        return jnp.ones_like(matrix)
+    half = length // 2
+    p, q = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
+    r = -jnp.matmul(jnp.matmul(q, matrix[..., half:, :half], precision="highest"), p, precision="highest")
+    return jnp.block([[p, jnp.zeros_like(p)], [r, q]])
+
+
+def _forward(matrix):
+    inverse = unit_lower_inverse(matrix)
+    return inverse, inverse
+
+
+def _backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.matmul(jnp.matmul(transposed, cotangent, precision="highest"), transposed, precision="highest"),)
+
+
+unit_lower_inverse.defvjp(_forward, _backward)

@@ -100,6 +100,9 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
         "vocab_size": config.vocab_size * width, "num_heads": config.num_heads * config.head_width * width,
         "mlp_ratio": config.mlp_width * width * experts, "conv_kernel": getattr(config, "conv_kernel", 0) * width,
         "context_length": config.context_length * width if config.position == "learned" else 0}
+    if "delta" in config.mixers:
+        sizes |= {"delta_head_dim": config.num_heads * config.delta_key_width * width,
+                  "delta_value_ratio": config.num_heads * config.delta_value_width * width}
     for field, size in sizes.items():
         if size > num_weights:
             raise UserError(f"{path}: config.model.{field}={getattr(config, field)}: the model would have a tensor of "
@@ -118,8 +121,10 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible. For example, num_kv_heads = num_heads becomes 0."""
+    unused = () if "delta" in config.mixers else ("delta_head_dim", "delta_value_ratio")
     return dataclasses.replace(
-        config, num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
+        config, **{name: getattr(ModelConfig, name) for name in unused},
+        num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,
         mixers=tuple(dict.fromkeys(config.mixers)) if len(set(config.mixers)) == 1 else config.mixers,
         attention_windows=config.attention_windows if any(config.attention_windows) else ())

@@ -17,8 +17,10 @@ Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C posi
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 CHUNK = 64  # largest number of positions per chunk; a power of two
+SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
 
 def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
@@ -80,7 +82,7 @@ def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
     length = log_decay_NxBxHxC.shape[-1]
     until_i = jnp.tri(length, dtype=bool)[None, None, None]
     after_j = jnp.tri(length, k=-1)
-    log_decays = jnp.matmul(jnp.where(until_i, log_decay_NxBxHxC[..., None, :], 0.0), after_j, precision="highest")
+    log_decays = product(jnp.where(until_i, log_decay_NxBxHxC[..., None, :], 0.0), after_j)
     texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
     is_same = texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
     decays = jnp.where(until_i & is_same, jnp.exp(log_decays), 0.0)
@@ -90,18 +92,32 @@ def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
 
 @jax.custom_vjp
 def unit_lower_inverse(matrix):
-    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a power of two.
-
-    Inverts halves: [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]. The powers of the series Σ(I − matrix)ⁿ can
-    overflow.
+    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a power of two. The
+    powers of the series Σ(I − matrix)ⁿ could overflow.
     """
     length = matrix.shape[-1]
-    if length == 1:
-        return jnp.ones_like(matrix)
-    half = length // 2
+    if length <= SMALL:
+        return small_inverse(matrix)
+    half = length // 2  # [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]
     p, q = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
-    r = -jnp.matmul(jnp.matmul(q, matrix[..., half:, :half], precision="highest"), p, precision="highest")
+    r = -product(product(q, matrix[..., half:, :half]), p)
     return jnp.block([[p, jnp.zeros_like(p)], [r, q]])
+
+
+def small_inverse(matrix):
+    """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each pair."""
+    length = matrix.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
+    for size in (1 << level for level in range(length.bit_length() - 1)):
+        row, column = np.indices((length, length)) // size
+        joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
+        r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
+        inverse -= product(product(inverse, r), inverse)
+    return inverse
+
+
+def product(a, b):
+    return jnp.matmul(a, b, precision="highest")
 
 
 def _forward(matrix):
@@ -111,7 +127,7 @@ def _forward(matrix):
 
 def _backward(inverse, cotangent):
     transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.matmul(jnp.matmul(transposed, cotangent, precision="highest"), transposed, precision="highest"),)
+    return (-product(product(transposed, cotangent), transposed),)
 
 
 unit_lower_inverse.defvjp(_forward, _backward)

@@ -109,10 +109,10 @@ def test_plan_counts_delta(architecture, widths):
         found[length] = train_flops_per_token(model) - (train_flops_per_token(plain) - attention)
     heads, key, value, chunk = 2, 6, 12, 64
     matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
-    # Multiplications per chunk and head: three products of the keys and queries, three with values, three with the
-    # state, the sums of decays, and the inverse of a matrix by halves, of which each needs two products.
-    rule = (chunk * chunk * (3 * key + 2 * value) + 3 * chunk * key * value + chunk**3
-            + sum(chunk // (2 * half) * 2 * half**3 for half in (1, 2, 4, 8, 16, 32)))
+    # Multiplications per chunk and head: three products of queries and keys, two with values, three with the state, the
+    # sums of decays, and two products for each halving of the matrix to invert; blocks of 16 have four such levels.
+    rule = (chunk**2 * (3 * key + 2 * value) + 3 * chunk * key * value + chunk**3
+            + 2 * (32**3 + 2 * 16**3 + 4 * 4 * 16**3))
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
     parts = memory.components(model)
     assert parts["GatedDeltaNet"] == matrices + len(widths) * (4 * heads * (2 * key + value) + 2 * heads + value)

@@ -111,7 +111,8 @@ def plain_blocks(config, stack, x, num_heads=None, first=0):
             y = plain_attention(config, block["attention"], norm("attention_norm", x, True), num_heads, window)
             x = norm("attention_norm", alpha * x + y, False)
         else:
-            y = plain_gated_deltanet(config, block["mixer"], norm("mixer_norm", x, True))
+            mixer = plain_gated_deltanet if "beta" in block["mixer"] else plain_mamba2
+            y = mixer(config, block["mixer"], norm("mixer_norm", x, True))
             x = norm("mixer_norm", alpha * x + y, False)
         mlp = plain_experts if config.mlp == "moe" else plain_mlp
         x = norm("mlp_norm", alpha * x + mlp(config, block["mlp"], norm("mlp_norm", x, True)), False)
@@ -174,6 +175,33 @@ def plain_gated_delta_rule(q, k, v, alpha, beta, state=None):
         erase = alpha[t] * (np.eye(k.shape[1]) - beta[t] * np.outer(k[t], k[t]))
         state = state @ erase + beta[t] * np.outer(v[t], k[t])
         outputs.append(state @ q[t])
+    return np.array(outputs)
+
+
+def plain_mamba2(config, weights, h):
+    """Returns the output of a Mamba-2 (arXiv 2405.21060, figure 6), one head and token at a time."""
+    heads, silu = weights["A_log"].size, ACTIVATIONS["silu"]
+    x, z = (h @ flat(weights[name]["kernel"]) + weights[name].get("bias", np.zeros(1)).reshape(-1)
+            for name in ("value", "gate"))
+    x = silu(plain_short_convolution(weights["convolution"]["taps"], x)).reshape(len(h), heads, -1)
+    b, c = np.split(silu(plain_short_convolution(weights["key_query_convolution"]["taps"], np.concatenate(
+        [h @ weights["key"]["kernel"], h @ weights["query"]["kernel"]], axis=1))), 2, axis=1)
+    y = np.zeros_like(x)
+    for head in range(heads):
+        steps = np.logaddexp(0, h @ weights["step"]["kernel"][:, head] + weights["dt_bias"][head])
+        decays = np.exp(-np.exp(weights["A_log"][head]) * steps)
+        y[:, head] = (plain_state_space(c, b, steps[:, None] * x[:, head], decays) + weights["D"][head] * x[:, head])
+    y = y.reshape(len(h), -1) * silu(z)
+    y = y / np.sqrt(np.mean(y**2, axis=1, keepdims=True) + config.norm_epsilon) * weights["out_norm"]["scale"]
+    return y @ weights["out"]["kernel"].reshape(y.shape[1], -1) + weights["out"].get("bias", 0)
+
+
+def plain_state_space(c, b, v, decays):
+    """Returns the outputs (T, P) of one head: h_t = a_t·h_(t−1) + b_t·v_tᵀ and y_t = c_tᵀ·h_t (equation 2)."""
+    state, outputs = np.zeros((b.shape[1], v.shape[1])), []
+    for t in range(len(v)):
+        state = decays[t] * state + np.outer(b[t], v[t])
+        outputs.append(c[t] @ state)
     return np.array(outputs)
 
 

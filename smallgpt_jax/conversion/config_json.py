@@ -16,6 +16,7 @@ from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 
 MAX_POSITIONS = 2**31 - 1  # positions are int32
 MAX_NUMBER = 3e38  # the largest number in float32
+MIXER_FIELDS = {"delta": ("delta_head_dim", "delta_value_ratio"), "mamba": ("mamba_state", "mamba_expand")}
 MAX_ITEMS = 1024  # characters or items in the value of a field
 FLOAT_FIELDS = {name for trunk in ARCHITECTURES.values() for name, kind in field_types(trunk.Config).items()
                 if kind is float}
@@ -121,7 +122,7 @@ def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible. For example, num_kv_heads = num_heads becomes 0."""
-    unused = () if "delta" in config.mixers else ("delta_head_dim", "delta_value_ratio")
+    unused = [name for mixer, names in MIXER_FIELDS.items() if mixer not in config.mixers for name in names]
     return dataclasses.replace(
         config, **{name: getattr(ModelConfig, name) for name in unused},
         num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,

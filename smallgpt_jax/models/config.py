@@ -39,13 +39,17 @@ class ModelConfig(ConfigGroup):
     # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
     # repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
-    # mixer of each block: attention | delta (Gated DeltaNet) | package.module:Class. Fewer mixers than blocks are
-    # repeated, as windows are: ("delta", "delta", "delta", "attention")
+    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | package.module:Class. Fewer mixers
+    # than blocks are repeated, as windows are: ("delta", "delta", "delta", "attention")
     mixers: tuple[str, ...] = ("attention",)
     # "delta": width of each head's queries and keys; 0: as in attention. If set, all stages of lgpt and cgpt use it
     delta_head_dim: int = 0
     # "delta": (width of each head's values) / (width of its keys)
     delta_value_ratio: int = 2
+    # "mamba": size of the state of each channel
+    mamba_state: int = 128
+    # "mamba": (width of each head's values) / (head width of attention)
+    mamba_expand: int = 2
     # norm in blocks and before the head: "layer" | "rms"
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
@@ -75,7 +79,7 @@ class ModelConfig(ConfigGroup):
     grouped_matmul: str = free("auto")
     # 0: full matrices. Between 0 and 1: each (m, n) matrix of mixer and MLP is the product of two factors, (m, r)
     # and (r, n), with the rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. The factors then have at most rank_ratio·m·n
-    # parameters together. Routed experts, and the matrices of delta's decay and beta, are full
+    # parameters together. Routed experts, and narrow matrices of delta and mamba, are full
     rank_ratio: float = 0.0
     # dropout rate on the embeddings and on the outputs of attention and MLP
     dropout: float = per_run(0.0)
@@ -111,6 +115,10 @@ class ModelConfig(ConfigGroup):
     @property
     def delta_value_width(self) -> int:
         return self.delta_value_ratio * self.delta_key_width
+
+    @property
+    def mamba_head_width(self) -> int:
+        return self.mamba_expand * self.head_width
 
     @property
     def kv_heads(self) -> int:
@@ -162,7 +170,7 @@ class ModelConfig(ConfigGroup):
                                ("delta_head_dim", "head_dim")):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
-        self.validate_range("delta_value_ratio", least=1)
+        self.validate_range("delta_value_ratio", "mamba_state", "mamba_expand", least=1)
         if self.mlp == "moe":
             self.validate_experts()
         self.validate_block()

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHUNK = 64  # largest number of positions per chunk; a power of two
+from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product
+
 SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
 
@@ -35,15 +36,13 @@ def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, be
         kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
         y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
         return y_BxHxV[:, None], state_BxHxKxV
-    length = min(CHUNK, 1 << (time - 1).bit_length())
+    length = chunk_length(time)
     q, k, v, log_decay, beta = (in_chunks(x, length) for x in inputs)
-    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
-    decays, kept = decays_in_chunk(log_decay, begins_NxBx1xC)
-    products = jnp.einsum("nbhik,nbhjk->nbhij", k, k)
-    earlier = jnp.tri(length, k=-1)[None, None, None]
-    inverse = unit_lower_inverse(earlier * beta[..., None] * decays * products + jnp.eye(length)[None, None, None])
+    decays, kept = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
+    earlier, identity = jnp.tri(length, k=-1)[None, None, None], jnp.eye(length)[None, None, None]
+    inverse = unit_lower_inverse(identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2)))
     values, reads = inverse @ (beta[..., None] * v), inverse @ ((beta * kept)[..., None] * k)
-    scores = decays * jnp.einsum("nbhik,nbhjk->nbhij", q, k)
+    scores = decays * (q @ jnp.swapaxes(k, -1, -2))
 
     def next_chunk(state_BxHxKxV, chunk):
         values, reads, queries, scores, keys, kept_BxHx1x1 = chunk
@@ -53,8 +52,7 @@ def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, be
 
     state_BxHxKxV, y_NxBxHxCxV = jax.lax.scan(next_chunk, state_BxHxKxV, (
         values, reads, kept[..., None] * q, scores, decays[..., -1, :, None] * k, kept[..., -1:, None]))
-    y_BxNxCxHxV = jnp.moveaxis(y_NxBxHxCxV, (0, 2), (1, 3))
-    return y_BxNxCxHxV.reshape(len(y_BxNxCxHxV), -1, *y_BxNxCxHxV.shape[3:])[:, :time], state_BxHxKxV
+    return joined(y_NxBxHxCxV, time), state_BxHxKxV
 
 
 def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
@@ -64,30 +62,6 @@ def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
     u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
     state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
     return jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV), state_BxHxKxV
-
-
-def in_chunks(x_BxTxHxK, length: int):
-    """(B, T, H, …) → (N, B, H, C, …), padded with zeros."""
-    batch, time, *rest = x_BxTxHxK.shape
-    padded = jnp.pad(x_BxTxHxK, ((0, 0), (0, -time % length), *((0, 0) for _ in rest)))
-    return jnp.moveaxis(padded.reshape(batch, -1, length, *rest), (1, 3), (0, 2))
-
-
-def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
-    """Returns Γ, (N, B, H, C, C), and γ, (N, B, H, C), which are 0 across the beginning of a text.
-
-    log Γ_ij is a sum over the tokens between j and i only. As a difference of two sums from the start of the chunk, it
-    would lose its last digits to a strong decay, or to another text.
-    """
-    length = log_decay_NxBxHxC.shape[-1]
-    until_i = jnp.tri(length, dtype=bool)[None, None, None]
-    after_j = jnp.tri(length, k=-1)
-    log_decays = product(jnp.where(until_i, log_decay_NxBxHxC[..., None, :], 0.0), after_j)
-    texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
-    is_same = texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
-    decays = jnp.where(until_i & is_same, jnp.exp(log_decays), 0.0)
-    first = jnp.where(begins_NxBx1xC[..., :1], 0.0, jnp.exp(log_decay_NxBxHxC[..., :1]))
-    return decays, first * decays[..., 0]
 
 
 @jax.custom_vjp
@@ -114,10 +88,6 @@ def small_inverse(matrix):
         r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
         inverse -= product(product(inverse, r), inverse)
     return inverse
-
-
-def product(a, b):
-    return jnp.matmul(a, b, precision="highest")
 
 
 def _forward(matrix):

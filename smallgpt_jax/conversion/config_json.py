@@ -104,6 +104,9 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
     if "delta" in config.mixers:
         sizes |= {"delta_head_dim": config.num_heads * config.delta_key_width * width,
                   "delta_value_ratio": config.num_heads * config.delta_value_width * width}
+    if "mamba" in config.mixers:
+        sizes |= {"mamba_state": config.mamba_state * width,
+                  "mamba_expand": config.num_heads * config.mamba_head_width * width}
     for field, size in sizes.items():
         if size > num_weights:
             raise UserError(f"{path}: config.model.{field}={getattr(config, field)}: the model would have a tensor of "

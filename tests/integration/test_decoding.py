@@ -39,6 +39,8 @@ VARIANTS = [
     ("gpt", {"mixers": ("delta", "attention"), "position": "rope", "use_bias": True}),
     ("pgpt", {"mixers": ("delta",)}),
     ("lgpt", {"mixers": ("delta", "attention"), "delta_head_dim": 3}),
+    ("pgpt", {"mixers": ("mamba",), "mamba_state": 5}),
+    ("lgpt", {"mixers": ("delta", "mamba"), "use_bias": True}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 

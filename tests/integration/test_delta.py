@@ -149,10 +149,10 @@ def test_refuses_a_prefix():
 
 
 def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]:
-    """Returns the losses of three steps. Each path and each stage of two blocks has delta and attention."""
+    """Returns the losses of three steps. Each path and each stage has two blocks."""
     sizes = {**SIZES, "num_layers": 4 if architecture == "pgpt" else 2}
     config = load_config(
-        architecture, model__mixers=("delta", "attention"), train__batch_size=8, optimizer__warmup_steps=0,
+        architecture, train__batch_size=8, optimizer__warmup_steps=0,
         **{f"model__{name}": value for name, value in {**sizes, **fields}.items()},
         **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()})
     program = build_program(config, jax.devices()[:devices])
@@ -165,12 +165,14 @@ def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, axes", [
-    ("gpt", dict(data=2, fsdp=2)), ("pgpt", dict(tensor=2, path=2)), ("lgpt", dict(fsdp=2, tensor=2))])
-def test_training_does_not_depend_on_devices_or_scanning(architecture, axes):
-    one = losses(architecture, 1, {"scan_layers": True})
+@pytest.mark.parametrize("architecture, mixers, axes", [
+    ("gpt", ("delta", "attention"), dict(data=2, fsdp=2)), ("pgpt", ("delta", "mamba"), dict(tensor=2, path=2)),
+    ("lgpt", ("mamba", "delta"), dict(fsdp=2, tensor=2))])
+def test_training_does_not_depend_on_devices_or_scanning(architecture, mixers, axes):
+    one = losses(architecture, 1, {"mixers": mixers, "scan_layers": True})
     assert one[0] > one[1] > one[2]
-    np.testing.assert_allclose(losses(architecture, 4, {"scan_layers": False, "remat": "dots"}, **axes), one, rtol=1e-5)
+    unrolled = {"mixers": mixers, "scan_layers": False, "remat": "dots"}
+    np.testing.assert_allclose(losses(architecture, 4, unrolled, **axes), one, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_smallgpt import SmallGPTConfig
-from .delta_smallgpt import GatedDeltaNet
 from .mlp_smallgpt import MLPS
+from .recurrent_smallgpt import RECURRENT
 
 
 class MixerInputs(NamedTuple):
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer (attention or Gated DeltaNet), then an MLP, each with a residual connection and a norm.
+    """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a norm.
 
     `layer` is the number of the block's cache, `number` its place in the patterns of mixers and attention windows.
     """
@@ -104,7 +104,7 @@ class Block(nn.Module):
             self.attention = Attention(config, layer, config.window(number), stage)
         else:
             self.mixer_norm = make_norm(config, width)
-            self.mixer = GatedDeltaNet(config, layer, stage)
+            self.mixer = RECURRENT[config.mixer(number)](config, layer, stage)
         self.mlp_norm = make_norm(config, width)
         self.mlp = MLPS[config.mlp](config, width, round(config.mlp_ratio * width))
 

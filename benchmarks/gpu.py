@@ -10,7 +10,8 @@ The measurements run one after the other, each in its own process:
   queries. The reference is computed in float32.
 - losses: 50 training steps of gpt, size quickstart, in float32. They run on the CPU with the highest precision of
   matrix products, and on the GPU with the highest and with the default precision. The losses are compared.
-- training: speed of all architectures at size paper in bfloat16, and of PyTorch with torch.compile (train_step.py)
+- training: speed of all architectures at size paper in bfloat16, beside the roofline of the compiled program, and of
+  PyTorch with torch.compile (train_step.py)
 - decoding: speed of decoding at 124M parameters, also of transformers (inference.py)
 - flags: training speed of gpt with several groups of XLA flags, measured in turn (train_step.py)
 

@@ -21,6 +21,8 @@ The table has these columns for each model:
 - tokens/s: median over rounds
 - ours/PyTorch's: the model's tokens/s divided by those of the faster peer, median and range over rounds
 - MFU, if the chip's peak is known
+- of roofline: tokens/s relative to the estimate of `plan --topology=h100:1` for the compiled program, on GPUs that
+  `plan` knows
 - memory MB: for our models, the memory of the compiled program; for a peer, the peak allocation (on GPUs only)
 - loss: first and last loss
 
@@ -55,6 +57,9 @@ from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.estimation.gpus import find_gpu
+from smallgpt_jax.estimation.hlo import HloModule
+from smallgpt_jax.estimation.roofline import Roofline
 from smallgpt_jax.training.program import build_program
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
@@ -137,6 +142,8 @@ class CompiledModel:
         self.step = program.compile_train_step()
         self.first_loss = self.run(1)
         self.compile_seconds = time.perf_counter() - started
+        gpu = find_gpu(jax.devices()[0].device_kind)
+        self.roofline_seconds = gpu and Roofline(HloModule(self.step.as_text()), gpu, 1).clock().total
 
     def run(self, steps: int) -> float:
         """Runs training steps, waits for them, and returns the last loss."""
@@ -157,6 +164,8 @@ class CompiledModel:
 
 class PeerProcess:
     """`Transformers` in a process of its own."""
+
+    roofline_seconds = None
 
     def __init__(self, config: ConfigDict, tokens_BxT1, is_compiled: bool):
         context = multiprocessing.get_context("spawn")
@@ -304,6 +313,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step,"
                             f" {losses[name]} at the last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
+        roofline = contender.roofline_seconds and batch * c.context_length / contender.roofline_seconds
         ratios = [] if name in PEERS else [
             peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(best_peer, []), seconds[name])]
         rows.append({
@@ -312,6 +322,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             "parameters": contender.parameters, "compile_seconds": contender.compile_seconds,
             "tokens_per_second": statistics.median(speeds), "tokens_per_second_of_rounds": speeds,
             "mfu": model_flops_utilization(statistics.median(speeds), contender.flops_per_token),
+            "roofline_tokens_per_second": roofline, "of_roofline": roofline and statistics.median(speeds) / roofline,
             "memory_bytes": contender.memory_bytes(), "best_peer": best_peer,
             "ratio": statistics.median(ratios) if ratios else None, "ratio_of_rounds": ratios,
             "first_loss": contender.first_loss, "last_loss": losses[name]})
@@ -357,13 +368,14 @@ def table_row(row: dict) -> str:
     return (f"| {row['model']} | {row['width']} × {row['blocks']} | {row['dtype']} | {row['parameters']:,} "
             f"| {row['batch']} × {row['context']} | {row['compile_seconds']:.1f} "
             f"| {row['tokens_per_second']:,.0f} | {ratio} | {cell('mfu', '{:.1%}'.format)} "
+            f"| {cell('of_roofline', '{:.2f}'.format)} "
             f"| {cell('memory_bytes', lambda size: f'{size / 1e6:,.0f}')} "
             f"| {row['first_loss']:.3f} → {row['last_loss']:.3f} |")
 
 
 def table(rows: list[dict]) -> str:
     head = ("| model | width × blocks | dtype | parameters | batch | compile s | tokens/s | ours/PyTorch's (range) "
-            "| MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|---|")
+            "| MFU | of roofline | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|---|---|")
     return "\n".join([head, *map(table_row, rows)])
 
 

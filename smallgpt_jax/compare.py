@@ -41,7 +41,8 @@ from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import RESULTS_FILE
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import NamedRun
-from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
@@ -156,6 +157,16 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
         training.check_existing(run, output, corpora[results.OWN_TEXT])
     if _RESULTS.value is not None:
         comparison = recorded.take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
+    losses = (train_comparison(comparison, corpora[results.OWN_TEXT], texts) if compare.train else
+              training.known_losses(comparison, corpora[results.OWN_TEXT]))
+    named_runs = [NamedRun(run.name, run.folder, run.horizon, run.trunk, recorded.find(comparison, run))
+                  for run in comparison.runs(losses) if not run.in_grid]
+    return [run for run in named_runs if run.recorded or (run.folder / STORE_FILE).exists()], comparison.grids(losses)
+
+
+def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]) -> dict[Path, float]:
+    """Trains the runs, measures them, and predicts the held-out ones. Returns {folder: loss} of the finished runs."""
+    compare = _CONFIG.value.compare
     held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
@@ -169,10 +180,7 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
     def predict(losses: dict[Path, float]) -> None:
         held_out.write_predictions(comparison, losses, repeating_command())
 
-    losses = training.train_comparison(comparison, corpora[results.OWN_TEXT], measure_run, predict)
-    named_runs = [NamedRun(run.name, run.folder, run.horizon, run.trunk, recorded.find(comparison, run))
-                  for run in comparison.runs(losses) if not run.in_grid]
-    return [run for run in named_runs if run.recorded or (run.folder / STORE_FILE).exists()], comparison.grids(losses)
+    return training.train_comparison(comparison, text, measure_run, predict)
 
 
 def print_ignored_overrides() -> None:

@@ -1,6 +1,7 @@
 """Converts models to and from other formats.
 
     python -m smallgpt_jax.convert --to=hf --workdir=runs/pgpt --output=exported/pgpt
+    python -m smallgpt_jax.convert --to=gguf --workdir=runs/llama --output=exported/llama.gguf
     python -m smallgpt_jax.convert --from=hf --input=gpt2 --workdir=runs/gpt2
     python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
     python -m smallgpt_jax.convert --from=run --input=runs/pgpt --workdir=runs/pgpt-tuned
@@ -10,6 +11,7 @@ Formats:
 
     hf              a Hugging Face folder; --from=hf reads GPT-2, Llama and Qwen3 models and the exports of this
                     command, and also accepts the name of a model on the hub
+    gguf            a file for llama.cpp (export only), of models with the block of Llama or Qwen3
     gpt_variations  a .pt file of the paper's released code
     run             another workdir, to train its model further on other text, or with matrices of low rank
 
@@ -19,33 +21,36 @@ and smallgpt_jax.convert. To train its model further, run smallgpt_jax.main with
 
 import datetime
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import flags
 
 from smallgpt_jax import cli, inference, models
-from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
+from smallgpt_jax.conversion import gguf_file, gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
+from smallgpt_jax.storage.atomic import atomic_file, atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
-_TO = flags.DEFINE_enum("to", None, ["hf"], "Export the model in --workdir to --output, in this format.")
+_TO = flags.DEFINE_enum("to", None, ["hf", "gguf"], "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
                           "Import the model in --input to --workdir. The value names the format of --input.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
-_OUTPUT = flags.DEFINE_string("output", None, "With --to: the folder to create.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --to=hf: the folder to create. With --to=gguf: the file.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder or file to import, or the name of a "
                              "model on the hub.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "With --from: the model's tokenizer, in the syntax of config.data.tokenizer. Default: the "
-    "tokenizer in the input folder, else GPT-2's. With --to: 'skip' exports without a tokenizer.")
+    "tokenizer in the input folder, else GPT-2's. With --to=hf: 'skip' exports without a tokenizer.")
 _STEP = flags.DEFINE_integer("step", None, "With --to or --from=run: step of the checkpoint. Default: the newest.")
-_PATHS = flags.DEFINE_string("paths", "all", "With --to, for a pgpt: which of the model's parallel paths to export: "
+_PATHS = flags.DEFINE_string("paths", "all", "With --to=hf, for a pgpt: which of the model's parallel paths to export: "
                              "all, best (the path with the largest weight), or indices such as 0,1.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", list(gguf_file.DTYPES), "With --to=gguf: the dtype of matrices.")
 _RANK_RATIO = flags.DEFINE_float(
     "rank_ratio", None, "With --from=run: replace each matrix of attention and MLP by two factors, which together have "
     "at most this fraction (below 1) of its parameters. 0: multiply the factors of the run. Default: change no "
@@ -55,6 +60,7 @@ flags.mark_flag_as_required("workdir")
 
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
     "--to=hf": ("output", "tokenizer", "step", "paths"),
+    "--to=gguf": ("output", "step", "dtype"),
     "--from=hf": ("input", "tokenizer"),
     "--from=gpt_variations": ("input", "tokenizer"),
     "--from=run": ("input", "step", "rank_ratio"),
@@ -63,16 +69,17 @@ FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
 
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
-        raise UserError("give either --to=hf or --from=hf|gpt_variations|run; see --help")
+        raise UserError("give either --to=hf|gguf or --from=hf|gpt_variations|run; see --help")
     direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
-    for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _RANK_RATIO):
+    for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _DTYPE, _RANK_RATIO):
         if flag.present and flag.name not in FLAGS_BY_DIRECTION[direction]:
             raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
     if _TO.value and _TOKENIZER.value not in (None, "skip"):
         raise UserError(f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use --tokenizer=skip "
                         "to export without it")
     if _TO.value:
-        export_model(as_path("--workdir", _WORKDIR.value), new_folder("--output", _OUTPUT.value))
+        form = EXPORTS[_TO.value]
+        export_model(as_path("--workdir", _WORKDIR.value), form.new_output("--output", _OUTPUT.value), form.write)
     else:
         if not _INPUT.value:
             raise UserError("--input: must be given; name the folder, file or model to import")
@@ -97,7 +104,19 @@ def new_folder(flag: str, name: str | None) -> Path:
     return folder
 
 
-def export_model(source: Path, output: Path) -> None:
+def new_file(flag: str, name: str | None) -> Path:
+    """Raises UserError unless `name` is a new file whose name ends in .gguf."""
+    if not name or not name.endswith(".gguf"):
+        raise UserError(f"{flag}{f'={name}' if name else ''}: must be the name of a new file that ends in .gguf")
+    path = resolve(as_path(flag, name))
+    if is_remote(path):
+        require_bucket(flag, path)
+    if list_files(path) if is_remote(path) else path.exists():
+        raise UserError(f"{flag}={name}: exists; choose another name")
+    return path
+
+
+def export_model(source: Path, output: Path, write: Callable) -> None:
     model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value, _TRUST.value)
     if _PATHS.value != "all":
         chosen = inference.select_paths(model, params, _PATHS.value)
@@ -106,15 +125,35 @@ def export_model(source: Path, output: Path) -> None:
     rank_ratio = model.config.rank_ratio
     if rank_ratio:
         model, params = low_rank.with_rank_ratio(model, params, 0.0)
+    written = write(source, output, inference.TrainedModel(model, params, model_state, tokenizer, step))
+    print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
+          + written + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
+
+
+def write_hugging_face(source: Path, output: Path, trained: inference.TrainedModel) -> str:
+    """Returns what the model in the folder is."""
+    model, params, model_state, tokenizer, step = trained
     form = hugging_face.find_format(model.config)
     card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value,
                                         adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(
             folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
-    print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
-          f"{form.class_name(model.config)}{' with its own code (trust_remote_code=True)' if form.CODE else ''}"
-          + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
+    return form.class_name(model.config) + (" with its own code (trust_remote_code=True)" if form.CODE else "")
+
+
+def write_gguf(source: Path, output: Path, trained: inference.TrainedModel) -> str:
+    """Returns what the model in the file is."""
+    with atomic_file(output) as path:
+        return gguf_file.write(path, output.stem, trained.model, trained.params, trained.tokenizer, _DTYPE.value)
+
+
+class Export(NamedTuple):
+    new_output: Callable[[str, str | None], Path]  # (flag, its value) → path; raises UserError if it cannot be written
+    write: Callable[[Path, Path, inference.TrainedModel], str]  # (workdir, output, model) → what was written
+
+
+EXPORTS = {"hf": Export(new_folder, write_hugging_face), "gguf": Export(new_file, write_gguf)}
 
 
 def import_model(source: str, folder: Path) -> None:

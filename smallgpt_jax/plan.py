@@ -2,10 +2,11 @@
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search
+    python -m smallgpt_jax.plan --config=configs/gpt.py --topology=h100:8
 
-TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). --search finds the
-largest batch size that fits. The exit status is 1 if training or evaluation does not fit into the memory of the
-devices.
+TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). GPU topologies need no
+GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size that fits. The exit status is 1 if
+training or evaluation does not fit into the memory of the devices.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from smallgpt_jax import cli
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.estimation import topologies
 from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.run.config import Config
@@ -28,15 +30,17 @@ from smallgpt_jax.training.program import Program, build_program
 
 _CONFIG = cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Devices to compile for: v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1, other shapes of these chips, "
-    "or cpu:8.")
+    "topology", None, "Devices to compile for: v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1, other shapes of these chips; "
+    f"h100:8, h100:2x8 (two hosts), other numbers of these GPUs: {', '.join(topologies.GPUS)}; or cpu:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch size that fits; compiles many times.")
 _JSON = flags.DEFINE_bool("json", False, "Print the estimate as one JSON object, without the table.")
 flags.mark_flags_as_required(["config", "topology"])
 
+PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
+
 
 def main() -> None:
-    config, devices = Config.of(_CONFIG.value), chips.topology_devices(_TOPOLOGY.value)
+    config, devices = Config.of(_CONFIG.value), topologies.topology_devices(_TOPOLOGY.value)
     with preemption.handle_signals("stopped"):
         plan(config, devices)
 
@@ -47,7 +51,7 @@ def plan(config: Config, devices: list[jax.Device]) -> None:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
-                            "choose a TPU topology")
+                            "choose TPUs or GPUs")
         batch_size = largest_batch(
             functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm, log)
         config = config.replace(train={"batch_size": batch_size})
@@ -58,8 +62,18 @@ def plan(config: Config, devices: list[jax.Device]) -> None:
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
         gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
-        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB, the chip has {gib[1]:.0f} GiB; "
-                        "increase config.train.microbatches or config.mesh.fsdp, or set config.model.remat")
+        raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB, the chip has {gib[1]:.3g} GiB; "
+                        f"{' or '.join(remedies(program))}")
+
+
+def remedies(program: Program) -> list[str]:
+    """Returns the changes that reduce the memory per device, if this config leaves room for them."""
+    config, mesh = program.config, program.mesh
+    possible = {
+        "increase config.train.microbatches": config.train.batch_size > batch_divisor(config, mesh.devices.ravel()),
+        "increase config.mesh.fsdp": mesh.shape["fsdp"] < mesh.size,
+        "set config.model.remat=full": config.model.remat != "full"}
+    return [change for change, has_room in possible.items() if has_room] or ["use more devices with config.mesh.fsdp"]
 
 
 def batch_divisor(config, devices) -> int:
@@ -93,14 +107,34 @@ def format_plan(program: Program, result: Estimate) -> str:
     if result.collectives is not None and result.estimated_cycles is None and chip and chip.hertz:
         lines += ["", "Cycles are not available: the program calls a kernel whose cost is unknown"]
     if result.estimated_cycles:
-        seconds = result.estimated_step_seconds
         lines += [
             "", "Compiler estimates, not measurements; time spent waiting for collectives is not included:",
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus {result.kernel_cycles / 1e6:,.1f} M in "
             "custom kernels (at the chip's peak speed)",
-            f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, "
-            + ("MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU")]
+            format_speed(result)]
+    if result.kernels:
+        lines += ["", *format_roofline(result)]
+        if PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
+            lines += ["", f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set the "
+                      "environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"]
     return "\n".join(lines)
+
+
+def format_roofline(result: Estimate) -> list[str]:
+    overlapped = max(0.0, result.collective_seconds - result.exposed_collective_seconds)  # without −0.00 from rounding
+    return [
+        "Roofline, not a measurement: kernels at the peak speed of products or memory; launches are not included:",
+        *(f"  {kind:24} {kernels['count']:>8,} ×  {1000 * kernels['seconds']:>10,.2f} ms"
+          for kind, kernels in sorted(result.kernels.items(), key=lambda item: -item[1]["seconds"])),
+        f"  {'exposed collectives':24} {'':>8}    {1000 * result.exposed_collective_seconds:>10,.2f} ms, and "
+        f"{1000 * overlapped:,.2f} ms beside kernels",
+        format_speed(result)]
+
+
+def format_speed(result: Estimate) -> str:
+    seconds = result.estimated_step_seconds
+    mfu = "MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU"
+    return f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, {mfu}"
 
 
 def format_flops(result: Estimate) -> str:

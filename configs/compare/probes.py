@@ -24,7 +24,7 @@ from smallgpt_jax.errors import UserError
 # {probe: (training steps, fields of `data` without "probe_")}
 PROBES = {
     "recall": (1500, {"length": 8, "min_length": 1, "test_lengths": (12,)}),
-    "copy": (2000, {"length": 16, "min_length": 1, "test_lengths": (24,)}),
+    "copy": (4000, {"length": 16, "min_length": 1, "test_lengths": (24,)}),
     "inverse": (1500, {"length": 8}),
     "inverse-scratch": (1500, {"length": 8, "scratch": 1}),
     "boolean": (1500, {"length": 12}),

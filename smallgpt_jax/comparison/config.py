@@ -43,6 +43,8 @@ class CompareConfig(ConfigGroup):
     held_out: str = ""
     # False: the comparison ends before the first held-out run, with predictions.json written
     train_held_out: bool = True
+    # False: no run is trained or measured; the report and results.json contain the runs so far
+    train: bool = True
     # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation after the last step
     averaged_evaluations: int = 1
     # finished runs are also evaluated at these multiples of their context length

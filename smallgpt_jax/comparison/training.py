@@ -81,14 +81,8 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
     Returns its loss, inf if it diverged, None if another process trains it.
     """
     check_existing(run, comparison.output, text)
-    if (loss := recorded.find_loss(comparison, run)) is not None:
+    if (loss := known_loss(run, comparison, text)) is not None:
         return loss
-    if has_diverged(run.folder):
-        print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
-              flush=True)
-        return math.inf
-    if is_finished(run.folder, run.config, text):
-        return last_loss(run, comparison.averaged)
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     horizon = f", horizon × {format_multiple(run.horizon)}" if run.trunk else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
@@ -106,6 +100,26 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
         gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
         jax.clear_caches()  # frees the run's compiled programs
     return last_loss(run, comparison.averaged)
+
+
+def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:
+    """Returns the loss of a run that is finished or in a record, inf if it diverged, else None."""
+    if (loss := recorded.find_loss(comparison, run)) is not None:
+        return loss
+    if has_diverged(run.folder):
+        print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
+              flush=True)
+        return math.inf
+    return last_loss(run, comparison.averaged) if is_finished(run.folder, run.config, text) else None
+
+
+def known_losses(comparison: Comparison, text: Corpus) -> dict[Path, float]:
+    """Returns {folder: loss} as `train_comparison` does, without training."""
+    losses: dict[Path, float] = {}
+    while found := {run.folder: loss for run in comparison.runs(losses) if run.folder not in losses
+                    and (loss := known_loss(run, comparison, text)) is not None}:
+        losses |= found  # the losses of a grid determine further runs
+    return losses
 
 
 def with_available_trunk(run: PlannedRun) -> Config:

@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smallgpt_jax.config_group import field_types
 from smallgpt_jax.errors import UserError
@@ -117,10 +117,17 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
 
 
 def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
-    """Whether each field not in `free` has its value in `fixed` or else its default; so new fields are unsupported."""
+    return first_other(config, fixed, free) is None
+
+
+def first_other(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> tuple[str, Any] | None:
+    """Returns the first field not in `free` with another value than its value in `fixed` or else its default, and the
+    latter. So new fields are unsupported.
+    """
     config, free = with_defaults(config), {*free, *training_fields()}
-    return all(getattr(config, field.name) == fixed.get(field.name, field.default)
-               for field in dataclasses.fields(config) if field.name not in free)
+    needed = {field.name: fixed.get(field.name, field.default) for field in dataclasses.fields(config)
+              if field.name not in free}
+    return next(((name, value) for name, value in needed.items() if getattr(config, name) != value), None)
 
 
 def with_defaults(config: ModelConfig) -> ModelConfig:

@@ -45,7 +45,9 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
     more = {}
     if tokenizer.kind == "sentencepiece":  # llama.cpp's converter reads this setting
         more["add_prefix_space"] = sentencepiece_spec(tokenizer).normalizer_spec.add_dummy_prefix
-    if begin_of_text != end_of_text:
+    if begin_of_text == end_of_text:
+        more["add_bos_token"] = False  # llama.cpp would otherwise put it before a text; transformers does not
+    else:
         converted.post_processor = library.processors.TemplateProcessing(
             single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)])
     return {"tokenizer.json": converted.to_str(),
@@ -67,9 +69,14 @@ def bytes_tokenizer(library, tokenizer: Tokenizer):
 
 def gpt2_tokenizer(library, tokenizer: Tokenizer):
     files = tokenizer.files()
-    merges = [tuple(line.split(" ")) for line in files["merges.txt"].decode().splitlines()
-              if not line.startswith("#version") and line]
+    merges = [tuple(merge.split(" ")) for merge in gpt2_merges(tokenizer)]
     return byte_level(library, json.loads(files["vocab.json"]), merges, use_regex=True), END_OF_TEXT
+
+
+def gpt2_merges(tokenizer: Tokenizer) -> list[str]:
+    """Returns the merges in their order; the two parts are separated by a space."""
+    return [line for line in tokenizer.files()["merges.txt"].decode().splitlines()
+            if not line.startswith("#version") and line]
 
 
 def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):

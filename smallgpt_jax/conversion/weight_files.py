@@ -61,9 +61,9 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
                        lambda: load_all(lambda tensors, name: tensors.get_tensor(name)))
 
 
-def import_library(name: str):
-    """Imports a library of the pip extra `hf`."""
+def import_library(name: str, extra: str = "hf"):
+    """Imports a library of the pip extra `extra`."""
     try:
         return import_module(name)
     except ImportError:
-        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command('hf')}") from None
+        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command(extra)}") from None

@@ -16,20 +16,25 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, flops, memory
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import hlo, kernels
+from smallgpt_jax.estimation import gpus, hlo, kernels
+from smallgpt_jax.estimation.roofline import Roofline
 from smallgpt_jax.formatting import duration
 
 if TYPE_CHECKING:
     from smallgpt_jax.training.program import Program
 
 PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
+# On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all Triton products would
+# have the same tiles.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Memory and speed of a training step, and memory of an evaluation step; bytes, cycles, collectives per device.
+    """Memory and speed of a training step, and memory of an evaluation step, per device.
 
-    Cycles and speed are None without `collectives`, without a TPU's clock rate, or with a kernel of unknown cost.
+    The speed is None without `collectives`, on CPUs, or with a kernel of unknown cost. Only TPUs have cycles, only GPUs
+    have `kernels` and seconds of collectives; otherwise these fields are None.
     """
 
     parameters: int
@@ -52,6 +57,9 @@ class Estimate:
     collectives: dict[str, dict[str, int]] | None  # {kind: count and bytes}; None without fit or readable HLO
     estimated_cycles: int | None  # see `HloModule.cycles`
     kernel_cycles: int | None  # roofline of the custom kernels
+    kernels: dict[str, dict[str, float]] | None  # {kind: count and seconds}, see `Roofline`
+    collective_seconds: float | None
+    exposed_collective_seconds: float | None  # in which no kernel runs
     estimated_step_seconds: float | None
     estimated_mfu: float | None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
 
@@ -97,9 +105,9 @@ def estimate(program: "Program", log: Callable[[str], None] = lambda line: None)
     return Estimate(
         **known, argument_bytes=memory_stats.argument_size_in_bytes, temp_bytes=memory_stats.temp_size_in_bytes,
         needed_bytes=total_bytes(memory_stats), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
-        fits=eval_temp_bytes is not None and (chip is None or eval_needed_bytes <= chip.hbm),
-        **(estimate_speed(text, config.model.context_length, chip, model_flops and model_flops / mesh.size)
-           if text and chip and chip.hertz else UNKNOWN_SPEED),
+        fits=eval_temp_bytes is not None and (
+            chip is None or max(total_bytes(memory_stats), eval_needed_bytes) <= chip.hbm),
+        **(estimate_speed(text, program, model_flops and model_flops / mesh.size) if text else UNKNOWN_SPEED),
         collectives=text.collectives() if text else None, compile_seconds=seconds)
 
 
@@ -125,11 +133,15 @@ def progress(text: str, log: Callable[[str], None]) -> Iterator[None]:
 def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.HloModule | None]:
     """Returns the compiled training step and its HLO. The HLO is None if it cannot be read."""
     if program.mesh.devices.flat[0].platform != "tpu":
-        step = program.compile_train_step()
+        step = program.compile_train_step(compiler_options(program))
         return step, hlo.HloModule(step.as_text())
     with tempfile.TemporaryDirectory() as dump:
         step = program.compile_train_step({"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
         return step, read_hlo(step, Path(dump))
+
+
+def compiler_options(program: "Program") -> dict | None:
+    return GPU_OPTIONS if program.mesh.devices.flat[0].platform == "gpu" else None
 
 
 def read_hlo(step: jax.stages.Compiled, dump: Path) -> hlo.HloModule | None:
@@ -155,7 +167,7 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
     """
     optimizer_bytes = memory.bytes_on_device(state.opt_state)
     try:
-        memory_stats = program.compile_eval_step().memory_analysis()
+        memory_stats = program.compile_eval_step(compiler_options(program)).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
     return memory_stats.temp_size_in_bytes, total_bytes(memory_stats) + optimizer_bytes
@@ -185,19 +197,41 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
     return int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
 
 
-UNKNOWN_SPEED = dict.fromkeys(("estimated_cycles", "kernel_cycles", "estimated_step_seconds", "estimated_mfu"))
+UNKNOWN_SPEED = dict.fromkeys((
+    "estimated_cycles", "kernel_cycles", "kernels", "collective_seconds", "exposed_collective_seconds",
+    "estimated_step_seconds", "estimated_mfu"))
 
 
-def estimate_speed(module: hlo.HloModule, positions: int, chip: chips.Chip,
-                   flops_per_device: float | None) -> dict:
-    """Returns the speed fields of an `Estimate`; all are None if the module calls a kernel of unknown cost."""
+def estimate_speed(module: hlo.HloModule, program: "Program", flops_per_device: float | None) -> dict:
+    """Returns the speed fields of an `Estimate`."""
+    devices = program.mesh.devices.ravel()
+    chip, gpu = chips.find_chip(devices[0].device_kind), gpus.find_gpu(devices[0].device_kind)
+    if gpu:
+        per_host = sum(device.process_index == devices[0].process_index for device in devices)
+        known = gpu_speed(Roofline(module, gpu, per_host))
+    elif chip and chip.hertz:
+        known = tpu_speed(module, program.config.model.context_length, chip)
+    else:
+        known = {}
+    seconds = known.get("estimated_step_seconds")
+    mfu = flops_per_device / (seconds * chip.flops) if flops_per_device and seconds else None
+    return UNKNOWN_SPEED | known | {"estimated_mfu": mfu}
+
+
+def gpu_speed(roofline: Roofline) -> dict:
+    clock = roofline.clock()
+    return dict(kernels=roofline.kernels(), collective_seconds=clock.collectives,
+                exposed_collective_seconds=clock.exposed, estimated_step_seconds=clock.total)
+
+
+def tpu_speed(module: hlo.HloModule, positions: int, chip: chips.Chip) -> dict:
+    """Returns {} if the module calls a kernel of unknown cost."""
     calls = [(times, kernels.kernel_seconds(call.line, positions, chip)) for times, call in module.kernels()]
     if any(seconds is None for _, seconds in calls):
-        return UNKNOWN_SPEED
+        return {}
     cycles, kernel_cycles = module.cycles(), round(chip.hertz * sum(times * seconds for times, seconds in calls))
-    seconds = (cycles + kernel_cycles) / chip.hertz
-    return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles, estimated_step_seconds=seconds,
-                estimated_mfu=flops_per_device and flops_per_device / (seconds * chip.flops))
+    return dict(estimated_cycles=cycles, kernel_cycles=kernel_cycles,
+                estimated_step_seconds=(cycles + kernel_cycles) / chip.hertz)
 
 
 def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:

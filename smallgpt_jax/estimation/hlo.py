@@ -4,21 +4,53 @@ The text is a sequence of computations with one instruction per line. Those in a
 """
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
+class Array:
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the array, without padding."""
+        return math.ceil(bits(self.dtype) * math.prod(self.shape) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
 class Instruction:
+    name: str
     shape: str  # text of the result's type
     opcode: str
+    arguments: str  # text of the operands
     line: str  # text of the whole instruction
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of the instructions whose results are the operands."""
+        return re.findall(r"%([\w.\-]+)", self.arguments)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the result of the instruction is that of its computation."""
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
+    def backend_config(self) -> dict:
+        """The settings that the GPU compiler chose for the instruction, as JSON; {} if there are none."""
+        text = self.line.partition("backend_config=")[2]
+        return json.JSONDecoder().raw_decode(text)[0] if text else {}
 
     @property
     def calls(self) -> list[str]:
@@ -42,9 +74,30 @@ class Instruction:
         return found[1] if found else self.line
 
     @property
+    def group(self) -> list[int]:
+        """The devices of a collective's first replica group; [] if all devices are one group.
+
+        The texts of the groups (0, 1) and (2, 3) are {{0,1},{2,3}}, [2,2]<=[4] and mesh['x'=2,'y'=2] {'y'}, those of
+        the groups (0, 2) and (1, 3) are {{0,2},{1,3}}, [2,2]<=[2,2]T(1,0) and mesh['x'=2,'y'=2] {'x'}.
+        """
+        if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.line):
+            return [int(device) for device in found[1].split(",")]
+        if found := re.search(r"replica_groups=\[[\d,]*?(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line):
+            size, lengths = int(found[1]), [int(length) for length in found[2].split(",")]
+            order = [int(axis) for axis in found[3].split(",")] if found[3] else range(len(lengths))
+        elif found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line):
+            names, lengths = zip(*((name, int(length)) for name, length in re.findall(r"'(\w+)'=(\d+)", found[1])))
+            inside = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
+            size = math.prod(lengths[axis] for axis in inside)
+            order = [axis for axis in range(len(names)) if axis not in inside] + inside
+        else:
+            return []
+        return np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
+
+    @property
     def is_local(self) -> bool:
         """Whether each replica group has only one device. Such a collective only copies its operand."""
-        return bool(re.search(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\])", self.line))
+        return len(self.group) == 1
 
     @property
     def is_reduce_scatter(self) -> bool:
@@ -56,10 +109,14 @@ class Instruction:
         return 'custom_call_target="tpu_custom_call"' in self.line
 
     @property
+    def arrays(self) -> list[Array]:
+        """The result's arrays."""
+        return [Array(dtype, tuple(int(length) for length in lengths.split(",") if length))
+                for dtype, lengths in _ARRAY.findall(self.shape)]
+
+    @property
     def result_bytes(self) -> int:
-        """The total bytes of the result's arrays, without padding."""
-        return sum(math.ceil(bits(dtype) * math.prod(int(n) for n in sizes.split(",") if n) / 8)
-                   for dtype, sizes in _ARRAY.findall(self.shape))
+        return sum(array.bytes for array in self.arrays)
 
 
 def bits(dtype: str) -> int:
@@ -70,13 +127,18 @@ def bits(dtype: str) -> int:
 class HloModule:
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
+        self.instructions: dict[str, Instruction] = {}  # names are unique in a module
+        partitions = re.match(r"HloModule .*num_partitions=(\d+)", text)
+        self.partitions = int(partitions[1]) if partitions else 1
         for line in text.splitlines():
             if start := _COMPUTATION.match(line):
                 body = self.computations[start[2]] = []
                 if start[1]:
                     self.entry = start[2]
-            elif instruction := _INSTRUCTION.match(line):
-                body.append(Instruction(instruction[1], instruction[2], line))
+            elif found := _INSTRUCTION.match(line):
+                instruction = Instruction(*found.groups(), line)
+                body.append(instruction)
+                self.instructions[instruction.name] = instruction
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a single device."""
@@ -89,7 +151,7 @@ class HloModule:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            if kind in COLLECTIVES and not instruction.is_local:
+            if kind in COLLECTIVES and not self.started(instruction).is_local:
                 channels[instruction.channel, instruction.shape] = kind, times, times * instruction.result_bytes
         found = {}
         for kind, times, size in channels.values():
@@ -97,6 +159,11 @@ class HloModule:
             entry["count"] += times
             entry["bytes"] += size
         return found
+
+    def started(self, instruction: Instruction) -> Instruction:
+        """Returns the "-start" instruction of a GPU's "-done" instruction, which does not state the groups itself."""
+        is_done = instruction.opcode.endswith("-done") and "replica_groups" not in instruction.line
+        return self.instructions[instruction.operands[0]] if is_done else instruction
 
     def cycles(self) -> int:
         """Returns the compiler's cycle estimate, without custom kernels and without waiting for collectives."""

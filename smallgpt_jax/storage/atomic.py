@@ -62,18 +62,47 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield Path(partial)
             object_storage.upload_folder(Path(partial), folder, LAST_FILE)
         return
-    missing_parents = [parent for parent in folder.parents if not parent.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    with parents_of(folder):
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            partial.chmod(0o777 & ~current_umask())
+            yield partial
+            rename(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a local file to write, which is renamed or uploaded to `path` on success, removed on error."""
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as folder:
+            partial = Path(folder) / path.name
+            yield partial
+            object_storage.upload_file(partial, path)
+        return
+    with parents_of(path):
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def parents_of(path: Path) -> Iterator[None]:
+    """Creates the missing parent folders of `path`, and removes them again if `path` does not exist at the end."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.chmod(0o777 & ~current_umask())
-        yield partial
-        rename(partial, folder)
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not folder.exists():
+        if not path.exists():
             with contextlib.suppress(OSError):  # another process has put files into the new parents
-                for parent in missing_parents:
+                for parent in missing:
                     parent.rmdir()
 
 

@@ -99,7 +99,7 @@ class Program:
         with sharding.use_mesh(self.mesh):
             return jitted.lower(*arguments)
 
-    def compile_eval_step(self) -> jax.stages.Compiled:
+    def compile_eval_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
         """Returns (params, model_state, batch) → sums; see `eval_step`."""
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
@@ -107,7 +107,8 @@ class Program:
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True)).compile()
+            lowered = jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True))
+        return lowered.compile(compiler_options)
 
     def abstract_batch(self, evaluates: bool = False) -> Batch:
         """Fields that this config does not use are None."""

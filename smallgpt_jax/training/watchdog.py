@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 
@@ -52,5 +53,8 @@ class Watchdog:
         print(f"error: no training step has finished for {self._limit:g} seconds (config.train.stall_seconds); rerun "
               "the same command to resume from the newest checkpoint. Stacks of all threads:",
               file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
+        with tempfile.TemporaryFile("w+") as stacks:  # a dump to a full pipe would stop all threads, and the timer
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            print(stacks.read(), file=sys.stderr, flush=True)
         os._exit(STALLED_STATUS)  # a regular exit would wait for the threads that hang

@@ -80,6 +80,7 @@ def numbers(first: int) -> str:
 
 
 # ------------------------------------------------------------------ The report
+@pytest.mark.slow
 def test_every_number_of_the_report_follows_from_the_metrics(compared):
     markdown, page = (compared / "report.md").read_text(), (compared / "report.html").read_text()
     reported = json.loads((compared / "results.json").read_text())["runs"]

@@ -69,6 +69,7 @@ def fake_train(monkeypatch):
     return install
 
 
+@pytest.mark.slow
 def test_trunk_then_shorter_runs_then_report(text_file, tmp_path, fake_train, monkeypatch):
     measured = []
     monkeypatch.setattr(inference_cost, "measure_inference", lambda folder: measured.append(folder.name))
@@ -125,6 +126,7 @@ def test_grids_have_only_the_longest_horizon(text_file, tmp_path, fake_train):
     assert "[6/6] gpt, seed 1337, learning rate × 0.5, horizon × 0.75\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_resumes(text_file, tmp_path, fake_train):
     """It is interrupted in the trunk and in a shorter run. The results are those of one that is not interrupted."""
     def interrupt(folder: str) -> None:

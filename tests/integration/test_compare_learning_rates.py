@@ -74,6 +74,7 @@ def fake_train(monkeypatch):
     return install
 
 
+@pytest.mark.slow
 def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatch):
     """The best learning rate of gpt is × 2, the edge of the grid. So × 4 is tried, too; it diverges."""
     output, measured = tmp_path / "out", []
@@ -121,6 +122,7 @@ def test_every_learning_rate_diverges(text_file, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
 
 
+@pytest.mark.slow
 def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_train):
     """Existing runs are not trained again. The report says that the best rate is the highest of the grid."""
     arguments = (*TINY, f"--config.data.source={text_file}", f"--output={tmp_path}", "--config.compare.names=gpt",
@@ -137,6 +139,7 @@ def test_a_grid_is_added_to_an_existing_comparison(text_file, tmp_path, fake_tra
     assert fake.trained == [] and json.loads((tmp_path / "results.json").read_text())["runs"] == before["runs"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
     def interrupt(folder: str) -> None:
         if folder == "gpt-seed1336-lr2x":
@@ -151,6 +154,7 @@ def test_an_interrupted_grid_resumes(text_file, tmp_path, fake_train):
     assert fake.trained == ["gpt-seed1336-lr2x", "gpt-seed1336-lr4x", "gpt-seed1337-lr2x", "gpt-seed1338-lr2x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_two_processes_divide_the_runs(is_killed, text_file, tmp_path, fake_train, monkeypatch):
     """The second process waits for a run of the grid that the first one is training.

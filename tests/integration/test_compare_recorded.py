@@ -31,6 +31,7 @@ def compare(tmp_path, text_file, monkeypatch):
     return compared
 
 
+@pytest.mark.slow
 def test_continues_from_records(compare, tmp_path):
     """A run that is removed from a record is trained again; all others, and those of the grid, are taken over.
 
@@ -53,6 +54,7 @@ def test_continues_from_records(compare, tmp_path):
     assert without_paths(found) == without_paths(whole) and found["learning_rates"]["gpt"]["best"] == 2
 
 
+@pytest.mark.slow
 def test_trains_what_a_record_lacks(compare, tmp_path):
     """An unfinished run is trained, and a diverged one is not. Other names are left out, and said so."""
     compare("here", names="gpt,pgpt")

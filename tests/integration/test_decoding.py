@@ -96,6 +96,7 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
     assert_cache_matches_forward(*small(architecture, **fields))
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_into_a_rolling_one():
     """With a window of 20 tokens, the cache grows from 16 to 20 slots. Then, new tokens replace the oldest ones."""
     model, params = small("gpt", context_length=64, num_layers=1, position="rope", attention_windows=(20,))

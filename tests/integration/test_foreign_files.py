@@ -360,6 +360,7 @@ def read_tokenizer(folder: Path) -> None:
     tokenizer.decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, file, read", [
     ("gpt2", "config.json", read_folder), ("llama", "config.json", read_folder),
     ("smallgpt", "config.json", read_folder), ("llama", "model.safetensors", read_folder),

@@ -45,6 +45,7 @@ def text_model():
     return inference.TextModel(model, layout.pack(model, init(model)), Bytes())
 
 
+@pytest.mark.slow
 def test_which_steps_are_timed(text_model, monkeypatch):
     """With an empty cache, the first tokens; with a full one, the last: both with all texts. Then the cache is full."""
     timed = []

@@ -130,6 +130,7 @@ def test_memory_estimate():
     assert activations[1] - activations[0] == 4 * 1024 * 12 * sum(map(int, ranks)) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_position, scaled", [("pre", 0.02), ("deepnorm", 0.02 * (8 * 8) ** -0.25)])
 def test_initial_products_have_the_std_of_full_matrices(norm_position, scaled):
     model = build("gpt", d_model=128, num_layers=8, norm_position=norm_position, rank_ratio=0.5)

@@ -71,6 +71,7 @@ def mixers_in(tree, path=()):
             yield from mixers_in(child, (*path, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, fields, expected", [
     ("gpt", {}, {"blocks/0/mixer × 2", "blocks/1/attention × 2"}),
     ("gpt", {"num_layers": 3}, {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1"}),

@@ -87,6 +87,7 @@ def random_weights(module, x, seed=1):
     return jax.tree.map(lambda w: 0.3 * rng.standard_normal(w.shape), nn.unbox(variables["params"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
     {}, {"expert_mlp": "gated", "activation": "silu", "grouped_matmul": "ragged"}, {"num_shared_experts": 0},
     {"experts_per_token": 6, "num_shared_experts": 2}, {"num_experts": 40, "grouped_matmul": "ragged"},
@@ -112,6 +113,7 @@ def test_outputs_loads_and_balance_match_deepseek_v3(fields):
             np.sum(load, axis=0)), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts_per_token", [1, 2])
 def test_gradient_of_the_router(experts_per_token):
     """The derivative along a random direction is that of the float64 model, by central differences."""
@@ -186,6 +188,7 @@ def test_no_row_is_dropped(backend, rows, skew):
     np.testing.assert_allclose(dw, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["blocks", "ragged"])
 def test_gradients_in_bfloat16_are_summed_in_float32(backend):
     """The gradient of a matrix is a sum over 4,096 rows in many blocks. Only the final sum is rounded to bfloat16."""
@@ -296,6 +299,7 @@ class ExpertsTwice(nn.Module):
         return blocks(blocks(x_BxTxD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"train__microbatches": 2, "model__remat": "full"}])
 def test_biases_move_once_per_update(monkeypatch, fields):
     """At the end of each step, b_i moves by ±expert_bias_rate (arXiv 2412.19437, section 2.1.2).

@@ -192,6 +192,7 @@ def llama_with_begin(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_texts_begin_as_in_transformers(llama_with_begin, tmp_path):
     """generate, evaluate and the token store begin a text with <s>, and end a document with </s>."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(llama_with_begin, dtype=torch.float32).eval()

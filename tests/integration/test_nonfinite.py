@@ -42,6 +42,7 @@ def assert_equal(one, other):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_nonfinite_update_is_skipped(name):
     """A batch that contains a token with a NaN embedding does not change weights, optimizer state or learning rate."""
@@ -62,6 +63,7 @@ def test_a_nonfinite_update_is_skipped(name):
     assert_equal(third[1:], step(first, good)[0][1:])
 
 
+@pytest.mark.slow
 def test_updated_weights_that_are_not_finite_are_reported():
     """Updated weights that are not finite are reported, even if the loss and the gradient are finite.
 

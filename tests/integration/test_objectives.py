@@ -93,6 +93,7 @@ def first_steps(devices, **fields):
     return program, jax.device_get(state), found
 
 
+@pytest.mark.slow
 def test_a_head_trains_equally_on_one_and_eight_devices():
     fields = dict(train__objective="two_ahead", train__microbatches=2)
     one, state, expected = first_steps(1, **fields)
@@ -151,6 +152,7 @@ def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_p
     assert losses_in(folder, "eval")[40] < losses_in(folder)[40]  # without the head's loss
 
 
+@pytest.mark.slow
 def test_imported_models_get_initial_heads(tmp_path):
     """The checkpoint of an imported model has no heads."""
     program = build_program(load_config("gpt", **SMALL, train__objective="two_ahead"), jax.devices()[:1])
@@ -162,6 +164,7 @@ def test_imported_models_get_initial_heads(tmp_path):
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
 
 
+@pytest.mark.slow
 def test_drawn_examples():
     """The examples of a step do not depend on microbatches and mesh. The loss is that of a prefix language model."""
     program, _, expected = first_steps(1, train__objective="prefix")

@@ -76,6 +76,7 @@ def is_held_out(folder: str) -> bool:
     return f"_{HELD_OUT}-" in folder
 
 
+@pytest.mark.slow
 def test_held_out_runs_start_after_their_prediction(compare, tmp_path):
     """The report has the errors of the stored predictions, which a second start does not change."""
     output = tmp_path / "out"
@@ -105,6 +106,7 @@ def test_held_out_runs_start_after_their_prediction(compare, tmp_path):
     assert events == [] and (output / "report.md").read_text() == markdown
 
 
+@pytest.mark.slow
 def test_runs_without_a_prediction_stay_without(compare, tmp_path):
     """A held-out run that was trained in another way forbids a later prediction."""
     compare(f"--config.compare.names=gpt@{HELD_OUT}", "--config.compare.held_out=", "--config.compare.seeds=1",
@@ -125,8 +127,13 @@ def test_a_killed_comparison_ends_with_the_same_report(compare, tmp_path):
             killed.append(folder)
             raise KeyboardInterrupt
 
-    for _ in range(3):
+    for number in range(3):
         compare(before_end=kill, expected=130, rates="0.5,1,2")
+        started, _ = compare("--config.compare.train=false", rates="0.5,1,2")  # reports on the runs so far
+        found = json.loads((output / "results.json").read_text())
+        finished = [run for run in found["runs"] if run["is_finished"]]
+        losses = [rate["loss"] for rate in found["learning_rates"]["gpt@20k"]["rates"]]
+        assert not started and len(finished) == (0, 14, 18)[number] and (None in losses) == (number == 0)
     events, _ = compare(before_end=kill, rates="0.5,1,2")
     assert len(killed) == 3 and events[0][0] == killed[-1] and len(events) == 6
     found = json.loads((output / "results.json").read_text())

@@ -205,6 +205,7 @@ def test_a_missing_bucket_is_named(emulated_storage):
     assert found.returncode == 1 and found.stderr.startswith("error: --workdir=gs://nobucket/run: request failed (404 ")
 
 
+@pytest.mark.slow
 def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F811
     lock = bucket / "lock"
     with contextlib.ExitStack() as second:
@@ -220,6 +221,7 @@ def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F
     assert not lock.exists()
 
 
+@pytest.mark.slow
 def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
     with hold_lock(bucket / "lock") as holder:
         with pytest.raises(LockHeldError, match=f"process {holder.pid} on"), file_lock(bucket / "lock"):
@@ -234,6 +236,7 @@ def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
             assert (bucket / "lock").read_text().startswith(f"process {os.getpid()} on")
 
 
+@pytest.mark.slow
 def test_a_suspended_holder_does_not_overwrite_its_successor(bucket, short_lease):  # noqa: F811
     file = bucket / "file"
     with hold_lock(bucket / "lock", "writes") as holder:
@@ -298,6 +301,7 @@ def test_the_spools_of_killed_runs_are_removed(bucket, tmp_path, monkeypatch):
     assert not third.folder.exists()
 
 
+@pytest.mark.slow
 def test_the_lease_does_not_end_while_requests_hang(bucket, short_lease, monkeypatch):  # noqa: F811
     read, delays = object_lock.Lease._read, [2 * LEASE["RENEWAL_SECONDS"]] * 4
 
@@ -351,6 +355,7 @@ def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):
     assert saved_steps(bucket / "checkpoints") == [20, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_save_repeats_requests(bucket, faults, status):  # noqa: F811
     messages = []

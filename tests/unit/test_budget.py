@@ -290,6 +290,7 @@ def validate(config: ConfigDict) -> None:
     program.validate(config, sharding.make_mesh(config.mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("size", ["tiny", "quickstart", "paper"])
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
@@ -311,7 +312,7 @@ def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "build_program", validate)
     scaling = importlib.import_module("configs.compare.scaling")
     config = scaling.get_config(preset)
-    (*_, largest), held_out, _ = scaling.PRESETS[preset]
+    (*_, largest), held_out, *_ = scaling.PRESETS[preset]
     names = ("gpt", "cgpt", "moe")
     config.compare.names = ",".join(f"{name}@{size}" for size in (largest, held_out) for name in names)
     planned = budget.make_comparison(config, tmp_path).models
@@ -325,4 +326,7 @@ def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
         assert 20 * counts[0] == pytest.approx(steps * 8 * 256, rel=0.01) and steps % 8 == 0
         compute[size] = flops(group[0])
     assert 4 <= compute[held_out] / compute[largest] < 6
-    assert planned[f"gpt@{held_out}"].optimizer.base_width == scaling.WIDTHS[scaling.PRESETS[preset][0][0]][0]
+    ratio = scaling.num_parameters(held_out) / scaling.num_parameters(largest)
+    for name in names:
+        rates = [planned[f"{name}@{size}"].optimizer.learning_rate for size in (largest, held_out)]
+        assert rates[0] / rates[1] == pytest.approx(ratio ** (1 / 3), rel=0.01)

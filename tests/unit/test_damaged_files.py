@@ -218,6 +218,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_give_one_line(folder, tmp_path, name, monkeypatch):
     monkeypatch.setattr(checkpoint, "REMOVAL_SECONDS", 0.0)  # nobody removes the checkpoint

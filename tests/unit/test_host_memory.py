@@ -45,6 +45,7 @@ cli.run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
 def test_freed_memory_is_kept_on_cpus():
     def kept_megabytes_and_new_blocks(**variables):

@@ -164,7 +164,9 @@ def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
 
 
 def test_settings_of_exported_tokenizers(tmp_path):
-    """transformers reads the end-of-text token from these settings; llama.cpp's converter reads add_prefix_space."""
+    """transformers reads the end-of-text token from these settings; llama.cpp's converter reads add_prefix_space, and
+    whether a text begins with bos_token. tokenizer.json says so if bos_token is a token of its own.
+    """
     def settings(tokenizer) -> dict:
         files = tokenizer_files.hugging_face_files(tokenizer, 64)
         return json.loads(files.get("tokenizer_config.json", "{}"))
@@ -174,8 +176,10 @@ def test_settings_of_exported_tokenizers(tmp_path):
         eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert tokenizer_files.hugging_face_files(TokenizerSource(str(tmp_path)).make(), 64) == {}
-    assert settings(TokenizerSource("sentencepiece:400").make(WORDS))["add_prefix_space"] is False
-    assert settings(spaced_tokenizer(False))["add_prefix_space"] is True
+    trained = settings(TokenizerSource("sentencepiece:400").make(WORDS))
+    assert trained["add_prefix_space"] is False and trained["add_bos_token"] is False
+    with_begin = settings(spaced_tokenizer(False))
+    assert with_begin["add_prefix_space"] is True and "add_bos_token" not in with_begin
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):

@@ -239,7 +239,7 @@ import sys
 from smallgpt_jax import output
 from smallgpt_jax.training import watchdog
 from smallgpt_jax.run.clock import RunClock
-output.PATIENCE_SECONDS, watchdog.PRINTING_SECONDS = 0.2, 0.2
+output.PATIENCE_SECONDS = 0.2
 with output.best_effort("stdout"), output.best_effort("stderr"):
     for i in range(30_000):
         print(f"line {i:>20}", flush=True)

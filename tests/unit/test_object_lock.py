@@ -128,6 +128,7 @@ def simulate(monkeypatch, seed: int, is_faulty: bool, suspensions: int, clock_st
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_faulty, suspensions, clock_stops", [
     (False, 3, False), (True, 0, False), (True, 2, False), (False, 3, True), (True, 3, True)])
 def test_a_successor_is_never_overwritten(monkeypatch, is_faulty, suspensions, clock_stops):

@@ -17,7 +17,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import estimate, hlo, kernels
+from smallgpt_jax.estimation import estimate, hlo, kernels, topologies
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
@@ -185,7 +185,7 @@ def compiled(tiny, monkeypatch):
     """Returns (program, estimate) of `tiny`. During the test, every program gets the compiled steps of `tiny`."""
     program, train_step, eval_step, known = tiny
     monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
-    monkeypatch.setattr(Program, "compile_eval_step", lambda program: eval_step)
+    monkeypatch.setattr(Program, "compile_eval_step", lambda program, options=None: eval_step)
     return program, known
 
 
@@ -198,7 +198,7 @@ def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
     """
     program, known = compiled
 
-    def refuse(program):
+    def refuse(program, options=None):
         raise jax.errors.JaxRuntimeError(refusal)
 
     if refusal:
@@ -219,7 +219,7 @@ def test_plan_of_a_step_that_does_not_fit(monkeypatch):
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
 
     monkeypatch.setattr(Program, "compile_train_step", refuse)
-    monkeypatch.setattr(chips, "topology_devices", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(topologies, "topology_devices", lambda topology: jax.devices()[:1])
     monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v5e"])
     result = call("plan", "--config=configs/gpt.py:tiny", "--topology=v5e:1x1", "--json")
     planned = json.loads(result.stdout)
@@ -258,15 +258,21 @@ def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
     (["--topology=V6E"], ["choose v6e:1x1, v6e:2x2, v6e:2x4, v6e:4x4, v6e:4x8, v6e:8x8, v6e:8x16, v6e:16x16\n"]),
     (["--topology=v5e:2x2x1"], ["v5e:2x2x1", "no such slice", "choose v5e:2x2\n"]),
     (["--topology=v5e:3x5"], ["v5e:3x5", "no such slice", "(no topology)", "v5e:4x4", "v5e:16x16"]),
+    (["--topology=tpu"], ["tpu: unknown", "v5e:4x4", "h100:8", "a100-80:8", "h200:8", "l4:8", "rtx4090:8"]),
+    (["--topology=a100:8"], ["a100-40:1", "a100-40:2x8", "a100-80:8"]),
+    (["--topology=H100-8"], ["choose h100:1, h100:8, h100:2x8\n"]),
+    (["--topology=h100:16"], ["choose h100:2x8\n"]),
+    (["--topology=l40s:2x8"], ["choose l40s:1, l40s:8\n"]),  # no published network
+    (["--topology=h100:0"], ["h100:0: unknown"]),
 ])
 def test_refuses_unknown_topologies(monkeypatch, flags, substrings):
     def refuse(**_):
         raise RuntimeError("no topology\nand more")
 
-    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
-    monkeypatch.setattr(chips, "importlib", fake_importlib("libtpu"))
-    monkeypatch.setattr(chips, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))
-    monkeypatch.setattr(chips.os, "environ", dict(os.environ))
+    monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(topologies, "importlib", fake_importlib("libtpu"))
+    monkeypatch.setattr(topologies, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))
+    monkeypatch.setattr(topologies.os, "environ", dict(os.environ))
     assert_refused(call("plan", "--config=configs/gpt.py:tiny", *flags), substrings)
 
 
@@ -276,7 +282,7 @@ def test_refuses_unknown_topologies(monkeypatch, flags, substrings):
     (2, ["--config.train.batch_size=7"], ["batch_size=7", "multiple of 2"]),
 ])
 def test_refuses_impossible_plans(monkeypatch, devices, flags, substrings):
-    monkeypatch.setattr(chips, "topology_devices", lambda topology: jax.devices()[:devices])
+    monkeypatch.setattr(topologies, "topology_devices", lambda topology: jax.devices()[:devices])
     assert_refused(call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{devices}", *flags), substrings)
 
 
@@ -292,9 +298,9 @@ def assert_refused(result, substrings):
 
 
 def test_names_a_missing_compiler(monkeypatch):
-    monkeypatch.setattr(chips, "importlib", fake_importlib(None))
+    monkeypatch.setattr(topologies, "importlib", fake_importlib(None))
     with pytest.raises(UserError, match=r"pip install -c constraints.txt -e '\.\[plan\]'"):
-        chips.tpu_devices("v5e:2x2")
+        topologies.tpu_devices("v5e:2x2")
 
 
 def test_progress_during_a_compilation(monkeypatch):
@@ -452,12 +458,14 @@ def test_search_when_nothing_fits(monkeypatch):
     ("TPU v6e", 918e12, 32 * 2**30), ("TPU v6 lite", 918e12, 32 * 2**30),
     ("NVIDIA A100-SXM4-80GB", 312e12, 80e9), ("NVIDIA H100 80GB HBM3", 989e12, 80e9),
     ("NVIDIA H100 PCIe", 756.5e12, 80e9), ("NVIDIA H100 NVL", 835.5e12, 94e9),
-    ("NVIDIA H200", 989e12, 141e9), ("NVIDIA H200 NVL", 835.5e12, 141e9)])
+    ("NVIDIA H200", 989e12, 141e9), ("NVIDIA H200 NVL", 835.5e12, 141e9),
+    ("NVIDIA A100-SXM4-40GB", 312e12, 40e9), ("NVIDIA L4", 121e12, 24e9), ("NVIDIA L40S", 362e12, 48e9),
+    ("NVIDIA GeForce RTX 4090", 165.2e12, 24e9)])
 def test_finds_chips_by_device_kind(device_kind, flops, hbm):
     found = chips.find_chip(device_kind)
     assert (found.flops, found.hbm) == (flops, hbm)
 
 
-@pytest.mark.parametrize("device_kind", ["cpu", "TPU v4 lite", "TPU v50"])
+@pytest.mark.parametrize("device_kind", ["cpu", "TPU v4 lite", "TPU v50", "NVIDIA GeForce RTX 4090 Laptop GPU"])
 def test_unknown_chips(device_kind):
     assert chips.find_chip(device_kind) is None

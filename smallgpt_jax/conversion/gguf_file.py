@@ -1,0 +1,170 @@
+"""Exports models as GGUF files, which llama.cpp and the programs built on it run.
+
+llama.cpp has its own code for each architecture. A gpt with the block of Llama or Qwen3 (conversion/llama.py) is
+exported; other models are refused. Tokenizers are exported if llama.cpp has their algorithm. As in `generate`, a text
+begins with the begin-of-text token, and rows of the embedding and the head without a token are never sampled: the file
+does not contain them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from smallgpt_jax import models
+from smallgpt_jax.conversion import llama, tensors
+from smallgpt_jax.conversion.config_json import first_other
+from smallgpt_jax.conversion.tokenizer_files import gpt2_merges, sentencepiece_spec
+from smallgpt_jax.conversion.weight_files import import_library
+from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import ModelConfig
+
+# Our names of the dtypes → GGUF's names of the dtype of matrices and of the type of the file.
+DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "q8_0": ("Q8_0", "MOSTLY_Q8_0")}
+Q8_BLOCK = 32  # numbers of a row that share a scale
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens, in GGUF as in SentencePiece
+
+
+def write(path: Path, name: str, model: models.LanguageModel, params, tokenizer: Tokenizer, dtype: str) -> str:
+    """`dtype` is one of DTYPES and applies to matrices; vectors are float32. Returns a description of the file."""
+    config, (_, file_type) = model.config, DTYPES[dtype]
+    require_support(config, tokenizer)
+    gguf = import_library("gguf", "gguf")
+    writer = gguf.GGUFWriter(path, architecture(config))
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_sizes(writer, config)
+    add_tokenizer(writer, tokenizer)
+    theirs = llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size)
+    stored = {their_name: stored_dtype(x, dtype) for their_name, x in theirs.items()}
+    for their_name, x in theirs.items():
+        add_tensor(gguf, writer, their_name, x, stored[their_name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wider = [their_name for their_name, x in theirs.items() if x.ndim > 1 and stored[their_name] != dtype]
+    return f"{architecture(config)} in {dtype}" + (
+        f" ({len(wider)} matrices in float16, because {Q8_BLOCK} does not divide their rows)" if wider else "")
+
+
+def architecture(config: ModelConfig) -> str:
+    """Returns llama.cpp's name of the model's architecture."""
+    return "qwen3" if config.qk_norm else "llama"
+
+
+def require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
+    if other := first_other(config, llama.FIXED, llama.FREE):
+        field, needed = other
+        config.refuse(field, f"llama.cpp's llama and qwen3 differ; --to=gguf needs {needed!r}, as in configs/llama.py")
+    if tokenizer.kind not in TOKENIZERS:
+        raise UserError(
+            f"--to=gguf: the run's tokenizer is of the kind {tokenizer.kind!r}, supported are {', '.join(TOKENIZERS)}; "
+            "use --to=hf, and llama.cpp's convert_hf_to_gguf.py, which knows some published tokenizers")
+
+
+def add_sizes(writer, config: ModelConfig) -> None:
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    writer.add_rope_dimension_count(config.head_width)
+    writer.add_rope_freq_base(config.rope_base)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+
+
+def llama_cpp_tensors(gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int) -> dict:
+    """Returns {llama.cpp's name: tensor}. Linear weights have the shape (outputs, inputs)."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture(config).upper()], config.num_layers)
+    theirs = {}
+    for name, x in llama.to_hugging_face(config, ours).items():
+        if name in EMBEDDINGS:
+            x = x[:vocab_size]
+        if architecture(config) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            x = pair_adjacent(x, config.head_width)
+        theirs[names.get_name(name, try_suffixes=(".weight",))] = x
+    return theirs
+
+
+def pair_adjacent(x: np.ndarray, head_width: int) -> np.ndarray:
+    """Reorders the outputs of each head. We rotate the entries i and i + K/2 (models/positions.py), and so does
+    llama.cpp's qwen3; its llama rotates 2i and 2i + 1.
+    """
+    return x.reshape(-1, 2, head_width // 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
+
+
+def stored_dtype(x: np.ndarray, dtype: str) -> str:
+    if x.ndim == 1:
+        return "float32"
+    return "float16" if dtype == "q8_0" and x.shape[-1] % Q8_BLOCK else dtype
+
+
+def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
+    limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[dtype]  # the scales of q8_0 are float16
+    if not np.abs(x).max() <= limit:
+        raise UserError(f"--dtype={dtype}: {name} has weights beyond {limit:,}, or NaN; use --dtype=float32")
+    kind = gguf.GGMLQuantizationType[DTYPES[dtype][0]]
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
+
+
+def add_tokenizer(writer, tokenizer: Tokenizer) -> None:
+    TOKENIZERS[tokenizer.kind](writer, tokenizer)
+    writer.add_bos_token_id(tokenizer.begin_of_text)
+    writer.add_eos_token_id(tokenizer.end_of_text)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+
+
+def add_bytes(writer, tokenizer: Tokenizer) -> None:
+    """Writes GPT-2's characters for bytes. A file must have a merge; the one of two end-of-text tokens never applies,
+    because merging begins with characters.
+    """
+    add_byte_pairs(writer, {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, [f"{END_OF_TEXT} {END_OF_TEXT}"])
+
+
+def add_gpt2(writer, tokenizer: Tokenizer) -> None:
+    add_byte_pairs(writer, json.loads(tokenizer.files()["vocab.json"]), gpt2_merges(tokenizer))
+
+
+def add_byte_pairs(writer, ids: Mapping[str, int], merges: Sequence[str]) -> None:
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token == END_OF_TEXT else NORMAL for token in tokens])
+    writer.add_token_merges(merges)
+
+
+def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
+    """llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing but spaces."""
+    from sentencepiece.sentencepiece_model_pb2 import TrainerSpec
+
+    spec = sentencepiece_spec(tokenizer)
+    trainer, rules = spec.trainer_spec, spec.normalizer_spec
+    unsupported = {
+        "is not of the type bpe": trainer.model_type != TrainerSpec.BPE,
+        "has no byte_fallback": not trainer.byte_fallback,
+        "normalizes characters": rules.precompiled_charsmap,
+        "removes spaces (remove_extra_whitespaces)": rules.remove_extra_whitespaces,
+        "has treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
+        "has user-defined pieces": any(piece.type == USER_DEFINED for piece in spec.pieces)}  # it finds others first
+    if found := [what for what, applies in unsupported.items() if applies]:
+        raise UserError(f"--to=gguf: llama.cpp cannot encode as the run's SentencePiece model, which {found[0]}; use "
+                        "--to=hf")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.piece for piece in spec.pieces])
+    writer.add_token_types([piece.type for piece in spec.pieces])
+    writer.add_token_scores([piece.score for piece in spec.pieces])
+    writer.add_unk_token_id(tokenizer.unknown)
+    writer.add_add_space_prefix(rules.add_dummy_prefix)
+
+
+TOKENIZERS = {"bytes": add_bytes, "gpt2": add_gpt2, "sentencepiece": add_sentencepiece}

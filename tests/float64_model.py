@@ -107,8 +107,13 @@ def plain_blocks(config, stack, x, num_heads=None, first=0):
 
     for number, block in enumerate(plain_layers(stack), start=first):
         window = windows[number % len(windows)] or len(x)
-        y = plain_attention(config, block["attention"], norm("attention_norm", x, True), num_heads, window)
-        x = norm("attention_norm", alpha * x + y, False)
+        if "attention" in block:
+            y = plain_attention(config, block["attention"], norm("attention_norm", x, True), num_heads, window)
+            x = norm("attention_norm", alpha * x + y, False)
+        else:
+            mixer = plain_gated_deltanet if "beta" in block["mixer"] else plain_mamba2
+            y = mixer(config, block["mixer"], norm("mixer_norm", x, True))
+            x = norm("mixer_norm", alpha * x + y, False)
         mlp = plain_experts if config.mlp == "moe" else plain_mlp
         x = norm("mlp_norm", alpha * x + mlp(config, block["mlp"], norm("mlp_norm", x, True)), False)
     return x
@@ -135,6 +140,83 @@ def plain_attention(config, weights, h, num_heads, window):
                 scores[i, j] = -np.inf
         y = y + softmax(scores, axis=1) @ v @ weights["out"]["kernel"][head]
     return y
+
+
+def plain_gated_deltanet(config, weights, h):
+    """Returns the output of a Gated DeltaNet (arXiv 2412.06464, figure 1), one head at a time."""
+    parts = [h @ flat(weights[name]["kernel"]) + weights[name].get("bias", np.zeros((1, 1))).reshape(-1)
+             for name in ("query", "key", "value")]
+    heads, y = weights["A_log"].size, weights["out"].get("bias", 0)
+    # One convolution has the channels of all heads: for each head, those of its query, its key and its value.
+    inputs = np.concatenate([part.reshape(len(h), heads, -1) for part in parts], axis=2)
+    channels = plain_short_convolution(weights["convolution"]["taps"], inputs.reshape(len(h), -1))
+    channels = ACTIVATIONS["silu"](channels).reshape(inputs.shape)
+    key_width = weights["query"]["kernel"].shape[-1]
+    for head in range(heads):
+        q, k, v = np.split(channels[:, head], (key_width, 2 * key_width), axis=1)
+        q, k = (x / np.sqrt(np.sum(x**2, axis=1, keepdims=True) + 1e-6) for x in (q, k))
+        step = np.logaddexp(0, h @ weights["decay"]["kernel"][:, head] + weights["dt_bias"][head])
+        alpha = np.exp(-np.exp(weights["A_log"][head]) * step)
+        beta = 1 / (1 + np.exp(-h @ weights["beta"]["kernel"][:, head]))
+        o = plain_gated_delta_rule(q / math.sqrt(key_width), k, v, alpha, beta)
+        o = o / np.sqrt(np.mean(o**2, axis=1, keepdims=True) + config.norm_epsilon) * weights["out_norm"]["scale"]
+        gate = h @ weights["gate"]["kernel"][:, head] + weights["gate"].get("bias", np.zeros((heads, 1)))[head]
+        y = y + o * ACTIVATIONS["silu"](gate) @ weights["out"]["kernel"][head]
+    return y
+
+
+def plain_gated_delta_rule(q, k, v, alpha, beta, state=None):
+    """Returns the outputs (T, V) of one head, token by token, in the words of arXiv 2412.06464.
+
+    Equation 10: S_t = S_(t−1)·(α_t·(I − β_t·k_t·k_tᵀ)) + β_t·v_t·k_tᵀ, and o_t = S_t·q_t.
+    """
+    state, outputs = np.zeros((v.shape[1], k.shape[1])) if state is None else state, []
+    for t in range(len(q)):
+        erase = alpha[t] * (np.eye(k.shape[1]) - beta[t] * np.outer(k[t], k[t]))
+        state = state @ erase + beta[t] * np.outer(v[t], k[t])
+        outputs.append(state @ q[t])
+    return np.array(outputs)
+
+
+def plain_mamba2(config, weights, h):
+    """Returns the output of a Mamba-2 (arXiv 2405.21060, figure 6), one head and token at a time."""
+    heads, silu = weights["A_log"].size, ACTIVATIONS["silu"]
+    x, z = (h @ flat(weights[name]["kernel"]) + weights[name].get("bias", np.zeros(1)).reshape(-1)
+            for name in ("value", "gate"))
+    x = silu(plain_short_convolution(weights["convolution"]["taps"], x)).reshape(len(h), heads, -1)
+    b, c = np.split(silu(plain_short_convolution(weights["key_query_convolution"]["taps"], np.concatenate(
+        [h @ weights["key"]["kernel"], h @ weights["query"]["kernel"]], axis=1))), 2, axis=1)
+    y = np.zeros_like(x)
+    for head in range(heads):
+        steps = np.logaddexp(0, h @ weights["step"]["kernel"][:, head] + weights["dt_bias"][head])
+        decays = np.exp(-np.exp(weights["A_log"][head]) * steps)
+        y[:, head] = (plain_state_space(c, b, steps[:, None] * x[:, head], decays) + weights["D"][head] * x[:, head])
+    y = y.reshape(len(h), -1) * silu(z)
+    y = y / np.sqrt(np.mean(y**2, axis=1, keepdims=True) + config.norm_epsilon) * weights["out_norm"]["scale"]
+    return y @ weights["out"]["kernel"].reshape(y.shape[1], -1) + weights["out"].get("bias", 0)
+
+
+def plain_state_space(c, b, v, decays):
+    """Returns the outputs (T, P) of one head: h_t = a_t·h_(t−1) + b_t·v_tᵀ and y_t = c_tᵀ·h_t (equation 2)."""
+    state, outputs = np.zeros((b.shape[1], v.shape[1])), []
+    for t in range(len(v)):
+        state = decays[t] * state + np.outer(b[t], v[t])
+        outputs.append(c[t] @ state)
+    return np.array(outputs)
+
+
+def plain_short_convolution(taps, x):
+    """Returns y_t = Σ_j taps_j · x_(t − J + 1 + j) per channel, with 0 before the first position."""
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for back, tap in enumerate(reversed(list(taps))):
+            if t >= back:
+                y[t] += tap * x[t - back]
+    return y
+
+
+def flat(kernel):
+    return kernel.reshape(len(kernel), -1)
 
 
 def plain_rope(x_TxK, base):

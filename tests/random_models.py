@@ -38,6 +38,10 @@ OWN_FIELDS = {
     "pgpt": {"num_layers": (4, 2), "num_paths": (2, 1, 4), "path_weights": ("learned", "equal")},
     "lgpt": {"num_layers": (2, 4), "blocks_per_stage": (1, 2, 4), "compress_last_stage": (True, False),
              "stage_heads": ("fixed", "scaled")}}
+MIXER_FIELDS = {  # drawn last, so that the other fields of a seed are those from before these existed
+    "mixers": (("attention",), ("delta", "attention"), ("delta",), ("delta", "delta", "attention"), ("mamba",),
+               ("mamba", "attention"), ("mamba", "delta")),
+    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1)}
 OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
 MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
 
@@ -48,7 +52,7 @@ def random_fields(seed: int) -> dict:
     architecture = sorted(OWN_FIELDS)[seed % len(OWN_FIELDS)]
     while True:
         drawn = {name: rng.choice((values[0], rng.choice(values[1:])))
-                 for name, values in (FIELDS | OWN_FIELDS[architecture]).items()}
+                 for name, values in (FIELDS | OWN_FIELDS[architecture] | MIXER_FIELDS).items()}
         fields = {**load_config(architecture).model, **drawn, "architecture": architecture, "context_length": TIME,
                   "vocab_size": VOCABULARY, "dtype": "float32"}
         try:

@@ -16,6 +16,7 @@ from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 
 MAX_POSITIONS = 2**31 - 1  # positions are int32
 MAX_NUMBER = 3e38  # the largest number in float32
+MIXER_FIELDS = {"delta": ("delta_head_dim", "delta_value_ratio"), "mamba": ("mamba_state", "mamba_expand")}
 MAX_ITEMS = 1024  # characters or items in the value of a field
 FLOAT_FIELDS = {name for trunk in ARCHITECTURES.values() for name, kind in field_types(trunk.Config).items()
                 if kind is float}
@@ -100,6 +101,12 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
         "vocab_size": config.vocab_size * width, "num_heads": config.num_heads * config.head_width * width,
         "mlp_ratio": config.mlp_width * width * experts, "conv_kernel": getattr(config, "conv_kernel", 0) * width,
         "context_length": config.context_length * width if config.position == "learned" else 0}
+    if "delta" in config.mixers:
+        sizes |= {"delta_head_dim": config.num_heads * config.delta_key_width * width,
+                  "delta_value_ratio": config.num_heads * config.delta_value_width * width}
+    if "mamba" in config.mixers:
+        sizes |= {"mamba_state": config.mamba_state * width,
+                  "mamba_expand": config.num_heads * config.mamba_head_width * width}
     for field, size in sizes.items():
         if size > num_weights:
             raise UserError(f"{path}: config.model.{field}={getattr(config, field)}: the model would have a tensor of "
@@ -125,8 +132,10 @@ def first_other(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> tup
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible. For example, num_kv_heads = num_heads becomes 0."""
+    unused = [name for mixer, names in MIXER_FIELDS.items() if mixer not in config.mixers for name in names]
     return dataclasses.replace(
-        config, num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
+        config, **{name: getattr(ModelConfig, name) for name in unused},
+        num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,
         mixers=tuple(dict.fromkeys(config.mixers)) if len(set(config.mixers)) == 1 else config.mixers,
         attention_windows=config.attention_windows if any(config.attention_windows) else ())

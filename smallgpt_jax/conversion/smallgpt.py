@@ -15,11 +15,11 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("smallgpt",)
-CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py")
+CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py", "recurrent_smallgpt.py")
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
 SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
-                    "activation": ("gelu", "gelu_tanh", "silu", "relu2")}
+                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba")}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 
@@ -53,7 +53,8 @@ def to_config(config: ModelConfig) -> dict:
         raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
                         "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
     for field, values in SUPPORTED_VALUES.items():
-        if getattr(config, field) not in values:
+        used = getattr(config, field)
+        if not set(used if isinstance(used, tuple) else [used]) <= set(values):
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
     known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):

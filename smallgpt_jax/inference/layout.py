@@ -31,7 +31,7 @@ def _pack(variables, abstract, dtype: str):
               for collection, tree in variables.items()}
 
     def cast(p, stack):
-        return jax.tree.map(lambda x: x if x.ndim < 2 or FLOAT32 in p.axes else x.astype(dtype), stack)
+        return jax.tree.map(lambda x: x if len(p.own_axes) < 2 or FLOAT32 in p.axes else x.astype(dtype), stack)
 
     params = jax.tree.map(cast, abstract["params"], packed["params"])
     if "head" in params:

@@ -15,7 +15,7 @@ from smallgpt_jax.models.custom_code import find_class
 from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
-from smallgpt_jax.models.mixers import find_mixer
+from smallgpt_jax.models.mixers import find_mixer, refuse_unread_fields
 from smallgpt_jax.models.pgpt import PGPT
 
 CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
@@ -46,6 +46,7 @@ def make_config(**fields) -> ModelConfig:
         config.validate_choice(field, table)
     for name in config.mixers:
         find_mixer(name)
+    refuse_unread_fields(config)
     if config.tie_embeddings and config.output_width != config.d_model:
         config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
                       f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set "

@@ -3,11 +3,11 @@
 import dataclasses
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.convolution import in_text, with_past
 from smallgpt_jax.models.layers import normal, zeros
 from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 
@@ -28,31 +28,14 @@ class CausalConv(nn.Module):
                             (self.kernel_size, width, self.features))
         kernel = sharding.gather_fsdp(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
-        padded = self.with_past(x_BxTxD.astype(self.dtype), context)
+        padded = with_past(self, x_BxTxD.astype(self.dtype), self.kernel_size - 1, context)
         y = bias.reshape(1, -1).astype(self.dtype)
         # Rows and positions are merged into one axis, because three-dimensional products are slower on CPUs than matrix
         # products (see `Dense`).
         for j in range(self.kernel_size):
-            past = padded[:, j:j + time]
-            if context.segment_ids_BxT is not None:
-                same_text_BxT = context.positions(time) >= self.kernel_size - 1 - j
-                past = jnp.where(same_text_BxT[:, :, None], past, 0)
+            past = in_text(padded[:, j:j + time], self.kernel_size - 1 - j, context)
             y += past.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
-
-    def with_past(self, x_BxTxD, context: Context):
-        """Prepends the previous kernel_size − 1 inputs, which the cache stores, (B, kernel_size − 1 + T, D)."""
-        batch, _, width = x_BxTxD.shape
-        taps = self.kernel_size - 1
-        if not context.decode or taps == 0:
-            return jnp.pad(x_BxTxD, ((0, 0), (taps, 0), (0, 0)))
-        past, _ = cache_variable(self, "past", (batch, taps, width), x_BxTxD.dtype)
-        padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-        # Each row of `padded` can end with padding tokens. `last_BxC` contains the indices of the `taps` inputs before
-        # the padding tokens.
-        last_BxC = context.length_B[:, None] + jnp.arange(taps)[None]
-        past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
-        return padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

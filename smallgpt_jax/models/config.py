@@ -39,9 +39,17 @@ class ModelConfig(ConfigGroup):
     # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
     # repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
-    # mixer of each block: attention | package.module:Class. Fewer mixers than blocks are repeated, as windows are:
-    # ("package.module:Class", "attention")
+    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | package.module:Class. Fewer mixers
+    # than blocks are repeated, as windows are: ("delta", "delta", "delta", "attention")
     mixers: tuple[str, ...] = ("attention",)
+    # "delta": width of each head's queries and keys; 0: as in attention. If set, all stages of lgpt and cgpt use it
+    delta_head_dim: int = 0
+    # "delta": (width of each head's values) / (width of its keys)
+    delta_value_ratio: int = 2
+    # "mamba": size of the state of each channel
+    mamba_state: int = 128
+    # "mamba": (width of each head's values) / (head width of attention)
+    mamba_expand: int = 2
     # norm in blocks and before the head: "layer" | "rms"
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
@@ -69,9 +77,9 @@ class ModelConfig(ConfigGroup):
     balance_loss: float = 0.0
     # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
     grouped_matmul: str = free("auto")
-    # 0: full matrices. Between 0 and 1: each (m, n) matrix of attention and MLP is the product of two factors, (m, r)
+    # 0: full matrices. Between 0 and 1: each (m, n) matrix of mixer and MLP is the product of two factors, (m, r)
     # and (r, n), with the rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. The factors then have at most rank_ratio·m·n
-    # parameters together. Routed experts have full matrices
+    # parameters together. Routed experts, and narrow matrices of delta and mamba, are full
     rank_ratio: float = 0.0
     # dropout rate on the embeddings and on the outputs of attention and MLP
     dropout: float = per_run(0.0)
@@ -99,6 +107,18 @@ class ModelConfig(ConfigGroup):
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def delta_key_width(self) -> int:
+        return self.delta_head_dim or self.head_width
+
+    @property
+    def delta_value_width(self) -> int:
+        return self.delta_value_ratio * self.delta_key_width
+
+    @property
+    def mamba_head_width(self) -> int:
+        return self.mamba_expand * self.head_width
 
     @property
     def kv_heads(self) -> int:
@@ -145,9 +165,11 @@ class ModelConfig(ConfigGroup):
         if not 0 <= self.rank_ratio < 1:
             self.refuse("rank_ratio", "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
                         "parameters as their matrix, or more, save nothing")
-        for field, default in (("num_kv_heads", "num_heads"), ("head_dim", "d_model / num_heads")):
+        for field, default in (("num_kv_heads", "num_heads"), ("head_dim", "d_model / num_heads"),
+                               ("delta_head_dim", "head_dim")):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
+        self.validate_range("delta_value_ratio", "mamba_state", "mamba_expand", least=1)
         if self.mlp == "moe":
             self.validate_experts()
         self.validate_block()

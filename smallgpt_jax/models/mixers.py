@@ -11,8 +11,13 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
+from smallgpt_jax.models.gated_delta import GatedDeltaNet
+from smallgpt_jax.models.mamba import Mamba2
 
-MIXERS = {"attention": Attention}  # names in config.model.mixers
+MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2}  # names in config.model.mixers
+# Field that only attention reads → its values without attention
+WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none"), "qk_norm": (False,),
+                     "num_kv_heads": (0,), "attention_windows": ((),)}
 
 
 def find_mixer(name: str) -> type[nn.Module]:
@@ -22,6 +27,17 @@ def find_mixer(name: str) -> type[nn.Module]:
             and "config" in {field.name for field in dataclasses.fields(mixer)}):
         raise UserError(f"{where}: must be a Linen module with a field config; see docs/your-own.md")
     return mixer
+
+
+def refuse_unread_fields(config: ModelConfig) -> None:
+    """Raises UserError for values that have no effect without attention. Mixers of users may read any field."""
+    names = set(config.mixers[:config.depth])
+    if "attention" in names or not names <= set(MIXERS):
+        return
+    for field, allowed in WITHOUT_ATTENTION.items():
+        if getattr(config, field) not in allowed:
+            config.refuse(field, f"only attention uses it, and config.model.mixers={config.mixers!r} has no attention "
+                          f"in {config.depth} blocks; set it to {' or '.join(map(repr, allowed))}, or add attention")
 
 
 def make_mixer(config: ModelConfig) -> nn.Module:

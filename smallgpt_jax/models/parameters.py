@@ -17,7 +17,9 @@ from smallgpt_jax.models.language_model import LanguageModel
 from smallgpt_jax.models.mixers import find_mixer
 
 MODULE_STACKS = ("layers", "path")  # logical axes along which the weights of equal modules are stacked
-STACKS = (*MODULE_STACKS, "expert")  # a routed expert has no module of its own, only matrices
+# Axes that number matrices or vectors. A routed expert has no module of its own; a tap of a convolution per channel is
+# a vector.
+STACKS = (*MODULE_STACKS, "expert", "tap")
 TRACED_POSITIONS = 128
 
 

@@ -36,6 +36,11 @@ VARIANTS = [
     ("cgpt", {"conv_kernel": 5}),
     ("gpt", {"rank_ratio": 0.5, "use_bias": True, "num_kv_heads": 2}),
     ("pgpt", {"rank_ratio": 0.3}),
+    ("gpt", {"mixers": ("delta", "attention"), "position": "rope", "use_bias": True}),
+    ("pgpt", {"mixers": ("delta",)}),
+    ("lgpt", {"mixers": ("delta", "attention"), "delta_head_dim": 3}),
+    ("pgpt", {"mixers": ("mamba",), "mamba_state": 5}),
+    ("lgpt", {"mixers": ("delta", "mamba"), "use_bias": True}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 

@@ -34,6 +34,14 @@ VARIANTS = {
     "post-norm gpt without position encoding": ("gpt", dict(
         position="none", mlp_ratio=2.0, norm_position="post", norm_epsilon=1e-3, activation="relu2", num_kv_heads=1,
         head_dim=12, num_layers=4, attention_windows=(6, 6, 3))),
+    "gpt with Gated DeltaNet": ("gpt", dict(
+        position="rope", mixers=("delta", "delta", "delta", "attention"), num_layers=4, use_bias=True,
+        norm_epsilon=1e-3, norm_position="post")),
+    "pgpt with Gated DeltaNet only": ("pgpt", dict(
+        mixers=("delta",), delta_head_dim=6, delta_value_ratio=1, context_length=72)),
+    "lgpt with Mamba-2 only": ("lgpt", dict(mixers=("mamba",), mamba_state=5, norm_epsilon=1e-3, use_bias=True)),
+    "cgpt with Mamba-2 and Gated DeltaNet": ("cgpt", dict(
+        mixers=("mamba", "delta"), mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms")),
     "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
     "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
     "DeepNorm pgpt with equal path weights and RoPE": ("pgpt", dict(
@@ -189,4 +197,5 @@ def test_variants_cover_the_pytorch_code():
     assert {name for name, _ in VARIANTS.values()} == set(smallgpt.ARCHITECTURES)
     configs = [build_variant(variant).config for variant in VARIANTS]
     for field, values in smallgpt.SUPPORTED_VALUES.items():
-        assert {getattr(config, field) for config in configs} == set(values)
+        used = [getattr(config, field) for config in configs]
+        assert {part for value in used for part in (value if isinstance(value, tuple) else [value])} == set(values)

@@ -18,7 +18,8 @@ class SmallGPTConfig(PretrainedConfig):
 
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
                  num_kv_heads=0, head_dim=0, d_model=768, mlp="dense", mlp_ratio=4, activation="gelu", norm="layer",
-                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_windows=(), position="learned",
+                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_windows=(), mixers=("attention",),
+                 delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2, position="learned",
                  rope_base=10_000.0, use_bias=False, num_experts=16, experts_per_token=3, num_shared_experts=1,
                  expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
                  num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
@@ -41,6 +42,11 @@ class SmallGPTConfig(PretrainedConfig):
         self.norm_epsilon = norm_epsilon
         self.qk_norm = qk_norm
         self.attention_windows = list(attention_windows)
+        self.mixers = list(mixers)
+        self.delta_head_dim = delta_head_dim
+        self.delta_value_ratio = delta_value_ratio
+        self.mamba_state = mamba_state
+        self.mamba_expand = mamba_expand
         self.position = position
         self.rope_base = rope_base
         self.use_bias = use_bias
@@ -62,6 +68,9 @@ class SmallGPTConfig(PretrainedConfig):
         self.use_cache = use_cache
         kwargs.pop("num_hidden_layers", None)
         self.num_hidden_layers = num_layers + (self.num_compressions if (conv_kernel or 1) > 1 else 0)
+        kwargs.pop("layer_types", None)
+        if set(self.mixers) != {"attention"}:  # read by transformers' DynamicCache
+            self.layer_types = self.cache_types()
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property
@@ -90,6 +99,16 @@ class SmallGPTConfig(PretrainedConfig):
         divisor = 2**number if self.stage_heads == "scaled" else 1
         width, heads = self.d_model // 2**number, self.num_heads // divisor
         return width, heads, self.num_kv_heads // divisor or heads, self.head_dim or width // heads
+
+    def mixer(self, number: int) -> str:
+        """Returns the mixer of block `number`: "attention", "delta" or "mamba"."""
+        return self.mixers[number % len(self.mixers)]
+
+    def cache_types(self) -> list[str]:
+        """Returns transformers' name for the cache of each layer."""
+        numbers = [i % self.depth for i in range(self.num_layers)]  # each path of a pgpt starts the pattern again
+        types = ["full_attention" if self.mixer(number) == "attention" else "hybrid" for number in numbers]
+        return types + ["full_attention"] * (self.num_hidden_layers - self.num_layers)
 
     def window(self, number: int) -> int:
         """Returns the attention window of block `number`, in positions; 0: full attention."""

@@ -15,14 +15,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_smallgpt import SmallGPTConfig
 from .mlp_smallgpt import MLPS
+from .recurrent_smallgpt import RECURRENT
 
 
-class AttentionInputs(NamedTuple):
-    """The attention mask and positions of a forward pass."""
+class MixerInputs(NamedTuple):
+    """The attention mask, positions and padding of a forward pass."""
 
     mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
     distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
+    is_text: torch.Tensor | None  # (B, T, 1): 0 at padding; None without padding
 
 
 def make_norm(config, width):
@@ -86,23 +88,29 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a residual connection and a norm.
+    """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a norm.
 
-    `layer` is the number of the block's cache, `window` its attention window (0: unlimited).
+    `layer` is the number of the block's cache, `number` its place in the patterns of mixers and attention windows.
     """
 
-    def __init__(self, config, layer, window, stage=0):
+    def __init__(self, config, layer, number, stage=0):
         super().__init__()
         width = config.stage(stage)[0]
         self.norm_position = config.norm_position
         self.alpha = (2 * config.depth) ** 0.25 if config.norm_position == "deepnorm" else 1
-        self.attention_norm = make_norm(config, width)
-        self.attention = Attention(config, layer, window, stage)
+        self.has_attention = config.mixer(number) == "attention"
+        if self.has_attention:
+            self.attention_norm = make_norm(config, width)
+            self.attention = Attention(config, layer, config.window(number), stage)
+        else:
+            self.mixer_norm = make_norm(config, width)
+            self.mixer = RECURRENT[config.mixer(number)](config, layer, stage)
         self.mlp_norm = make_norm(config, width)
         self.mlp = MLPS[config.mlp](config, width, round(config.mlp_ratio * width))
 
     def forward(self, x, inputs, cache):
-        x = self.add(x, self.attention_norm, lambda x: self.attention(x, inputs, cache))
+        norm, mixer = (self.attention_norm, self.attention) if self.has_attention else (self.mixer_norm, self.mixer)
+        x = self.add(x, norm, lambda x: mixer(x, inputs, cache))
         return self.add(x, self.mlp_norm, self.mlp)
 
     def add(self, x, norm, f):
@@ -137,7 +145,7 @@ class Path(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.d_model, config.d_model)
         self.blocks = nn.ModuleList(
-            Block(config, first_layer + i, config.window(i)) for i in range(length))
+            Block(config, first_layer + i, i) for i in range(length))
 
     def forward(self, x, inputs, cache):
         x = self.dense(x)
@@ -153,8 +161,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.architecture = config.architecture
         if config.architecture == "gpt":
-            self.blocks = nn.ModuleList(
-                Block(config, i, config.window(i)) for i in range(config.num_layers))
+            self.blocks = nn.ModuleList(Block(config, i, i) for i in range(config.num_layers))
         elif config.architecture == "pgpt":
             length = config.num_layers // config.num_paths
             self.paths = nn.ModuleList(Path(config, p * length, length) for p in range(config.num_paths))
@@ -163,7 +170,7 @@ class Trunk(nn.Module):
         else:
             length = config.blocks_per_stage
             self.stage = nn.ModuleList(
-                nn.ModuleList(Block(config, i, config.window(i), s) for i in range(s * length, (s + 1) * length))
+                nn.ModuleList(Block(config, i, i, s) for i in range(s * length, (s + 1) * length))
                 for s in range(config.num_stages))
             self.compress = nn.ModuleList(
                 self.compression(config, s) for s in range(config.num_compressions))
@@ -175,7 +182,7 @@ class Trunk(nn.Module):
             return nn.Linear(width, width // 2)
         return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
 
-    def forward(self, x, inputs, is_text, cache):
+    def forward(self, x, inputs, cache):
         if self.architecture == "gpt":
             for block in self.blocks:
                 x = block(x, inputs, cache)
@@ -193,7 +200,7 @@ class Trunk(nn.Module):
                     x = block(x, inputs, cache)
                 if s < len(self.compress):
                     compress = self.compress[s]
-                    x = compress(x) if self.architecture == "lgpt" else compress(x, is_text, cache)
+                    x = compress(x) if self.architecture == "lgpt" else compress(x, inputs.is_text, cache)
         return x
 
 
@@ -240,7 +247,7 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
+            past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         key_positions = torch.arange(past + time, device=x.device)[None]
         if attention_mask is not None:
@@ -257,7 +264,7 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
         distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
-        x = self.final_norm(self.trunk(x, AttentionInputs(mask, distances, position_ids), is_text, past_key_values))
+        x = self.final_norm(self.trunk(x, MixerInputs(mask, distances, position_ids, is_text), past_key_values))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
         loss = None

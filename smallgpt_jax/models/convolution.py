@@ -1,0 +1,46 @@
+"""Causal convolutions over time. The inputs before position 0 of a text are 0; the cache stores the last inputs."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.initializers import normal
+
+
+class ShortConvolution(nn.Module):
+    """y[t] = Σ_j taps[j]·x[t − (J − 1) + j], one filter of J taps per channel, (B, T, C) → (B, T, C), in float32."""
+
+    num_taps: int
+    axis: str  # logical name of the channels
+
+    @nn.compact
+    def __call__(self, x_BxTxC, context: Context):
+        time, width = x_BxTxC.shape[1:]
+        taps_JxC = self.param("taps", normal(self.num_taps**-0.5, "tap", self.axis), (self.num_taps, width))
+        padded = with_past(self, x_BxTxC, self.num_taps - 1, context)
+        y_BxTxC = jnp.zeros_like(x_BxTxC, jnp.float32)
+        for j in range(self.num_taps):
+            past_BxTxC = in_text(padded[:, j:j + time], self.num_taps - 1 - j, context)
+            y_BxTxC += taps_JxC[j][None, None] * past_BxTxC
+        return y_BxTxC
+
+
+def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
+    """Prepends the previous `count` inputs, (B, count + T, D). In decoding, `module` caches them."""
+    batch, _, width = x_BxTxD.shape
+    if not context.decode or count == 0:
+        return jnp.pad(x_BxTxD, ((0, 0), (count, 0), (0, 0)))
+    past, _ = cache_variable(module, "past", (batch, count, width), x_BxTxD.dtype)
+    padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
+    # Each row of `padded` can end with padding tokens. `last_BxC` contains the indices of the `count` inputs before
+    # the padding tokens.
+    last_BxC = context.length_B[:, None] + jnp.arange(count)[None]
+    past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
+    return padded
+
+
+def in_text(past_BxTxD, back: int, context: Context):
+    """Returns the inputs from `back` positions ago, with 0 in place of those of another text."""
+    if context.segment_ids_BxT is None:  # `with_past` has prepended zeros
+        return past_BxTxD
+    return jnp.where((context.positions(past_BxTxD.shape[1]) >= back)[:, :, None], past_BxTxD, 0)

@@ -1,0 +1,103 @@
+"""The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), in chunks, in float32.
+
+Each head has a state S, (K, V), which maps keys to values. A token scales the state by its decay α, and then replaces
+the fraction β of the value that the state has for its key (equation 10, whose S is the transpose of ours):
+
+    S_t = α_t·(I − β_t·k_t·k_tᵀ)·S_(t−1) + β_t·k_t·v_tᵀ        y_t = S_tᵀ·q_t
+
+Let S be the state before a chunk of C tokens, γ_i the decay from there to token i, and Γ_ij that from token j to
+token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·u_jᵀ, where the rows u_i of U solve
+
+    (I + A)·U = diag(β)·(V − diag(γ)·K·S)        A_ij = β_i·Γ_ij·(k_i·k_j) for j < i, otherwise 0
+
+(section 3.3). So a chunk is a few matrix products, and only the states between chunks are computed one after another.
+
+Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product
+
+SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
+
+
+def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
+
+    `log_decay_BxTxH` is log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
+    token with log α = 0 and β = 0, such as padding, does not change the state.
+    """
+    inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
+    time = q_BxTxHxK.shape[1]
+    if time == 1:
+        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
+        y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
+        return y_BxHxV[:, None], state_BxHxKxV
+    length = chunk_length(time)
+    q, k, v, log_decay, beta = (in_chunks(x, length) for x in inputs)
+    decays, kept = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
+    earlier, identity = jnp.tri(length, k=-1)[None, None, None], jnp.eye(length)[None, None, None]
+    inverse = unit_lower_inverse(identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2)))
+    values, reads = inverse @ (beta[..., None] * v), inverse @ ((beta * kept)[..., None] * k)
+    scores = decays * (q @ jnp.swapaxes(k, -1, -2))
+
+    def next_chunk(state_BxHxKxV, chunk):
+        values, reads, queries, scores, keys, kept_BxHx1x1 = chunk
+        u_BxHxCxV = values - reads @ state_BxHxKxV
+        y_BxHxCxV = queries @ state_BxHxKxV + scores @ u_BxHxCxV
+        return kept_BxHx1x1 * state_BxHxKxV + jnp.swapaxes(keys, -1, -2) @ u_BxHxCxV, y_BxHxCxV
+
+    state_BxHxKxV, y_NxBxHxCxV = jax.lax.scan(next_chunk, state_BxHxKxV, (
+        values, reads, kept[..., None] * q, scores, decays[..., -1, :, None] * k, kept[..., -1:, None]))
+    return joined(y_NxBxHxCxV, time), state_BxHxKxV
+
+
+def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
+    """Equation 10."""
+    state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
+    read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
+    u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
+    state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
+    return jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV), state_BxHxKxV
+
+
+@jax.custom_vjp
+def unit_lower_inverse(matrix):
+    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a power of two. The
+    powers of the series Σ(I − matrix)ⁿ could overflow.
+    """
+    length = matrix.shape[-1]
+    if length <= SMALL:
+        return small_inverse(matrix)
+    half = length // 2  # [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]
+    p, q = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
+    r = -product(product(q, matrix[..., half:, :half]), p)
+    return jnp.block([[p, jnp.zeros_like(p)], [r, q]])
+
+
+def small_inverse(matrix):
+    """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each pair."""
+    length = matrix.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
+    for size in (1 << level for level in range(length.bit_length() - 1)):
+        row, column = np.indices((length, length)) // size
+        joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
+        r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
+        inverse -= product(product(inverse, r), inverse)
+    return inverse
+
+
+def _forward(matrix):
+    inverse = unit_lower_inverse(matrix)
+    return inverse, inverse
+
+
+def _backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-product(product(transposed, cotangent), transposed),)
+
+
+unit_lower_inverse.defvjp(_forward, _backward)

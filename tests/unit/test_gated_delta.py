@@ -1,0 +1,119 @@
+"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from float64_model import plain_gated_delta_rule
+
+from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
+
+BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
+run = jax.jit(gated_delta)
+
+
+def random_inputs(time: int, seed: int = 0, log_decay=(-2.0, 0.0), dtype=np.float32):
+    """Returns q, k, v, log α, β; keys have norm 1."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((BATCH, time, HEADS, width)) for width in (KEY, KEY, VALUE))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    shape = (BATCH, time, HEADS)
+    return [dtype(x) for x in (q, k, v, rng.uniform(*log_decay, shape), rng.uniform(0, 1, shape))]
+
+
+def expected_outputs(inputs, borders=()):
+    """Returns the float64 outputs (B, T, H, V) of texts that begin at 0 and at the `borders`."""
+    q, k, v, log_decay, beta = (np.float64(x) for x in inputs)
+    y, ends = np.zeros(v.shape), (*borders, q.shape[1])
+    for start, end in zip((0, *borders), ends):
+        for b, h in np.ndindex(BATCH, HEADS):
+            y[b, start:end, h] = plain_gated_delta_rule(*(
+                x[b, start:end, h] for x in (q, k, v, np.exp(log_decay), beta)))
+    return y
+
+
+def begins(time: int, *borders):
+    return np.isin(np.arange(time), (0, *borders))[None]
+
+
+def no_state():
+    return np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)
+
+
+@pytest.mark.parametrize("time", [1, 2, 7, 64, 65, 150])
+def test_chunks_are_the_recurrence(time):
+    """Also for lengths that no chunk divides."""
+    inputs = random_inputs(time)
+    y, _ = run(*inputs, begins(time), no_state())
+    np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
+
+
+def test_a_state_continues():
+    """Parts of a text with the state of the part before give the outputs of the whole text; padding changes nothing."""
+    inputs, parts, state = random_inputs(90), [], no_state()
+    for start, end in ((0, 70), (70, 71), (71, 90)):
+        part = [np.pad(x[:, start:end], [(0, 0), (0, 3), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
+                for x, value in zip(inputs, (1, 1, 1, 0, 0))]  # padding has log α = 0 and β = 0
+        y, state = run(*part, np.zeros((1, end - start + 3), bool), state)
+        parts.append(y[:, :end - start])
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected_outputs(inputs), atol=1e-5)
+
+
+def test_texts_in_a_row_do_not_affect_each_other():
+    """The outputs of the second text have equal bits after any other first text, also after one with strong decays."""
+    borders, time = (9, 75, 76), 140
+    inputs = random_inputs(time)
+    found, _ = run(*inputs, begins(time, *borders), no_state())
+    np.testing.assert_allclose(found, expected_outputs(inputs, borders), atol=1e-5)
+    other = [np.concatenate([a[:, :9], b[:, 9:]], axis=1)
+             for a, b in zip(random_inputs(time, seed=1, log_decay=(-1e4, -1e3)), inputs)]
+    changed, _ = run(*other, begins(time, *borders), no_state())
+    assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(found[:, :9], changed[:, :9])
+
+
+@pytest.mark.parametrize("log_decay", [(0.0, 0.0), (-1e-6, 0.0), (-300.0, 0.0), (-1e30, -1e20)])
+def test_extreme_decays(log_decay):
+    """At 16,384 positions nothing overflows, even with equal keys, for which powers of a chunk's matrix are largest."""
+    time = 16_384
+    inputs = random_inputs(time, log_decay=log_decay)
+    inputs[1][:] = inputs[1][:, :1]
+    inputs[3][:, ::7] = log_decay[0]
+
+    def total(inputs):
+        y, _ = gated_delta(*inputs, begins(time), no_state())
+        return jnp.sum(jnp.square(y)), y
+
+    (_, y), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
+    assert np.isfinite(y).all() and all(np.isfinite(x).all() for x in gradients)
+    expected = expected_outputs([x[:, -600:] for x in inputs])  # each token overwrites half of what the key stores
+    np.testing.assert_allclose(y[:, -300:], expected[:, -300:], atol=1e-4)
+
+
+def test_a_strong_decay_between_weak_ones():
+    """Sums of log α from the start of the chunk would lose the digits of the weak decays."""
+    inputs = random_inputs(64, log_decay=(-0.1, 0.0))
+    inputs[3][:, 20] = -1e5
+    y, _ = run(*inputs, begins(64), no_state())
+    np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
+
+
+def test_gradients_are_those_of_the_recurrence():
+    """Central differences of the recurrence in float64, in random directions."""
+    inputs, rng, time, border = random_inputs(70), np.random.default_rng(3), 70, 30
+    weights, step = rng.standard_normal((BATCH, time, HEADS, VALUE)), 1e-5
+
+    def total(inputs):
+        return jnp.sum(weights * gated_delta(*inputs, begins(time, border), no_state())[0])
+
+    def expected_total(i, change):
+        return np.sum(weights * expected_outputs([*inputs[:i], inputs[i] + change, *inputs[i + 1:]], (border,)))
+
+    for i, gradient in enumerate(jax.jit(jax.grad(total))(inputs)):
+        direction = rng.standard_normal(gradient.shape)
+        higher, lower = (expected_total(i, sign * step * direction) for sign in (1, -1))
+        assert np.sum(gradient * direction) == pytest.approx((higher - lower) / (2 * step), rel=1e-4, abs=1e-4)
+
+
+def test_inverse():
+    matrices = np.tril(np.random.default_rng(0).uniform(-1, 1, (3, 16, 16)), -1) + np.eye(16)
+    np.testing.assert_allclose(unit_lower_inverse(np.float32(matrices)), np.linalg.inv(matrices), rtol=1e-4, atol=1e-4)

@@ -210,15 +210,22 @@ def test_refuses_sentencepiece_models_that_llama_cpp_lacks(tokenizer, message, t
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("weight", [1e5, np.nan])
-def test_refuses_weights_beyond_float16(weight, tmp_path):
+BEYOND_FLOAT16 = "--dtype: output.weight has weights beyond 65,504, the limit of float16; use --dtype=float32"
+
+
+@pytest.mark.parametrize("weight, dtype, message", [
+    (1e5, "float16", BEYOND_FLOAT16),
+    (-np.inf, "float32", "output.weight: has infinite or NaN weights"),
+    (np.nan, "q8_0", "output.weight: has infinite or NaN weights")])
+def test_refuses_weights_that_the_file_cannot_hold(weight, dtype, message, tmp_path):
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     model = build("gpt", **BLOCK)
     params = init(model)
     params = {**params, "head": np.array(params["head"])}
     params["head"][3, 4] = weight
-    with pytest.raises(UserError, match=r"--dtype=float16: output.weight has weights beyond 65,504, or NaN; use"):
-        gguf_file.write(tmp_path / "file", "name", model, params, Bytes(), "float16")
+    with pytest.raises(UserError, match=message):
+        gguf_file.write(tmp_path / "file", "name", model, params, Bytes(), dtype)
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_gguf(tmp_path, monkeypatch):

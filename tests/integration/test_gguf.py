@@ -12,6 +12,7 @@ from smallgpt_jax.conversion import gguf_file, tokenizer_files
 from smallgpt_jax.data.tokenizers import Bytes, Symbols
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.storage.atomic import atomic_file
 
 VARIANTS = {
     "llama": dict(num_kv_heads=2, rope_base=500.0, norm_epsilon=1e-3),
@@ -281,6 +282,19 @@ def test_refuses_other_arguments(arguments, message, run_folder, tmp_path):
                   *(argument.format(tmp_path) for argument in arguments))
     assert result.returncode == 1 and message.format(tmp_path) in result.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_exports_to_the_same_file_at_the_same_time(tmp_path):
+    """The last one that ends replaces the file. Its mode is that of new files."""
+    path = tmp_path / "new" / "m.gguf"
+    with atomic_file(path) as slow:
+        slow.write_bytes(b"slow")
+        with atomic_file(path) as fast:
+            fast.write_bytes(b"fast")
+        assert path.read_bytes() == b"fast"
+    assert path.read_bytes() == b"slow" and list(path.parent.iterdir()) == [path]
+    (other := tmp_path / "other").touch()
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_a_failed_export_leaves_nothing(run_folder, tmp_path, monkeypatch):

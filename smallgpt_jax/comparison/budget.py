@@ -43,7 +43,7 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     if compare.budget == "own":
         return _comparison(config, runs, output)
     if compare.budget == "seconds":
-        step_costs = {name: 1 / speed for name, speed in measure_speeds(runs, output).items()}
+        step_costs = {name: 1 / speed for name, speed in known_speeds(runs, output, compare.train).items()}
         target = compare.seconds
     else:
         step_costs = {name: cost_per_step(run, compare.budget) for name, run in runs.items()}
@@ -237,8 +237,11 @@ def tokens_per_step(config: ConfigDict | Config) -> float:
     return inputs * (1 - rows.padding)
 
 
-def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:
-    """Returns {name: steps per second}, measured once per run and stored in speeds.json."""
+def known_speeds(runs: dict[str, ConfigDict], output: Path, measures: bool = True) -> dict[str, float]:
+    """Returns {name: steps per second}, measured once per run and stored in speeds.json.
+
+    Without `measures`, raises UserError if the speed of a run is not stored.
+    """
     path = output / SPEEDS_FILE
     output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
@@ -248,6 +251,9 @@ def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float
                 if run_folder(output, name, run.train.seed).exists():
                     raise UserError(f"--output={output}: contains a run {name} with another budget or config; use the "
                                     "same budget and config to resume, or another --output")
+                if not measures:  # a speed beside other programs would give the run too few steps
+                    raise UserError(f"config.compare.train=False: the speed of {name}, which determines its number of "
+                                    "steps, has not been measured; start the training first")
                 speeds[config_digest(run)] = steps_per_second(run)
                 write_atomically(path, json.dumps(speeds, indent=2) + "\n")
     return {name: speeds[config_digest(run)] for name, run in runs.items()}

@@ -108,9 +108,11 @@ def stored_dtype(x: np.ndarray, dtype: str) -> str:
 
 
 def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
+    if not np.isfinite(x).all():
+        raise UserError(f"{name}: has infinite or NaN weights; export an earlier checkpoint (--step)")
     limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[dtype]  # the scales of q8_0 are float16
-    if not np.abs(x).max() <= limit:
-        raise UserError(f"--dtype={dtype}: {name} has weights beyond {limit:,}, or NaN; use --dtype=float32")
+    if np.abs(x).max() > limit:
+        raise UserError(f"--dtype: {name} has weights beyond {limit:,}, the limit of {dtype}; use --dtype=float32")
     kind = gguf.GGMLQuantizationType[DTYPES[dtype][0]]
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
 

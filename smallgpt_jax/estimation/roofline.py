@@ -2,7 +2,8 @@
 
 A kernel takes the longer of two times: that of its matrix products at the peak speed of the matrix units, and that of
 its operands and results at the speed of the memory. Other arithmetic, caches and launches take no time. Products in a
-plain loop, without a library or Triton, have the peak speed without matrix units.
+plain loop, without a library or Triton, and those of float32 arrays with precision="highest" have the peak speed
+without matrix units.
 
 A collective sends its bytes around a ring of its devices at the speed of the slowest link, without latency. It runs
 beside the kernels between its start and its end in the schedule; one collective runs at a time.
@@ -114,12 +115,17 @@ class Roofline:
         return max(self.product_seconds(kind, instruction), self.traffic(instruction) / self.gpu.bandwidth)
 
     def product_seconds(self, kind: str, instruction: Instruction) -> float:
-        peak = self.gpu.vector_flops if kind == PLAIN_PRODUCTS else self.gpu.chip.flops
         if products := ATTENTION_PRODUCTS.get(custom_call_target(instruction)):
-            return products * attention_flops(instruction, self.operands(instruction)[0]) / peak
-        speed = {} if kind == PLAIN_PRODUCTS else SPEED
-        return sum(self.product_flops(product) / (peak * speed.get(self.operands(product)[0].dtype, 1))
+            return products * attention_flops(instruction, self.operands(instruction)[0]) / self.gpu.chip.flops
+        return sum(self.product_flops(product) / self.product_speed(kind, product)
                    for product in self.products(instruction))
+
+    def product_speed(self, kind: str, product: Instruction) -> float:
+        """Returns the peak FLOP/s of a product. Matrix units round float32 operands."""
+        dtype = self.operands(product)[0].dtype
+        if kind == PLAIN_PRODUCTS or (dtype == "f32" and has_highest_precision(product)):
+            return self.gpu.vector_flops
+        return self.gpu.chip.flops * SPEED.get(dtype, 1)
 
     def products(self, instruction: Instruction) -> list[Instruction]:
         """Returns the matrix products in a kernel."""
@@ -180,6 +186,11 @@ def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
 def custom_call_target(instruction: Instruction) -> str:
     found = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     return found[1] if found else ""
+
+
+def has_highest_precision(product: Instruction) -> bool:
+    """Whether JAX was asked for precision="highest"."""
+    return bool(re.search(r"operand_precision\W+(\w+\W+)?highest", product.line, re.IGNORECASE))
 
 
 def contracted_axes(product: Instruction) -> list[int]:

@@ -82,8 +82,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
             object_storage.upload_file(partial, path)
         return
     with parents_of(path):
-        partial = path.with_name(f".{path.name}.partial")
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # other processes have their own
+        os.close(descriptor)
+        partial = Path(name)
         try:
+            partial.chmod(0o666 & ~current_umask())
             yield partial
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

@@ -12,6 +12,7 @@ from smallgpt_jax.conversion import gguf_file, tokenizer_files
 from smallgpt_jax.data.tokenizers import Bytes, Symbols
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.storage.atomic import atomic_file
 
 VARIANTS = {
     "llama": dict(num_kv_heads=2, rope_base=500.0, norm_epsilon=1e-3),
@@ -210,15 +211,22 @@ def test_refuses_sentencepiece_models_that_llama_cpp_lacks(tokenizer, message, t
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("weight", [1e5, np.nan])
-def test_refuses_weights_beyond_float16(weight, tmp_path):
+BEYOND_FLOAT16 = "--dtype: output.weight has weights beyond 65,504, the limit of float16; use --dtype=float32"
+
+
+@pytest.mark.parametrize("weight, dtype, message", [
+    (1e5, "float16", BEYOND_FLOAT16),
+    (-np.inf, "float32", "output.weight: has infinite or NaN weights"),
+    (np.nan, "q8_0", "output.weight: has infinite or NaN weights")])
+def test_refuses_weights_that_the_file_cannot_hold(weight, dtype, message, tmp_path):
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     model = build("gpt", **BLOCK)
     params = init(model)
     params = {**params, "head": np.array(params["head"])}
     params["head"][3, 4] = weight
-    with pytest.raises(UserError, match=r"--dtype=float16: output.weight has weights beyond 65,504, or NaN; use"):
-        gguf_file.write(tmp_path / "file", "name", model, params, Bytes(), "float16")
+    with pytest.raises(UserError, match=message):
+        gguf_file.write(tmp_path / "file", "name", model, params, Bytes(), dtype)
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_gguf(tmp_path, monkeypatch):
@@ -274,6 +282,19 @@ def test_refuses_other_arguments(arguments, message, run_folder, tmp_path):
                   *(argument.format(tmp_path) for argument in arguments))
     assert result.returncode == 1 and message.format(tmp_path) in result.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_exports_to_the_same_file_at_the_same_time(tmp_path):
+    """The last one that ends replaces the file. Its mode is that of new files."""
+    path = tmp_path / "new" / "m.gguf"
+    with atomic_file(path) as slow:
+        slow.write_bytes(b"slow")
+        with atomic_file(path) as fast:
+            fast.write_bytes(b"fast")
+        assert path.read_bytes() == b"fast"
+    assert path.read_bytes() == b"slow" and list(path.parent.iterdir()) == [path]
+    (other := tmp_path / "other").touch()
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_a_failed_export_leaves_nothing(run_folder, tmp_path, monkeypatch):

@@ -167,7 +167,11 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [90, 60] * 2
     config.compare.seconds = 60.0
     assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [180, 120] * 2
-    config.model.d_model = 128  # the configs are new, so their speeds are measured again
+    config.model.d_model = 128  # the configs are new, so their speeds are measured again, but not for a report
+    config.compare.train = False
+    with pytest.raises(UserError, match=r"config.compare.train=False: the speed of gpt, .* has not been measured"):
+        budget.make_comparison(config, tmp_path)
+    config.compare.train = True
     assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):

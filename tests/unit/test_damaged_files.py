@@ -208,7 +208,7 @@ READERS = {
     "run/evaluations/step40-copa.json": use_run,
     "run/origin.json": lambda folder: model_card.training_facts(folder / "run", 40),
     "run/tracker.json": lambda folder: trackers.run_id(folder / "run"),
-    "run/speeds.json": lambda folder: budget.measure_speeds({}, folder / "run"),
+    "run/speeds.json": lambda folder: budget.known_speeds({}, folder / "run"),
     "run/tokenizer/tokenizer_kind.json": lambda folder: tokenizers.load(folder / "run" / "tokenizer"),
     "store/metadata.json": use_store, "store/train.bin": use_store, "store/train.documents.bin": use_store,
     **{f"{name}/{file}": tokenizer_reader(name) for name, file in (

@@ -20,6 +20,7 @@ from smallgpt_jax.training.program import build_program
 
 # The data sheet of H100 SXM: FLOP/s, bytes/s of the memory, of NVLink in one direction, and of the network.
 PEAK, BANDWIDTH, NVLINK, NETWORK = 989e12, 3350e9, 450e9, 50e9
+VECTOR_PEAK = 2 * 132 * 128 * 1.98e9  # FLOP/s of float32 without matrix units
 MATMUL = ('custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
           '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]},"epilogue":"DEFAULT"}}')
 ATTENTION = ('backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dimensions": '
@@ -93,7 +94,7 @@ def test_the_roofline_of_each_kind_of_kernel():
     """
     found = roofline(PROGRAM).kernels()
     sliced, updated = 4 * 1000 + 4 + 4 * 1000, 4 * 1000 + 4 + 4 * 1000
-    plain = 2 * 20 * 30 * 40 / (2 * 132 * 128 * 1.98e9)
+    plain = 2 * 20 * 30 * 40 / VECTOR_PEAK
     assert plain < 4 * (20 * 30 + 30 * 40 + 20 * 40) / BANDWIDTH  # so its traffic counts
     expected = {"cuBLASLt": (5, 5 * PRODUCT_SECONDS), "fusions": (10, 5 * (sliced + updated) / BANDWIDTH),
                 "copies and others": (1, 2 * 4 * 20 * 30 / BANDWIDTH),
@@ -103,12 +104,17 @@ def test_the_roofline_of_each_kind_of_kernel():
 
 
 def test_the_speed_of_products():
-    """Products of float32 arrays take twice as long, those in plain loops use no matrix units."""
+    """Products of float32 arrays take twice as long. Those with the highest precision, and those in plain loops, use no
+    matrix units.
+    """
     in_float32 = PROGRAM.replace("bf16[", "f32[")
     assert roofline(in_float32).kernels()["cuBLASLt"]["seconds"] == pytest.approx(2 * 5 * PRODUCT_SECONDS)
+    for precisions, slowdown in (('["DEFAULT","DEFAULT"]', 2), ('["DEFAULT","HIGHEST"]', PEAK / VECTOR_PEAK)):
+        text = in_float32.replace('"epilogue"', f'"precision_config":{{"operand_precision":{precisions}}},"epilogue"')
+        assert roofline(text).kernels()["cuBLASLt"]["seconds"] == pytest.approx(slowdown * 5 * PRODUCT_SECONDS)
     large = PROGRAM.replace("[20,", "[20000,").replace("40]", "40000]").replace("30", "3000")
     assert roofline(large).kernels()[PLAIN_PRODUCTS]["seconds"] == pytest.approx(
-        2 * 20000 * 3000 * 40000 / (2 * 132 * 128 * 1.98e9))
+        2 * 20000 * 3000 * 40000 / VECTOR_PEAK)
 
 
 @pytest.mark.parametrize("window, scores", [(0, 8 * 9 / 2), (3, 1 + 2 + 6 * 3), (100, 8 * 9 / 2)])

@@ -63,9 +63,8 @@ def compare(folder: Path) -> dict[str, float]:
     if not evaluations:
         raise UserError(f"{folder}: the run has no evaluation yet; train it further")
     train = np.concatenate([store.train.stream for store in corpus.stores])
-    validation = batches.Mixture(corpus.pack(
-        "validation", config.data.packing, config.data.separate_documents, config.model.context_length),
-        corpus.weights)
+    validation = corpus.pack(
+        "validation", config.data.packing, config.data.separate_documents, config.model.context_length)
     rows = batches.validation_batches(validation, config.train.batch_size, config.train.eval_steps)
     current, following = (np.concatenate(tokens) for tokens in zip(*(
         (tokens[:, :-1][counts], (tokens[:, 1:] if targets is None else targets)[counts])

@@ -16,7 +16,6 @@ new field must not change what older runs compute.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import math
 import typing
@@ -25,7 +24,7 @@ from typing import Any, ClassVar, Self
 
 from ml_collections import ConfigDict, config_dict
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, suggestion
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
               tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas",
@@ -83,20 +82,20 @@ class ConfigGroup:
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
-        """Missing fields have their defaults. Raises UserError for unknown ones."""
+        """Missing fields have their defaults. Raises UserError for unknown fields and invalid values."""
         field_types(cls)  # a declaration may be wrong
         known = {field.name: field for field in dataclasses.fields(cls)}
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field; "
-                                + (f"did you mean {near[0]!r}?" if near else "remove it"))
+                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field"
+                                + (suggestion(name, known) or "; remove it"))
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
                 raise UserError(f"config.{cls.GROUP}.{name}: {owner}needs a value for this field; set it")
         group = cls(**fields)
         group.validate_types()
+        group.validate()
         return group
 
     @classmethod
@@ -135,9 +134,8 @@ class ConfigGroup:
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         if (value := getattr(self, field)) not in allowed:
-            near = difflib.get_close_matches(str(value), [name for name in allowed if name], n=1)
             self.refuse(field, f"must be one of {', '.join(name or repr('') for name in allowed)}"
-                        + (f"; did you mean {near[0]!r}?" if near else ""))
+                        + suggestion(str(value), allowed))
 
     def validate_range(self, *fields: str, least: float = 0, above: bool = False) -> None:
         """Also refuses values that are not finite."""

@@ -31,7 +31,6 @@ from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gguf_file, gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.atomic import atomic_file, atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
@@ -117,17 +116,15 @@ def new_file(flag: str, name: str | None) -> Path:
 
 
 def export_model(source: Path, output: Path, write: Callable) -> None:
-    model, params, model_state, tokenizer, step = inference.load_trained(source, _STEP.value, _TRUST.value)
-    if _PATHS.value != "all":
-        chosen = inference.select_paths(model, params, _PATHS.value)
-        config, params, model_state = with_paths(model.config, params, model_state, chosen)
-        model = models.LanguageModel(config)
-    rank_ratio = model.config.rank_ratio
+    trained = inference.load_trained(source, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
+    rank_ratio = trained.model.config.rank_ratio
     if rank_ratio:
-        model, params = low_rank.with_rank_ratio(model, params, 0.0)
-    written = write(source, output, inference.TrainedModel(model, params, model_state, tokenizer, step))
-    print(f"{output}: {model.config.architecture} of step {step}, {models.num_parameters(model):,} parameters, as "
-          + written + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
+        model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
+        trained = trained._replace(model=model, params=params)
+    written = write(source, output, trained)
+    print(f"{output}: {trained.model.config.architecture} of step {trained.step}, "
+          f"{models.num_parameters(trained.model):,} parameters, as {written}"
+          + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
 
 
 def write_hugging_face(source: Path, output: Path, trained: inference.TrainedModel) -> str:

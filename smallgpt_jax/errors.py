@@ -1,10 +1,12 @@
 """Exceptions that commands print as a message, without a traceback."""
 
+import difflib
 import os
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -28,6 +30,12 @@ def config_arguments() -> list[str]:
 def install_command(extra: str) -> str:
     is_clone = (Path(__file__).parents[1] / "setup.py").exists()
     return f"pip install -c constraints.txt -e '.[{extra}]'" if is_clone else f"pip install 'smallgpt_jax[{extra}]'"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'x'?" with the known name most similar to `name`; "" if none is similar."""
+    near = difflib.get_close_matches(name, filter(None, known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class UserError(Exception):

@@ -24,7 +24,6 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
-from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
@@ -68,13 +67,10 @@ def main() -> None:
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
                         "Hugging Face hub")
-    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
+    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
-    model_name = config.architecture
-    if _PATHS.value != "all":
-        chosen = inference.select_paths(trained.model, params, _PATHS.value)
-        config, params, model_state = with_paths(config, params, model_state, chosen)
-        model_name = "pgpt, one path" if len(chosen) == 1 else model_name
+    is_one_path = _PATHS.value != "all" and config.num_paths == 1
+    model_name = "pgpt, one path" if is_one_path else config.architecture
     if _DTYPE.value:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
     model = models.LanguageModel(config)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import hashlib
 import json
 import time
@@ -21,8 +20,7 @@ from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config_group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
-from smallgpt_jax.data.pipeline import pack
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
@@ -108,7 +106,6 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError("--config: this is the recipe of one run, not a comparison; use a config in configs/compare/, "
                         "or list existing runs in --workdirs")
     compare = CompareConfig.from_fields(config.compare)
-    compare.validate()
     if compare.learning_rates and config.train.seed < 1:
         raise UserError(f"config.train.seed={config.train.seed}: must be at least 1 with "
                         "config.compare.learning_rates, whose runs have the seed before it")
@@ -155,8 +152,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
                 run.model[field] = value
                 continue
             if field not in run[group]:
-                near = difflib.get_close_matches(field, run[group], n=1)
-                raise UserError(f"{where}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise UserError(f"{where}: no such field" + suggestion(field, run[group]))
             before = run[group][field]
             try:
                 if value is None and before is not None:
@@ -237,7 +233,8 @@ def tokens_per_step(config: ConfigDict | Config) -> float:
     if config.data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
     corpus = load_or_prepare(config.data)
-    return inputs * (1 - pack(corpus, "train", config.data, config.model.context_length).padding)
+    rows = corpus.pack("train", config.data.packing, config.data.separate_documents, config.model.context_length)
+    return inputs * (1 - rows.padding)
 
 
 def measure_speeds(runs: dict[str, ConfigDict], output: Path) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Measures what inference with a finished run costs: the time of prefill and of decoding steps, and the cache."""
 
-import functools
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ import numpy as np
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis.chips import device_name
+from smallgpt_jax.comparison import aggregation
 from smallgpt_jax.comparison.costs import DECODING_BATCHES
 from smallgpt_jax.comparison.results import INFERENCE, INFERENCE_FILE
 from smallgpt_jax.errors import UserError
@@ -34,13 +35,9 @@ def measure_inference(folder: Path, log=print) -> None:
     except UserError as error:  # a custom architecture without decoding can still be compared
         log(f"{folder.name}: inference is not measured: {error}")
         return
-    measured = inference_cost(text_model, functools.partial(_log, log, folder.name))
+    measured = inference_cost(text_model, lambda message: log(f"{folder.name}: {message}"))
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(measured, indent=2) + "\n")
-
-
-def _log(log: Callable, name: str, message: str) -> None:
-    log(f"{name}: {message}")
 
 
 def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]:
@@ -74,8 +71,7 @@ def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
-    low, median, high = map(float, np.percentile(found, (25, 50, 75)))
-    return {"median": median, "low": low, "high": high, "count": len(found)}
+    return dataclasses.asdict(aggregation.quartiles(found))
 
 
 def describe(milliseconds: dict[str, float] | None) -> str:

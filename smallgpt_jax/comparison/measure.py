@@ -13,14 +13,14 @@ from smallgpt_jax import inference
 from smallgpt_jax.comparison.results import OWN_TEXT, TEXTS, TEXTS_FILE
 from smallgpt_jax.data import batches, tokenizers
 from smallgpt_jax.data.config import is_synthetic
-from smallgpt_jax.data.corpus import Corpus, load_or_prepare, same_text
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
-from smallgpt_jax.run.training_text import read_description
+from smallgpt_jax.run.training_text import identity_of, read_identity, text_changes
 from smallgpt_jax.storage.atomic import atomic_folder, write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
@@ -93,9 +93,7 @@ class TextSample:
         self._window_numbers = batches.sample_rows(self._windows, -(-wanted // self.window_multiple))
 
     def _rows(self, multiple: int) -> batches.Mixture:
-        row_length = multiple * self.context_length
-        return batches.Mixture(self._corpus.pack("validation", "concat", self._separate, row_length),
-                               self._corpus.weights)
+        return self._corpus.pack("validation", "concat", self._separate, multiple * self.context_length)
 
     def batches(self, multiple: int, batch_size: int) -> Iterator[Batch]:
         """Yields the sample in batches. The rows are `multiple` times as long as the context length."""
@@ -118,7 +116,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     path, config = folder / EVALUATION_FOLDER / TEXTS_FILE, read_config(folder)
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
-    if not same_text(found[OWN_TEXT].description, read_description(folder)):
+    if text_changes(read_identity(folder), identity_of(found[OWN_TEXT])):
         raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
     common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
     before, rows = read_json_or_none(path, TEXTS) or [], []

@@ -10,13 +10,12 @@ from smallgpt_jax.comparison import records, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun, shortened
-from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.corpus import Corpus, same_text
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import STORE_FILE
-from smallgpt_jax.run.training_text import describe_changes
+from smallgpt_jax.run.training_text import identity_of, text_changes
 
 RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
 
@@ -39,10 +38,9 @@ def take_over(comparison: Comparison, paths: Sequence[Path], text: Corpus) -> Co
 
 def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
     where, advice = f"--results: {run.name}, seed {run.seed}", "leave out its record, or give the run another name"
-    before, now = run.text["description"], text.description
-    if not same_text(before, now) or run.text["tokenizer"] != tokenizers.fingerprint(text.tokenizer):
-        raise UserError(f"{where}: was trained on another text than this comparison ({describe_changes(before, now)}); "
-                        "use the same text, or leave out its record")
+    if changes := text_changes(run.text, identity_of(text)):
+        raise UserError(f"{where}: was trained on another text than this comparison ({changes}); use the same text, or "
+                        "leave out its record")
     config = shortened(comparison.models[run.name], run.horizon)
     is_same_code = run.config.get("model.architecture") == config.model.architecture  # other code is not imported
     own, planned = (fixed_fields if is_same_code else records.fixed_fields)(run.config), fixed_fields(config.flat())

@@ -21,6 +21,7 @@ from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS
 from smallgpt_jax.run.sessions import SESSION
+from smallgpt_jax.run.training_text import text_changes
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import (
     ARRAY,
@@ -176,7 +177,7 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
 
 
 def require_mergeable(where: str, one: Run, other: Run) -> None:
-    if changes := results.text_changes(one, other):
+    if changes := text_changes(one.text, other.text):
         raise UserError(f"{where}: cannot be compared, since their texts differ ({changes}); report on them separately")
     if one.last and other.last and (differences := different(one.evaluation_rows, other.evaluation_rows)):
         raise UserError(f"{where}: the losses are means over different rows ({differences}); evaluate the runs on the "

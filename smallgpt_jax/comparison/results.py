@@ -14,23 +14,14 @@ import numpy as np
 from smallgpt_jax import models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
-from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.corpus import same_text
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import answers_in, read_lines
-from smallgpt_jax.run.names import (
-    CONFIG_FILE,
-    EVALUATION_FOLDER,
-    METRICS_FILE,
-    ORIGIN_FILE,
-    STORE_FILE,
-    TOKENIZER_FOLDER,
-)
+from smallgpt_jax.run.names import CONFIG_FILE, EVALUATION_FOLDER, METRICS_FILE, ORIGIN_FILE, STORE_FILE
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
-from smallgpt_jax.run.training_text import describe_changes, read_description
+from smallgpt_jax.run.training_text import read_identity, text_changes
 from smallgpt_jax.storage.json_files import (
     LOSS,
     NULL,
@@ -101,7 +92,7 @@ class Run:
     benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
     uncounted: float | None = 0.0  # arithmetic besides products, per FLOP; None if the FLOPs cannot be counted
     flops_problem: str = ""  # why the FLOPs cannot be counted
-    text: dict[str, Any] | None = None  # of training: {"description" of the token store, "tokenizer": its fingerprint}
+    text: dict[str, Any] | None = None  # of training; see `training_text.identity_of`
     averaged: int = 1  # number of last evaluations over which `final` averages
     weight_bytes: int | None = None  # in decoding
     inference: dict | None = None  # time and cache of inference, if measured: inference.json
@@ -150,6 +141,8 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
     config = read_config(folder, trust_custom_code)
     if (folder / ORIGIN_FILE).exists() and not (folder / STORE_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
+    if not (folder / STORE_FILE).exists():
+        raise UserError(f"{folder}: the run has not started; train it first")
     if config.train.teacher:
         raise UserError(f"{folder}: was trained with config.train.teacher, which comparisons do not support, because "
                         "they would not count the cost of the teacher; remove the run")
@@ -186,7 +179,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
         benchmarks=benchmarks(evaluations, config.train.steps),
-        uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=text_identity(folder),
+        uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=read_identity(folder),
         averaged=averaged, weight_bytes=counts.weight_bytes,
         inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
         horizon=horizon, run=str(trunk or config.train.trunk or folder))
@@ -303,18 +296,11 @@ def require_comparable(runs: Sequence[Run]) -> None:
         if other is not run:
             raise UserError(f"{other.workdir} and {run.workdir}: same config and seed; list the run once")
     for run in runs[1:]:
-        if changes := text_changes(runs[0], run):
+        if changes := text_changes(runs[0].text, run.text):
             raise UserError(f"{runs[0].workdir} and {run.workdir}: cannot be compared, since their texts differ "
                             f"({changes}); report on them separately")
     for text in text_names(runs):
         require_same_content([(row, run) for run in runs for row in run.texts if row["text"] == text])
-
-
-def text_changes(one: Run, other: Run) -> str:
-    before, now = one.text["description"], other.text["description"]
-    if same_text(before, now) and one.text["tokenizer"] == other.text["tokenizer"]:
-        return ""
-    return describe_changes(before, now)
 
 
 def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
@@ -324,14 +310,6 @@ def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
             raise UserError(f"{other.workdir} and {run.workdir}: the texts named {row['text']!r} differ ("
                             f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or use "
                             "different names in config.compare.texts")
-
-
-def text_identity(folder: Path) -> dict[str, Any]:
-    """Returns the description of the token store and the fingerprint of the tokenizer, which identify a run's text."""
-    if not (folder / STORE_FILE).exists():
-        raise UserError(f"{folder}: the run has not started; train it first")
-    return {"description": read_description(folder),
-            "tokenizer": tokenizers.fingerprint(tokenizers.load(folder / TOKENIZER_FOLDER))}
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

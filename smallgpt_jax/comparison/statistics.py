@@ -3,6 +3,7 @@
 Runs with the same seed read the same batches, so a difference is taken seed by seed. Losses are {name: {seed: loss}}.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -95,15 +96,9 @@ def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | N
         return None
     if deviation == 0:
         return 2
-    effect, low, high = abs(mean) / deviation, 1, 2  # `low` seeds are too few
-    while power(effect, high, level) < POWER:
-        if high >= MAX_SEEDS:
-            return None
-        low, high = high, min(2 * high, MAX_SEEDS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if power(effect, middle, level) < POWER else (low, middle)
-    return high
+    counts = range(2, MAX_SEEDS + 1)
+    index = bisect.bisect_left(counts, POWER, key=lambda seeds: power(abs(mean) / deviation, seeds, level))
+    return counts[index] if index < len(counts) else None
 
 
 def power(effect: float, seeds: int, level: float) -> float:

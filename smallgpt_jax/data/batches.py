@@ -6,56 +6,15 @@ the weights of the stores.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator
 
 import grain
 import numpy as np
 
-from smallgpt_jax.data.packing import Batch, Packing
+from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.errors import UserError
 
 READ_AHEAD = 8  # batches
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """The packed rows of one or several token stores, numbered consecutively from 0."""
-
-    packings: Sequence[Packing]  # the rows of each store
-    weights: Sequence[float]  # fraction of the training rows that come from each store; their sum is 1
-
-    @property
-    def num_rows(self) -> int:
-        return sum(packing.num_rows for packing in self.packings)
-
-    @cached_property
-    def padding(self) -> float:
-        """Returns the fraction of the input tokens that are padding."""
-        return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
-
-    @cached_property
-    def first_rows(self) -> np.ndarray:
-        return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
-
-    def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.first_rows, rows_B, side="right") - 1
-
-    def read_rows(self, rows_B: np.ndarray) -> Batch:
-        if len(self.packings) == 1:
-            return self.packings[0].read_rows(rows_B)
-        packing_of = self.packing_of(rows_B)
-        parts = [packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
-                 for i, packing in enumerate(self.packings)]
-        order = np.argsort(np.argsort(packing_of, kind="stable"))  # restores the order of rows_B
-        return Batch(*(None if arrays[0] is None else np.concatenate(arrays)[order]
-                      for arrays in zip(*parts)))
-
-    def shuffled(self, seed: int) -> grain.MapDataset:
-        """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new order."""
-        orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
-                  for i, (first, packing) in enumerate(zip(self.first_rows, self.packings))]
-        return grain.MapDataset.mix(orders, self.weights) if len(orders) > 1 else orders[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +28,13 @@ class ReadBatch(grain.transforms.Map):
         return self.mixture.read_rows(numbers_B[self.rows])
 
 
+def shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
+    """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new order."""
+    orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
+              for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings))]
+    return grain.MapDataset.mix(orders, mixture.weights) if len(orders) > 1 else orders[0]
+
+
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1, (B,)."""
     for packing, weight in zip(mixture.packings, mixture.weights):
@@ -77,7 +43,7 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
                 f"config.train.batch_size: one batch takes {batch_size * weight:g} rows of {packing.context_length} + "
                 f"1 tokens, but the training split has {packing.num_rows:,} rows ({packing.split.tokens:,} tokens); "
                 "use more text, or a smaller config.train.batch_size or config.model.context_length")
-    return mixture.shuffled(seed).batch(batch_size, drop_remainder=True)
+    return shuffled(mixture, seed).batch(batch_size, drop_remainder=True)
 
 
 def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),

@@ -4,6 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from smallgpt_jax.config_group import ConfigGroup, free, in_store, of_probe
+from smallgpt_jax.data.probes import PROBES, Probe
+from smallgpt_jax.errors import suggestion
 
 SYNTHETIC = "synthetic:"  # prefix of config.data.source for probes
 SYMBOLS = "symbols"  # the tokenizer of probes
@@ -61,15 +63,43 @@ class DataConfig(ConfigGroup):
 
     def validate(self) -> None:
         self.validate_range("workers")
+        self.validate_range("max_document_bytes", least=1)
+        self.validate_choice("packing", ("concat", "best_fit"))
+        self.validate_choice("invalid_utf8", ("refuse", "replace"))
+        self.validate_choice("invalid_items", ("refuse", "skip"))
+        if not 0 < self.validation_fraction < 1:
+            self.refuse("validation_fraction", "must be above 0 and below 1")
         if is_synthetic(self):
             self.validate_synthetic()
 
     def validate_synthetic(self) -> None:
+        name = self.source.removeprefix(SYNTHETIC)
+        if name not in PROBES:
+            self.refuse("source", f"no probe {name!r}; choose from {', '.join(PROBES)}{suggestion(name, PROBES)}")
         if self.tokenizer != SYMBOLS:
             self.refuse("tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}")
         for field, value in (("store", ""), ("packing", "concat"), ("separate_documents", False)):
             if getattr(self, field) != value:
                 self.refuse(field, f"cannot be combined with {self.source}; set it to {value!r}")
+        self.validate_probe(PROBES[name])
+
+    def validate_probe(self, probe: type[Probe]) -> None:
+        least, tests = probe.least_length, self.probe_test_lengths
+        self.validate_range("probe_length", least=least)
+        if self.probe_min_length and not least <= self.probe_min_length <= self.probe_length:
+            self.refuse("probe_min_length", f"must be 0, or at least {least} and at most config.data.probe_length="
+                        f"{self.probe_length}")
+        if (not all(type(length) is int and length >= least for length in tests)
+                or len({self.probe_length, *tests}) <= len(tests)):
+            self.refuse("probe_test_lengths", f"must be different integers of at least {least}, other than "
+                        "config.data.probe_length")
+        if self.probe_symbols and not probe.default_symbols:
+            self.refuse("probe_symbols", f"{self.source} does not have this field; set it to 0")
+        if self.probe_symbols and self.probe_symbols < probe.least_symbols:
+            self.refuse("probe_symbols", f"must be 0, or at least {probe.least_symbols}")
+        if self.probe_scratch and not probe.has_scratch:
+            self.refuse("probe_scratch", f"{self.source} has no scratch tokens; set it to 0")
+        self.validate_range("probe_scratch")
 
 
 def is_synthetic(data) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.leaks import refuse_leaks
-from smallgpt_jax.data.packing import PACKINGS, Packing
+from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.data.store import METADATA, TokenStore, open_store
@@ -55,10 +55,11 @@ class Corpus:
         """Returns the weighted mean over the stores."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
-    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[Packing]:
-        return [PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores]
+    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
+        return Mixture([PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores],
+                       self.weights)
 
-    def test_rows(self, context_length: int) -> dict[int, Packing]:
+    def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns further validation rows: none, unlike `ProbeCorpus`."""
         return {}
 
@@ -102,8 +103,6 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
 def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
     if is_synthetic(data):
         return ProbeCorpus.of(data)
-    if data.packing not in PACKINGS:
-        raise UserError(f"config.data.packing={data.packing!r}: must be one of {', '.join(PACKINGS)}")
     if data.mixture:
         return open_mixture(data.mixture)
     store = spec.open()

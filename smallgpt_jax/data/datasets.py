@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-from pathlib import Path
 
 from smallgpt_jax.data import tfrecord
-from smallgpt_jax.data.parts import Part, Rules, extract_text
+from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.text_files import missing_libraries, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
@@ -119,9 +118,7 @@ DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
 
 
 @dataclasses.dataclass(frozen=True)
-class Dataset:
-    """Nothing is read or requested before the parts are needed."""
-
+class Dataset(Member):
     is_local = False
     num_bytes = 0
 
@@ -133,12 +130,3 @@ class Dataset:
 
     def parts(self, passage: int) -> list[Part]:
         return next(parts for prefix, parts in DATASETS.items() if self.name.startswith(prefix))(self.name)
-
-    def message(self) -> str:
-        return ""
-
-    def enclosing_folder(self, path: Path) -> Path | None:
-        return None
-
-    def absolute_name(self) -> str:
-        return self.name

@@ -8,10 +8,9 @@ import sysconfig
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 from smallgpt_jax.data.folders import count_endings, drop_linked_duplicates, suggest_endings, walk_folders
-from smallgpt_jax.data.parts import Part
+from smallgpt_jax.data.parts import Member, Part
 from smallgpt_jax.data.text_files import (
     ARCHIVE_SUFFIXES,
     COMPRESSED_SUFFIXES,
@@ -32,12 +31,10 @@ STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
 
 
 @dataclasses.dataclass(frozen=True)
-class FileSet(abc.ABC):
+class FileSet(Member, abc.ABC):
     """A file, a folder with its subfolders, or a glob."""
 
-    is_local: ClassVar[bool]
-
-    name: str  # as in config.data.source
+    name: str
     endings: tuple[str, ...]  # of the files in a folder that are read; an ending of compressed files may follow
 
     @cached_property
@@ -87,14 +84,6 @@ class FileSet(abc.ABC):
                                  if (ending in self.endings) == is_read) for is_read in (True, False))
         return (f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}"
                 + suggest_endings(self.path, self.paths, self.endings))
-
-    @abc.abstractmethod
-    def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of this set that contains `path`, or None."""
-
-    @abc.abstractmethod
-    def absolute_name(self) -> str:
-        """Returns the name, independent of the current folder."""
 
 
 class LocalFiles(FileSet):
@@ -166,9 +155,6 @@ class RemoteFiles(FileSet):
 
     def enclosing_folder(self, path: Path) -> Path | None:
         return self.path if self.path in path.parents else None
-
-    def absolute_name(self) -> str:
-        return self.name
 
 
 class StandardLibrary(LocalFiles):

@@ -6,6 +6,7 @@ Attention and ConvGPT's convolutions then do not cross documents, and positions 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -31,6 +32,40 @@ class Packing(Protocol):
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         """Returns the rows with the numbers `rows_B`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """The packed rows of one or several token stores, numbered consecutively from 0."""
+
+    packings: Sequence[Packing]  # the rows of each store
+    weights: Sequence[float]  # fraction of the training rows that come from each store; their sum is 1
+
+    @property
+    def num_rows(self) -> int:
+        return sum(packing.num_rows for packing in self.packings)
+
+    @cached_property
+    def padding(self) -> float:
+        """Returns the fraction of the input tokens that are padding."""
+        return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
+
+    def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.first_rows, rows_B, side="right") - 1
+
+    def read_rows(self, rows_B: np.ndarray) -> Batch:
+        if len(self.packings) == 1:
+            return self.packings[0].read_rows(rows_B)
+        packing_of = self.packing_of(rows_B)
+        parts = [packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
+                 for i, packing in enumerate(self.packings)]
+        order = np.argsort(np.argsort(packing_of, kind="stable"))  # restores the order of rows_B
+        return Batch(*(None if arrays[0] is None else np.concatenate(arrays)[order]
+                      for arrays in zip(*parts)))
 
 
 @dataclasses.dataclass(frozen=True)

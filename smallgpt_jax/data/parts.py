@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
@@ -39,15 +40,6 @@ class Rules:
     invalid_items: str  # "refuse" | "skip"
     max_document_bytes: int
 
-    def __post_init__(self):
-        if self.max_document_bytes < 1:
-            raise UserError(f"config.data.max_document_bytes={self.max_document_bytes}: must be at least 1")
-        for field, allowed in (("invalid_utf8", ("refuse", "replace")),
-                               ("invalid_items", ("refuse", "skip"))):
-            if getattr(self, field) not in allowed:
-                raise UserError(f"config.data.{field}={getattr(self, field)!r}: must be "
-                                f"{' or '.join(map(repr, allowed))}")
-
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
@@ -68,6 +60,30 @@ class Part:
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
+
+
+class Member:
+    """What a name in config.data.source stands for: files, a dataset. Nothing is read before the parts are needed."""
+
+    is_local: bool
+    name: str  # in config.data.source
+    num_bytes: int  # 0 if unknown
+    identity: list  # changes when the text changes
+
+    def parts(self, passage: int) -> list[Part]:
+        """Returns the parts; plain text is split into passages of at most `passage` characters."""
+        raise NotImplementedError
+
+    def message(self) -> str:
+        return ""
+
+    def enclosing_folder(self, path: Path) -> Path | None:
+        """Returns a folder of this member that contains `path`, or None."""
+        return None
+
+    def absolute_name(self) -> str:
+        """Returns the name, independent of the current folder."""
+        return self.name
 
 
 def extract_text(text, where: str, fields, rules: Rules) -> Item:

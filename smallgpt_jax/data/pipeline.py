@@ -1,6 +1,7 @@
 """Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on the mesh's devices."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 
@@ -36,36 +38,31 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
     """Process 0 prepares a missing token store first. The others then open it, or prepare their own copy if they do not
     share its file system. Raises UserError if the text is missing, too short, or not the same in all processes.
     """
-    if data.workers < 0:
-        raise UserError(f"config.data.workers={data.workers}: must not be negative")
     corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    train, validation = (pack(corpus, split, data, context_length) for split in ("train", "validation"))
-    tests = {length: batches.Mixture([packing], [1.0]) for length, packing in corpus.test_rows(context_length).items()}
+    train, validation = (corpus.pack(split, data.packing, data.separate_documents, context_length)
+                         for split in ("train", "validation"))
+    tests = corpus.test_rows(context_length)
     rows = sharding.local_rows(mesh, batch_size)
-
-    def to_devices(batch):
-        return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
-
     return DataPipeline(
         corpus, train, batch_size * context_length * (1 - train.padding),
         batches.train_batches(train, batch_size, seed, rows),
         batches.validation_batches(validation, batch_size, eval_steps, rows),
         {length: batches.validation_batches(test, batch_size, eval_steps, rows) for length, test in tests.items()},
-        batches.row_numbers(train, batch_size, seed), to_devices)
+        batches.row_numbers(train, batch_size, seed), functools.partial(place_on_devices, mesh, rows, batch_size))
 
 
-def pack(corpus: Corpus, split: str, data, context_length: int) -> batches.Mixture:
-    return batches.Mixture(
-        corpus.pack(split, data.packing, data.separate_documents, context_length), corpus.weights)
+def place_on_devices(mesh: jax.sharding.Mesh, rows: np.ndarray, batch_size: int, batch: Batch) -> Batch:
+    """Returns the global batch. `batch` has this process's `rows` of it."""
+    return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
 
 
 def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,
                            eval_steps: int) -> int:
     """Returns the number of target tokens in one evaluation, summed over all processes."""
-    validation = pack(corpus, "validation", data, context_length)
+    validation = corpus.pack("validation", data.packing, data.separate_documents, context_length)
     return sum(int(np.sum(batch.loss_mask_BxT))
                for batch in batches.validation_batches(validation, batch_size, eval_steps))

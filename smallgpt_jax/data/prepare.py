@@ -25,18 +25,18 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
     The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
     UserError if another process has made a store with another source or settings meanwhile.
     """
-    if is_remote(spec.folder):
-        return prepare_remote_store(spec, workers, log)
-    return prepare_local_store(spec, workers, log)
+    if not is_remote(spec.folder):
+        return prepare_local_store(spec, workers, log)
+    require_free_prefix(spec.folder)
+    spec.check_source(spec.folder)
+    local = prepare_local_store(dataclasses.replace(spec, store=""), workers, log)
+    return upload_store(local, spec, log)
 
 
 def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers={workers}: must be at least 1")
-    spec.validate()
     folder = Path(os.path.realpath(spec.folder))  # if it is a link, the unfinished store is where the link points
     require_free_path(folder)
-    spec.refuse_inside_source(folder)
+    spec.check_source(folder)
     name = spec.partial_name(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,19 +57,20 @@ def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore
     return spec.open()
 
 
-def prepare_remote_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
+def upload_store(local: TokenStore, spec: StoreSpec, log) -> TokenStore:
     folder = spec.folder
-    spec.refuse_inside_source(folder)
-    require_bucket("config.data.store", folder)
-    if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
-        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
-    local = prepare_local_store(spec.in_cache(), workers, log)
     with file_lock(folder.with_name(f".{folder.name}.lock"), wait=True):
-        if store := spec.open():
+        if store := spec.open():  # uploaded by another process meanwhile
             return store
         log(f"uploading {local.folder} to {folder}")
         upload_folder(local.folder, folder, last=METADATA_FILE)
     return dataclasses.replace(local, folder=folder)
+
+
+def require_free_prefix(folder: Path) -> None:
+    require_bucket("config.data.store", folder)
+    if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
+        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
 
 
 def require_free_path(folder: Path) -> None:

@@ -5,17 +5,15 @@ each process, is that of text (batches.py). There are so many training rows that
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from smallgpt_jax.data.config import SYNTHETIC
-from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.data.probes import NO_ANSWER, PROBES, Probe, RowNumbers
 from smallgpt_jax.data.tokenizers import Symbols
 from smallgpt_jax.errors import UserError
@@ -85,20 +83,12 @@ class ProbeCorpus:
     test_lengths: tuple[int, ...]
 
     stores = ()
-    weights = (1.0,)
 
     @classmethod
     def of(cls, data) -> "ProbeCorpus":
-        """Raises UserError for an unknown probe and for invalid options."""
+        """Raises UserError if the probe has no examples with these options."""
         name = data.source.removeprefix(SYNTHETIC)
-        if name not in PROBES:
-            near = difflib.get_close_matches(name, PROBES, n=1)
-            raise UserError(f"config.data.source={data.source!r}: no probe {name!r}; "
-                            + (f"did you mean {near[0]!r}? The probes are " if near else "choose from ")
-                            + ", ".join(PROBES))
         kind, lengths = PROBES[name], (data.probe_length, *data.probe_test_lengths)
-        for field, rule in find_problems(data, kind):
-            raise UserError(f"config.data.{field}={getattr(data, field)!r}: {rule}")
         probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max(lengths))
         if problem := probe.problem():
             raise UserError(f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or decrease "
@@ -130,12 +120,13 @@ class ProbeCorpus:
     def bytes_per_token(self, split: str) -> float:
         return math.nan  # examples are not text
 
-    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> list[ExampleRows]:
-        return [self._rows(split, self.length, context_length)]
+    def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
+        return Mixture([self._rows(split, self.length, context_length)], [1.0])
 
-    def test_rows(self, context_length: int) -> dict[int, ExampleRows]:
+    def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns {length: validation rows} for the further lengths."""
-        return {length: self._rows("validation", length, context_length) for length in self.test_lengths}
+        return {length: Mixture([self._rows("validation", length, context_length)], [1.0])
+                for length in self.test_lengths}
 
     def _rows(self, split: str, length: int, context_length: int) -> ExampleRows:
         if (needed := self.probe.num_inputs(length)) > context_length:
@@ -145,24 +136,3 @@ class ProbeCorpus:
                             "examples")
         min_length = self.min_length if split == "train" else length
         return ExampleRows(self.name, self.probe, split, min_length, length, context_length)
-
-
-def find_problems(data, kind: type[Probe]) -> list[tuple[str, str]]:
-    """Returns [(field, rule that its value breaks)] for the options of a probe."""
-    name, least = data.source, kind.least_length
-    tests: Sequence[int] = data.probe_test_lengths
-    rules = {
-        "probe_length": (data.probe_length < least, f"must be at least {least}"),
-        "probe_min_length": (data.probe_min_length != 0 and not least <= data.probe_min_length <= data.probe_length,
-                             f"must be 0, or at least {least} and at most config.data.probe_length="
-                             f"{data.probe_length}"),
-        "probe_test_lengths": (not all(type(length) is int and length >= least for length in tests)
-                               or len({data.probe_length, *tests}) <= len(tests),
-                               f"must be different integers of at least {least}, other than config.data.probe_length"),
-        "probe_symbols": (data.probe_symbols != 0 and (not kind.default_symbols
-                                                       or data.probe_symbols < kind.least_symbols),
-                          f"must be 0, or at least {kind.least_symbols}" if kind.default_symbols
-                          else f"{name} does not have this field; set it to 0"),
-        "probe_scratch": (data.probe_scratch < 0 or (data.probe_scratch > 0 and not kind.has_scratch),
-                          "must be at least 0" if kind.has_scratch else f"{name} has no scratch tokens; set it to 0")}
-    return [(field, rule) for field, (is_broken, rule) in rules.items() if is_broken]

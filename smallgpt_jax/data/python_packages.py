@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
-from smallgpt_jax.data.parts import Part, Rules
+from smallgpt_jax.data.parts import Member, Part, Rules
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -68,7 +68,7 @@ class PinnedDistribution(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PythonPackages:
+class PythonPackages(Member):
     """The documents are whole files, in the order of their hashes. Of equal files, one is read."""
 
     is_local = True
@@ -102,15 +102,6 @@ class PythonPackages:
 
     def parts(self, passage: int) -> list[Part]:
         return list(map(part_of, self.files))
-
-    def message(self) -> str:
-        return ""
-
-    def enclosing_folder(self, path: Path) -> Path | None:
-        return None
-
-    def absolute_name(self) -> str:
-        return self.name
 
 
 def files_of(distribution: metadata.Distribution) -> list[PackageFile]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.datasets import DATASETS, Dataset
-from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, FileSet, LocalFiles, RemoteFiles, StandardLibrary
-from smallgpt_jax.data.parts import Part, Rules, document_batches
+from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, LocalFiles, RemoteFiles, StandardLibrary
+from smallgpt_jax.data.parts import Member, Part, Rules, document_batches
 from smallgpt_jax.data.python_packages import PYTHON_PACKAGES, PythonPackages
 from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, ROW_SUFFIXES
 from smallgpt_jax.errors import UserError
@@ -37,7 +37,7 @@ class Source:
         return self.value
 
     @cached_property
-    def members(self) -> list[FileSet | Dataset | PythonPackages]:
+    def members(self) -> list[Member]:
         if not self.value.strip():
             raise UserError("config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME")
         # A path that contains commas is allowed if it is the only source.
@@ -83,7 +83,7 @@ class Source:
         return next((folder for folder in folders if folder), None)
 
 
-def parse_name(name: str, endings: tuple[str, ...]) -> FileSet | Dataset | PythonPackages:
+def parse_name(name: str, endings: tuple[str, ...]) -> Member:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
     if name.startswith(SYNTHETIC):

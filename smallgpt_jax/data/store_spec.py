@@ -35,14 +35,9 @@ class StoreSpec:
     def rules(self) -> Rules:
         return Rules(**{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)})
 
-    def validate(self) -> None:
-        if not 0 < self.made_from["validation_fraction"] < 1:
-            raise UserError(f"config.data.validation_fraction={self.made_from['validation_fraction']}: must be above 0 "
-                            "and below 1")
-        _ = self.rules, self.source.parts  # each raises UserError
-
-    def refuse_inside_source(self, folder: Path) -> None:
-        """Raises UserError if `folder` is inside a folder of the source: its files would be read as text."""
+    def check_source(self, folder: Path) -> None:
+        """Raises UserError for an invalid source, and if it has a folder around `folder`, whose files would be read."""
+        _ = self.source.parts
         if enclosing := self.source.enclosing_folder(folder):
             raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
                             "a folder outside of it")
@@ -77,9 +72,6 @@ class StoreSpec:
                 + ", but this config has " + ", ".join(f"{field}={self.made_from[field]!r}" for field in different)
                 + "; choose another folder, or use the same settings")
         return store
-
-    def in_cache(self) -> "StoreSpec":
-        return dataclasses.replace(self, store="")
 
     def _settings(self, **marks) -> list:
         return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)]

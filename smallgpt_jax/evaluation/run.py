@@ -58,15 +58,15 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
                                 "choose from; use a smaller number") from None
 
 
+@contextlib.contextmanager
 def quiet_logging():
     """Hides Python warnings in a context, and sets the libraries' log level to ERROR, permanently."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    stack = contextlib.ExitStack()
-    stack.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore")
-    return stack
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def expand_tasks(tasks: Sequence[str]) -> list[str]:

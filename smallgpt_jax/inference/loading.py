@@ -29,13 +29,8 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
     `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best" (the one with the
     largest weight), or indices such as "0,1". Without `trust_custom_code`, custom modules must already be imported.
     """
-    trained = load_trained(folder, step, trust_custom_code)
-    model, params, model_state = trained.model, trained.params, trained.model_state
-    if paths != "all":
-        config, params, model_state = with_paths(
-            model.config, params, model_state, select_paths(model, params, paths))
-        model = models.LanguageModel(config)
-    return build_text_model(model, params, trained.tokenizer, model_state)
+    trained = load_trained(folder, step, trust_custom_code).with_paths(paths)
+    return build_text_model(trained.model, trained.params, trained.tokenizer, trained.model_state)
 
 
 def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
@@ -53,6 +48,14 @@ class TrainedModel(NamedTuple):
     model_state: Any  # the variable collection "state"
     tokenizer: tokenizers.Tokenizer
     step: int
+
+    def with_paths(self, paths: str | Sequence[int]) -> "TrainedModel":
+        """Returns the model with the chosen paths of a pgpt; see `load`."""
+        if paths == "all":
+            return self
+        config, params, model_state = with_paths(
+            self.model.config, self.params, self.model_state, select_paths(self.model, self.params, paths))
+        return self._replace(model=models.LanguageModel(config), params=params, model_state=model_state)
 
 
 def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False) -> TrainedModel:

@@ -42,7 +42,6 @@ def make_config(**fields) -> ModelConfig:
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
     config = config_class.from_fields(fields)
-    config.validate()
     for field, table in CHOICES.items():
         config.validate_choice(field, table)
     for name in config.mixers:

@@ -149,7 +149,6 @@ class ModelConfig(ConfigGroup):
 
     def validate(self) -> None:
         """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
-        self.validate_types()
         self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", least=1)
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")

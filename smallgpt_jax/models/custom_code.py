@@ -1,13 +1,12 @@
 """Classes of a user's own package, which a config names as `package.module:Class`."""
 
 import dataclasses
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.models.config import ModelConfig
 
 
@@ -16,9 +15,8 @@ def find_class(name: str, table: Mapping[str, type], where: str) -> type:
     module, colon, class_name = str(name).partition(":")
     if not module or not colon or module.startswith("."):
         if str(name) not in table:
-            near = difflib.get_close_matches(str(name), table, n=1)
             raise UserError(f"{where}: must be one of {', '.join(table)}, or package.module:Class"
-                            + (f"; did you mean {near[0]!r}?" if near else ""))
+                            + suggestion(str(name), table))
         return table[name]
     try:
         return getattr(importlib.import_module(module), class_name)

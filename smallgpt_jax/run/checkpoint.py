@@ -65,7 +65,7 @@ class Checkpoints:
         silence_duplicate_errors()
         policies = ocp.checkpoint_managers
         self._manager = ocp.CheckpointManager(
-            self.folder, item_names=("params", "opt_state", "model_state", "heads", "check"),
+            self.folder, item_names=(*TrainState._fields[1:], "check"),
             options=ocp.CheckpointManagerOptions(
                 create=keep is not None, cleanup_tmp_directories=keep is not None,
                 preservation_policy=policies.AnyPreservationPolicy(
@@ -85,29 +85,19 @@ class Checkpoints:
         """
         self.wait_until_finished()
         self._before_save()
-        items = {"params": state.params, "opt_state": state.opt_state}
-        if state.model_state:
-            items["model_state"] = state.model_state
-        if state.heads:
-            items["heads"] = state.heads
-        sums = {name: bit_checksums(tree) for name, tree in items.items()}
+        content = checkpoint_content(state, unlogged_losses)
         try:
             object_storage.writer.require_locks()  # tensorstore's requests do not do this
             if self._failed_steps:
                 self._reload()
             self._saving = step
-            self._manager.save(step, args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
-                check=ocp.args.JsonSave({**sums, "unlogged_losses": list(unlogged_losses)})))
+            self._manager.save(step, args=content)
         except Exception as error:
             self._failed(error)
 
     def save_imported(self, params, model_state) -> None:
         """Writes the checkpoint of step 0. Raises an exception on failure."""
-        items = {"params": params} | ({"model_state": model_state} if model_state else {})
-        self._manager.save(0, args=ocp.args.Composite(
-            **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
-            check=ocp.args.JsonSave({name: bit_checksums(tree) for name, tree in items.items()})))
+        self._manager.save(0, args=checkpoint_content(TrainState(0, params, None, model_state)))
         self._manager.wait_until_finished()
 
     def latest_finished(self) -> int | None:
@@ -195,13 +185,12 @@ class Checkpoints:
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
-        return self._read(step, {})["check"].get("unlogged_losses", [])
+        return self._read(step, TrainState(step, {}, None))["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state):
         """Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training."""
         try:
-            saved = self._read(step, {"params": abstract_params} | (
-                {"model_state": abstract_model_state} if abstract_model_state else {}))
+            saved = self._read(step, TrainState(step, abstract_params, None, abstract_model_state))
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
             return saved["params"], saved.get("model_state", {})
@@ -226,19 +215,17 @@ class Checkpoints:
         return step not in saved_steps(self.folder)
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
-        items = {"params": abstract.params} | ({"opt_state": abstract.opt_state} if step else {}) | (
-            {"model_state": abstract.model_state} if abstract.model_state else {}) | (
-            {"heads": abstract.heads} if abstract.heads and step else {})
         try:
-            return self._read(step, items), None
+            return self._read(step, abstract if step else abstract._replace(opt_state=None, heads={})), None
         except Exception as error:
             return None, error
 
-    def _read(self, step: int, abstract: dict) -> dict:
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+    def _read(self, step: int, abstract: TrainState) -> dict:
+        """Returns {item: content} of the items that `abstract` has."""
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(abstract).items()}
         saved = dict(self._manager.restore(
             step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items())
-        schema = {"unlogged_losses": Optional([LOSS]), **{name: Each(integer(0, 2**32 - 1)) for name in abstract}}
+        schema = {"unlogged_losses": Optional([LOSS]), **{name: Each(integer(0, 2**32 - 1)) for name in args}}
         if mismatch := find_mismatch(saved["check"], schema, "check"):
             raise ValueError(mismatch)
         return saved
@@ -258,6 +245,18 @@ class Checkpoints:
     def close(self) -> None:
         self.wait_until_finished()
         self._manager.close()
+
+
+def items_of(state: TrainState) -> dict:
+    return {name: tree for name, tree in state._asdict().items() if name != "step" and tree}
+
+
+def checkpoint_content(state: TrainState, unlogged_losses: Sequence[float] = ()) -> ocp.args.Composite:
+    items = items_of(state)
+    return ocp.args.Composite(
+        **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+        check=ocp.args.JsonSave({**{name: bit_checksums(tree) for name, tree in items.items()},
+                                 "unlogged_losses": list(unlogged_losses)}))
 
 
 def saved_steps(folder: Path) -> list[int]:

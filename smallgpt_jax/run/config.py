@@ -141,6 +141,8 @@ class TrainConfig(ConfigGroup):
         if not 0 <= self.seed < 2**32:
             self.refuse("seed", "must be at least 0 and below 2^32")
         self.validate_choice("on_nonfinite", ("stop", "skip"))
+        if self.teacher_step != AT_START and not self.teacher:
+            self.refuse("teacher_step", "needs config.train.teacher")
 
     def saves(self, step: int) -> bool:
         return step >= self.steps or step % self.checkpoint_every == 0 or step in self.kept_steps
@@ -173,8 +175,6 @@ class Config:
                 if groups[name].get(field, AT_START) == AT_START and (field != "teacher_step" or is_same_teacher):
                     groups[name][field] = getattr(getattr(saved, name), field)
         typed = {name: group.from_fields(groups[name]) for name, group in GROUPS.items() if name != "model"}
-        for group in typed.values():
-            group.validate()
         typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)
         return cls(model=models.make_config(**groups["model"]), **typed)
 

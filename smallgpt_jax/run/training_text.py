@@ -1,6 +1,7 @@
 """Whether a run continues on its own training text."""
 
 from pathlib import Path
+from typing import Any
 
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
@@ -12,7 +13,7 @@ from smallgpt_jax.storage.json_files import read_json
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
     """Raises UserError for another training text or tokenizer; for an untrained import, for another tokenizer."""
     if (workdir / STORE_FILE).exists():
-        if changes := text_changes(workdir, corpus):
+        if changes := text_changes(read_identity(workdir), identity_of(corpus)):
             raise UserError(f"--workdir={workdir}: the training text has changed since the run started ({changes}); "
                             "restore the original text, or use another --workdir")
     elif (workdir / ORIGIN_FILE).exists():
@@ -22,16 +23,22 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
                             f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
 
 
-def text_changes(workdir: Path, corpus: Corpus) -> str:
-    """Returns how `corpus` differs from the training text and tokenizer of the run in `workdir`, or ""."""
-    before, now, kept = read_description(workdir), corpus.description, tokenizers.load(workdir / TOKENIZER_FOLDER)
-    if same_text(before, now) and tokenizers.fingerprint(kept) == tokenizers.fingerprint(corpus.tokenizer):
+def identity_of(corpus: Corpus) -> dict[str, Any]:
+    return {"description": corpus.description, "tokenizer": tokenizers.fingerprint(corpus.tokenizer)}
+
+
+def read_identity(workdir: Path) -> dict[str, Any]:
+    """Returns the `identity_of` a run's training text."""
+    advice = "replace it by the metadata.json of the run's token store"
+    return {"description": read_json(workdir / STORE_FILE, DESCRIPTION, advice),
+            "tokenizer": tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER))}
+
+
+def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Returns how two identities of texts differ, or "" if the tokens are the same."""
+    if same_text(before["description"], now["description"]) and before["tokenizer"] == now["tokenizer"]:
         return ""
-    return describe_changes(before, now)
-
-
-def read_description(workdir: Path) -> dict:
-    return read_json(workdir / STORE_FILE, DESCRIPTION, "replace it by the metadata.json of the run's token store")
+    return describe_changes(before["description"], now["description"])
 
 
 def describe_changes(before: dict, now: dict) -> str:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import Corpus
@@ -16,12 +18,18 @@ from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
-from smallgpt_jax.run.config_file import read_config, read_groups, write_config
+from smallgpt_jax.run.config_file import read_config, read_groups, saved_config, write_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, LOCK_FILE, ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error, require_bucket
+
+
+def config_in_workdir(config: ConfigDict, workdir: Path) -> Config:
+    """Returns the config of a run that is started or resumed; see `Config.of`."""
+    require_same_classes(workdir, Config.of(config))
+    return Config.of(config, saved_config(workdir))
 
 
 def check_workdir(workdir: Path, config: Config) -> None:

@@ -18,7 +18,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """After a crash, the file has either the old or the new content."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        return object_storage.write(path, content)
+        return object_storage.writer.write(path, content)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

@@ -114,13 +114,9 @@ def name_path_in_errors(place: str) -> Iterator[None]:
 
 def is_request_error(error: Exception) -> bool:
     """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request."""
-    return (is_client_error(error)
+    return (f"{type(error).__module__}.".startswith(CLIENT_MODULES)
             or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
             or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None))
-
-
-def is_client_error(error: Exception) -> bool:
-    return f"{type(error).__module__}.".startswith(CLIENT_MODULES)
 
 
 def request_error_message(place: str, error: Exception) -> str:
@@ -231,6 +227,7 @@ class Writer:
             lease.require()
 
     def write(self, path: Path, content: bytes) -> None:
+        """Others see either the old or the new content."""
         if not self.leases:
             return file_system().pipe_file(str(path), content)
         for _ in range(WRITE_ATTEMPTS):
@@ -272,11 +269,6 @@ def retry_policy():
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return DEFAULT_RETRY.with_timeout(RETRY_SECONDS)
-
-
-def write(path: Path, content: bytes) -> None:
-    """Others see either the old or the new content. See `Writer` for processes that hold a lock."""
-    writer.write(path, content)
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:

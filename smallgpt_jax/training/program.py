@@ -16,7 +16,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
@@ -152,7 +152,8 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     config = Config.of(config)
     model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
-    validate(config, mesh)
+    batch_shards, path_shards = sharding.num_batch_shards(mesh), mesh.shape["path"]
+    validate(config, batch_shards, path_shards)
     teacher = open_teacher(config.train, model, mesh)
     objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
@@ -162,6 +163,8 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     trained = {**params, **heads}
     scales = transfer_multipliers(config, trained)
     optimizer = make_optimizer(trained, config.optimizer, scales)
+    if teacher:  # it has the step of its newest checkpoint, if the config gives none
+        config = config.replace(train={"teacher_step": teacher.step})
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
     shardings = TrainState(
         sharding.replicated(mesh), sharding.param_shardings(mesh, params),
@@ -178,22 +181,22 @@ def transfer_multipliers(config: Config, trained):
     return multipliers(trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer)
 
 
-def validate(config: Config, mesh: jax.sharding.Mesh) -> None:
+def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     """Raises UserError for values of one group that do not fit another group or the mesh."""
     train, model = config.train, config.model
     train.validate_choice("tracker", ("", *TRACKERS))
-    parts = sharding.num_batch_shards(mesh) * train.microbatches
+    parts = batch_shards * train.microbatches
     if train.batch_size % parts:
-        train.refuse("batch_size", f"must be a multiple of {parts}, which is {sharding.num_batch_shards(mesh)} devices "
+        train.refuse("batch_size", f"must be a multiple of {parts}, which is {batch_shards} devices "
                      f"(config.mesh.data × fsdp) × {train.microbatches} microbatches")
     if model.context_length % train.loss_chunks:
         train.refuse("loss_chunks", f"must divide config.model.context_length={model.context_length}")
-    if (length := mesh.shape["path"]) != 1:
+    if path_shards != 1:
         paths = getattr(model, "num_paths", None)
         if paths is None:
-            raise UserError(f"config.mesh.path={length}: {model.architecture} has no paths")
-        if paths % length:
-            raise UserError(f"config.mesh.path={length}: must divide config.model.num_paths={paths}")
+            raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
+        if paths % path_shards:
+            raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -202,8 +205,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
 
 
-def out_of_memory_message(config: Config, error: Exception) -> str:
-    return (f"config.train.batch_size={config.train.batch_size}: needs more memory than a device has, with "
-            f"config.train.microbatches={config.train.microbatches} "
+def out_of_memory_message(config: TrainConfig, error: Exception) -> str:
+    return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+            f"config.train.microbatches={config.microbatches} "
             f"({textwrap.shorten(str(error), 160, placeholder=' …')});\nincrease config.train.microbatches, set "
             "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")

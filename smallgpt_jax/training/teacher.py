@@ -16,7 +16,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
-from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import local_path
@@ -69,27 +69,16 @@ class Teacher(Term):
                             f"entries); set --config.data.tokenizer={self.folder / TOKENIZER_FOLDER}")
 
 
-def with_teacher_step(config: Config) -> Config:
-    """Replaces AT_START in `train.teacher_step`. Raises UserError if the teacher has no such checkpoint."""
-    train = config.train
-    if not train.teacher:
-        if train.teacher_step != AT_START:
-            raise UserError(f"config.train.teacher_step={train.teacher_step}: needs config.train.teacher")
-        return config
-    try:
-        step = find_checkpoint(local_path("config.train.teacher", train.teacher),
-                                       None if train.teacher_step == AT_START else train.teacher_step)
-    except UserError as error:
-        raise UserError(f"config.train.teacher: {error}") from None
-    return config.replace(train={"teacher_step": step})
-
-
 def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Reads only the teacher's config."""
+    """Reads only the teacher's config, and finds its newest checkpoint if `teacher_step` is AT_START."""
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)
-    own = read_teacher(folder, train.teacher, student.config)
+    try:
+        step = find_checkpoint(folder, None if train.teacher_step == AT_START else train.teacher_step)
+        own = read_teacher(folder, student.config)
+    except UserError as error:
+        raise UserError(f"config.train.teacher: {error}") from None
     model = models.LanguageModel(dataclasses.replace(
         student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none"))
     params, state = models.abstract_params(model), models.abstract_model_state(model)
@@ -103,23 +92,19 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
         raise UserError(f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no features; "
                         "use smallgpt_jax.models.block.Block in its blocks")
     return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder,
-                   step=train.teacher_step)
+                   step=step)
 
 
-def read_teacher(folder: Path, teacher: str, student: models.ModelConfig) -> models.ModelConfig:
+def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
     """Raises UserError unless the teacher is the same model as the student, apart from its `rank_ratio`."""
-    try:
-        different = models.foreign_classes(read_groups(folder)["model"], student)
-        if not different:
-            own = read_config(folder).model  # imports no module that the student does not name
-            different = changed_fields(own, student)
-    except UserError as error:
-        raise UserError(f"config.train.teacher: {error}") from None
+    different = models.foreign_classes(read_groups(folder)["model"], student)
+    if not different:
+        own = read_config(folder).model  # imports no module that the student does not name
+        different = changed_fields(own, student)
     if different:
         listed = "; ".join(f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
                            for field, (there, here) in different.items())
-        raise UserError(f"config.train.teacher={teacher!r}: {listed}; the teacher must be the same model, except for "
-                        "config.model.rank_ratio")
+        raise UserError(f"{folder}: {listed}; the teacher must be the same model, except for config.model.rank_ratio")
     return own
 
 

@@ -13,21 +13,19 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.config_file import saved_config
+from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.names import METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import open_spool
-from smallgpt_jax.run.workdir import check_workdir, open_workdir, require_same_classes
+from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.program import build_program, is_out_of_memory, out_of_memory_message
 from smallgpt_jax.training.session import Session
-from smallgpt_jax.training.teacher import with_teacher_step
-from smallgpt_jax.training.trunk import open_trunk
+from smallgpt_jax.training.trunk import Trunk, open_trunk
 
 
 @best_effort("stdout")
@@ -38,12 +36,17 @@ def train(config: ConfigDict, workdir: str) -> None:
     attention kernel gives wrong results, nothing is written.
     """
     clock, folder = RunClock(), as_path("--workdir", workdir)
-    require_same_classes(folder, Config.of(config))
-    config = with_teacher_step(Config.of(config, saved_config(folder)))
+    config = config_in_workdir(config, folder)
+
+    def check() -> Trunk | None:
+        check_workdir(folder, config)
+        return open_trunk(folder, config)
+
+    trunk = distributed.run_on_primary(check)
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
-    distributed.run_on_primary(lambda: check_workdir(folder, config))
-    trunk = distributed.run_on_primary(lambda: open_trunk(folder, config))
     program = build_program(config)
+    config = program.config
+    distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program)
     with preemption.handle_signals() as stop:
@@ -51,13 +54,13 @@ def train(config: ConfigDict, workdir: str) -> None:
         distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
-            with (failures_recorded(config, folder),
+            with (failures_recorded(folder, config.train),
                   open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
                 Session(program, pipeline, spool, stop, clock, progress).run()
 
 
 @contextlib.contextmanager
-def failures_recorded(config: Config, folder: Path) -> Iterator[None]:
+def failures_recorded(folder: Path, config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except DivergenceError as diverged:

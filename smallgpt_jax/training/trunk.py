@@ -18,7 +18,7 @@ from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, ORIGIN_FILE
-from smallgpt_jax.run.training_text import text_changes
+from smallgpt_jax.run.training_text import identity_of, read_identity, text_changes
 from smallgpt_jax.run.workdir import changed_fields
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path
@@ -31,7 +31,7 @@ class Trunk:
     step: int  # of the checkpoint from which the run starts
 
     def check_text(self, corpus: Corpus) -> None:
-        if changes := text_changes(self.folder, corpus):
+        if changes := text_changes(read_identity(self.folder), identity_of(corpus)):
             raise UserError(f"config.train.trunk={str(self.folder)!r}: was trained on another text ({changes}); use "
                             "the same text, or another trunk")
 

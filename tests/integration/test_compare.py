@@ -366,7 +366,7 @@ def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_s
     corpus = Corpus([token_store, digits], [0.25, 0.75])
     config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
     sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
-    of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n)[0].num_rows for n in (1, 4))
+    of_one, of_four = (corpus.pack("validation", "concat", False, 64 * n).packings[0].num_rows for n in (1, 4))
     # The first store has of_one rows of 64 tokens or of_four rows of 256 tokens. If of_one were 4 * of_four, wrong code
     # that multiplies all row indices by 4 would pass the test.
     assert of_one > 4 * of_four

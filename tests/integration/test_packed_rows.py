@@ -151,7 +151,7 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()
-    small, large = (rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64))
+    small, large = (rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64).packings)
     padding = 0.25 * small + 0.75 * large
     assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
     memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)

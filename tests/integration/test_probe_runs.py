@@ -31,9 +31,9 @@ def test_a_run_on_a_probe(tmp_path, capsys):
 
     # The measures, from the logits of the trained model
     trained, corpus = inference.load_trained(folder), load_or_prepare(Config.of(config).data)
-    rows = {"": corpus.pack("validation", "concat", False, 32)[0], "_at_9": corpus.test_rows(32)[9]}
+    rows = {"": corpus.pack("validation", "concat", False, 32), "_at_9": corpus.test_rows(32)[9]}
     for suffix, length in (("", 4), ("_at_9", 9)):
-        numbers = batches.sample_rows(batches.Mixture([rows[suffix]], [1.0]), 3 * config.train.batch_size)
+        numbers = batches.sample_rows(rows[suffix], 3 * config.train.batch_size)
         batch = rows[suffix].read_rows(numbers)
         logits = np.asarray(forward(trained.model, trained.params, batch.tokens_BxT1[:, :-1]))
         right = (logits.argmax(axis=2) == batch.targets_BxT)[:, 1:length + 1]

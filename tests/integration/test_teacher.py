@@ -195,6 +195,7 @@ def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file,
     config.train.teacher_step = 50
     with pytest.raises(UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"):
         train(config, str(folder))
+    config.train.teacher_step = -1
     full.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"):
         train(config, str(folder))

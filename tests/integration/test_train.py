@@ -211,7 +211,7 @@ def test_bigram_loss():
     ({"data__source": "hf:some/corpus", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
     ({"data__source": "tfds:lm1b", "data__store": "nowhere"}, ["smallgpt_jax.prepare", "nowhere"]),
     ({"data__source": " "}, ["config.data.source: is empty"]),
-    ({"data__invalid_items": "drop"}, ["invalid_items='drop'", "'skip'"]),
+    ({"data__invalid_items": "drop"}, ["invalid_items='drop'", "refuse, skip"]),
     ({"data__workers": -1}, ["workers=-1"]),
     ({"data__mixture": "somewhere"}, ["'somewhere' is not FOLDER=WEIGHT"]),
     ({"train__on_nonfinite": "go on"}, ["on_nonfinite='go on'"]),

@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT, XLA_FLAGS, run
 
 from smallgpt_jax.data.corpus import open_existing
-from smallgpt_jax.data.pipeline import pack
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 
@@ -63,7 +62,7 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
     for run_ in runs:
         folder = output / "runs" / f"gpt-seed{run_['seed']}"
         config = read_config(folder)
-        padding = pack(open_existing(config.data), "train", config.data, 64).padding
+        padding = open_existing(config.data).pack("train", "best_fit", False, 64).padding
         assert padding > 0 and run_["memory_bytes"] > 0 and run_["tokens_per_second"] > 0
         evals = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == "eval"]
         assert [(point["step"], point["loss"], point["tokens"], point["flops"]) for point in run_["curve"]] == [

@@ -231,7 +231,7 @@ def two_stores(tmp_path_factory):
 def test_number_of_validation_batches_of_a_mixture(two_stores):
     folders = [item.split("=")[0] for item in two_stores.split(",")]
     corpus = open_mixture(",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]]))
-    texts = batches.Mixture(corpus.pack("train", "concat", False, 32), corpus.weights)
+    texts = corpus.pack("train", "concat", False, 32)
     assert len(batches.validation_batches(texts, 8, limit=1)) == 1
     assert batches.validation_batches(texts, 8, limit=1)[0].loss_mask_BxT.all()
 
@@ -239,7 +239,7 @@ def test_number_of_validation_batches_of_a_mixture(two_stores):
 def test_rows_of_a_mixture_follow_its_weights(two_stores):
     corpus = open_mixture(two_stores)
     assert corpus.weights == (0.25, 0.75)
-    texts = batches.Mixture(corpus.pack("train", "concat", True, 32), corpus.weights)
+    texts = corpus.pack("train", "concat", True, 32)
     order = batches.train_batches(texts, 16, seed=5)
     is_small = np.array([(order[i].tokens_BxT1 < ord("m")).any(axis=1) for i in range(60)])
     assert abs(is_small.cumsum() - np.arange(1, 16 * 60 + 1) / 4).max() <= 1  # after every row
@@ -252,7 +252,7 @@ def test_rows_of_a_mixture_follow_its_weights(two_stores):
     numbers = numbers[numbers < small.num_rows][:2 * small.num_rows]
     for epoch in np.split(numbers, 2):
         assert sorted(epoch) == list(range(small.num_rows))
-    validation = batches.Mixture(corpus.pack("validation", "concat", True, 32), corpus.weights)
+    validation = corpus.pack("validation", "concat", True, 32)
     found = list(batches.validation_batches(validation, 8, limit=4))
     share = np.mean([(rows.tokens_BxT1 < ord("m")).any(axis=1).mean() for rows in found])
     assert share == pytest.approx(0.25, abs=0.05)

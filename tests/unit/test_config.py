@@ -42,7 +42,8 @@ def test_every_recipe_is_a_valid_config(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
     assert config.is_locked
     config = Config.of(config)
-    validate(config, sharding.make_mesh(config.mesh))
+    mesh = sharding.make_mesh(config.mesh)
+    validate(config, sharding.num_batch_shards(mesh), mesh.shape["path"])
 
 
 def test_cgpt_kernel():

@@ -158,7 +158,7 @@ def use_store(folder):
     for split in store.SPLITS:
         assert corpus.bytes_per_token(split) > 0 and len(corpus.fingerprint(split)) >= 0
         for packing in ("concat", "best_fit"):
-            rows, = corpus.pack(split, packing, True, 64)
+            rows = corpus.pack(split, packing, True, 64)
             rows.read_rows(np.arange(rows.num_rows))
 
 

@@ -382,10 +382,7 @@ def test_summary(tmp_path):
 
 
 @pytest.mark.parametrize("changes, substrings", [
-    ({"validation_fraction": 0.0}, ["validation_fraction=0.0"]),
     ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
-    ({"invalid_items": "keep"}, ["invalid_items='keep'", "'skip'"]),
-    ({"workers": 0}, ["--workers=0"]),
     ({"text_field": "body"}, ["line 1"]),
     ({"tokenizer": "nothing"}, ["'nothing'"]),
     ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),

@@ -34,7 +34,7 @@ def corpus_of(name: str, length: int = 5, **fields):
 
 
 def mixture(corpus, split="train"):
-    return batches.Mixture(corpus.pack(split, "concat", False, CONTEXT), (1.0,))
+    return corpus.pack(split, "concat", False, CONTEXT)
 
 
 def examples_of(name: str, length: int = 5, count: int = 60, **fields):
@@ -229,8 +229,8 @@ def test_descriptions_tell_probes_apart():
 # ---------------------------------------------------------------------- options and tokenizer
 
 @pytest.mark.parametrize("name, fields, message", [
-    ("recal", {}, "config.data.source='synthetic:recal': no probe 'recal'; did you mean 'recall'? The probes are "
-     "recall, copy, inverse, boolean, life, addition, parity, s5"),
+    ("recal", {}, "config.data.source='synthetic:recal': no probe 'recal'; choose from recall, copy, inverse, boolean, "
+     "life, addition, parity, s5; did you mean 'recall'?"),
     ("", {}, "config.data.source='synthetic:': no probe ''; choose from recall, "),
     ("copy", {"tokenizer": "gpt2"}, "config.data.tokenizer='gpt2': cannot write the examples of synthetic:copy; set "
      "it to 'symbols'"),

@@ -130,7 +130,11 @@ def test_the_recipe_of_a_run_is_its_config(tmp_path):
     (dict(optimizer__decay_fraction=0.0), r"config.optimizer.decay_fraction=0.0: must be above 0"),
     (dict(optimizer__warmup_steps=-2), r"config.optimizer.warmup_steps=-2: must be at least 0"),
     (dict(train__kept_steps=(0,)), r"config.train.kept_steps=\(0,\): must be integers, at least 1"),
-    (dict(data__workers=-1), r"config.data.workers=-1: must be at least 0")])
+    (dict(data__workers=-1), r"config.data.workers=-1: must be at least 0"),
+    (dict(data__max_document_bytes=0), r"config.data.max_document_bytes=0: must be at least 1"),
+    (dict(data__invalid_utf8="ignore"), r"config.data.invalid_utf8='ignore': must be one of refuse, replace"),
+    (dict(data__invalid_items="keep"), r"config.data.invalid_items='keep': must be one of refuse, skip"),
+    (dict(data__validation_fraction=0.0), r"config.data.validation_fraction=0.0: must be above 0 and below 1")])
 def test_wrong_fields(change, message):
     groups = load_config("gpt").to_dict()
     for name, value in change.items():

@@ -197,8 +197,6 @@ def test_web_text(shared_data):
     ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no string in the field"]),
     ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no string in the field"]),
     ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
-    ("a.txt", b"text", {"invalid_utf8": "ignore"}, ["invalid_utf8='ignore'"]),
-    ("a.txt", b"text", {"max_document_bytes": 0}, ["max_document_bytes=0"]),
     ("a.txt", b"text", {"text_endings": "txt,md"}, ["text_endings='txt,md'", "'txt' is no ending"]),
     ("a.txt", b"text", {"text_endings": ".txt,.parquet"}, [".parquet files are not plain text"]),
 ])

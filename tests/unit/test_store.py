@@ -135,7 +135,7 @@ def test_refuses_ids_that_are_not_in_the_vocabulary(stores, tmp_path, packing, d
     ids = np.memmap(folder / "train.bin", dtype, "r+")
     ids[len(ids) // 2] = foreign  # after opening, which reads only a sample of the ids, but all of this small store
     ids.flush()
-    rows = batches.Mixture(corpus.pack("train", packing, False, 32), (1.0,))
+    rows = corpus.pack("train", packing, False, 32)
     readable = 0
     with pytest.raises(UserError, match=rf"train.bin: damaged, has the id {foreign}, but its vocabulary has only 257"):
         for row in range(rows.num_rows):

@@ -1,0 +1,45 @@
+"""The rules of CONTRIBUTING.md about imports, and limits for the length of functions and docstrings."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+from smallgpt_jax.__main__ import COMMANDS
+
+PACKAGE = Path(__file__).parents[2] / "smallgpt_jax"
+SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"):
+           path.read_text() for path in PACKAGE.rglob("*.py")}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
+# From the top layer down: a module imports its own layer and those below.
+LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation"), ("training",),
+          ("analysis", "inference"), ("run", "data", "models"), ("ops",), ("devices",),
+          ("storage", "recipes", "config_group"), ("errors", "formatting", "output"))
+
+
+def imports_of(name: str) -> set[str]:
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = node.module.removeprefix("smallgpt_jax").removeprefix(".")
+            parts = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
+            found |= {part if part in SOURCES else module for part in parts}
+    return found & SOURCES.keys() - {"__init__", name}
+
+
+def test_imports_go_one_way_and_not_in_a_circle():
+    layer_of = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+    graph = {name: imports_of(name) for name in SOURCES.keys() - {"__init__"}}
+    assert sum(map(len, graph.values())) > 500
+    assert [(name, imported) for name, modules in graph.items() for imported in modules
+            if layer_of[imported.split(".")[0]] < layer_of[name.split(".")[0]]] == []
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_functions_and_docstrings_are_short():
+    functions = [node for node in NODES if isinstance(node, ast.FunctionDef)]
+    assert [function.name for function in functions if function.end_lineno - function.lineno >= 60] == []
+    documented = [node.body[0] for node in NODES if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+                  and ast.get_docstring(node, clean=False) is not None]
+    lines = sum(docstring.end_lineno - docstring.lineno + 1 for docstring in documented)
+    assert 0 < lines <= 0.11 * sum(len(source.splitlines()) for source in SOURCES.values())

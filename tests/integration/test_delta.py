@@ -65,6 +65,7 @@ def decode(model, params, ids) -> DecodeSession:
     return DecodeSession(model, layout.pack(model, jax.device_get(params)), 64, [list(map(int, row)) for row in ids])
 
 
+@pytest.mark.slow
 def test_copies_of_rows_and_finished_rows():
     """Copies of a row have its state. A row without new tokens keeps its state while others continue."""
     model = build("gpt", **SIZES, mixers=("delta",), scan_layers=False)
@@ -96,7 +97,9 @@ def test_bfloat16_stays_near_float32():
     assert 0 < np.sqrt(np.mean((a - b)**2)) < 0.03 * np.std(a)
 
 
-@pytest.mark.parametrize("architecture, widths", [("gpt", [16] * 3), ("pgpt", [16] * 2), ("lgpt", [16, 16, 8])])
+@pytest.mark.parametrize("architecture, widths", [
+    ("gpt", [16] * 3), pytest.param("pgpt", [16] * 2, marks=pytest.mark.slow),
+    pytest.param("lgpt", [16, 16, 8], marks=pytest.mark.slow)])
 def test_plan_counts_delta(architecture, widths):
     """Parameters and FLOPs per token, which do not depend on the context, unlike those of attention."""
     pattern = HYBRID if architecture != "pgpt" else ("delta", "attention")

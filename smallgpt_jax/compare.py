@@ -211,7 +211,8 @@ def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
 
 
 def repeating_command() -> str:
-    return shlex.join(["python", "-m", "smallgpt_jax.compare", *sys.argv[1:]])
+    given = [argument for argument in sys.argv[1:] if argument != "--config.compare.train=false"]  # trains nothing
+    return shlex.join(["python", "-m", "smallgpt_jax.compare", *given])
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ def test_a_killed_comparison_ends_with_the_same_report(compare, tmp_path):
         found = json.loads((output / "results.json").read_text())
         finished = [run for run in found["runs"] if run["is_finished"]]
         losses = [rate["loss"] for rate in found["learning_rates"]["gpt@20k"]["rates"]]
+        assert "compare.train=" not in found["command"]
         assert not started and len(finished) == (0, 14, 18)[number] and (None in losses) == (number == 0)
     events, _ = compare(before_end=kill, rates="0.5,1,2")
     assert len(killed) == 3 and events[0][0] == killed[-1] and len(events) == 6

@@ -74,7 +74,8 @@ def similar_shapes(gpu: str, shape: str) -> list[str]:
 
 def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
-        raise UserError(f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}")
+        raise UserError(f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}, in an "
+                        "environment of its own: with it, each JAX program warns that there is no GPU")
     assume_cudnn()
     hosts, _, per_host = shape.rpartition("x")
     try:

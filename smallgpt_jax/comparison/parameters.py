@@ -63,40 +63,61 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
     widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
-    fields, counts = config.model.to_dict(), {}
+    fields = config.model.to_dict()
+    num_heads_of: dict[int, int] = {}  # {width: preferred number of heads}
 
     def valid_widths(num_heads: int) -> list[int]:
-        return [width for width in range(num_heads, widest, num_heads)
-                if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
-                and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
+        widths = [width for width in range(num_heads, widest, num_heads)
+                  if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
+                  and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
+        for width in widths:
+            num_heads_of.setdefault(width, num_heads)
+        return widths
 
-    def count(num_heads: int, width: int) -> int:
-        # Counting traces the model, which takes seconds for deep models. The number of heads does not change the count.
-        if width not in counts:
-            counts[width] = num_parameters(resize(config, width, num_heads))
-        return counts[width]
+    # Counting parameters traces the model, which takes seconds for deep models. The number of heads does not change the
+    # count, so each width is counted only once. The count grows with the width, so one search over the widths covers
+    # all numbers of heads.
+    @functools.cache
+    def count(width: int) -> int:
+        return num_parameters(resize(config, width, num_heads_of[width]))
 
-    others = sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))
-    found, width = [], config.model.d_model  # (relative error, width, number of heads)
-    for num_heads in (heads, *(() if config.model.get("head_dim") else others)):
-        if widths := valid_widths(num_heads):
-            width = nearest_width(widths, width, target, functools.partial(count, num_heads))
-            found.append((abs(counts[width] / target - 1), width, num_heads))
-            if found[-1][0] <= PARAMETER_TOLERANCE:
-                break
-    _, width, num_heads = min(found, key=lambda one: one[0])
-    return resize(config, width, num_heads)
+    def is_near(width: int) -> bool:
+        return abs(count(width) / target - 1) <= PARAMETER_TOLERANCE
+
+    start = config.model.d_model
+    if own := valid_widths(heads):
+        width = nearest_width(own, start, target, count)
+        if is_near(width):
+            return resize(config, width, heads)
+    others = {} if config.model.get("head_dim") else {
+        num_heads: valid_widths(num_heads) for num_heads in
+        sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
+    widths = sorted(num_heads_of)
+    width = nearest_width(widths, start, target, count)
+    if not is_near(width):
+        return resize(config, width, num_heads_of[width])
+    least, most = (first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count) for sign in (-1, 1))
+    near = range(widths[least], widths[most] + is_near(widths[most]))
+    num_heads, candidates = next(
+        (num_heads, inside) for num_heads, candidates in others.items()
+        if (inside := [width for width in candidates if width in near]))
+    return resize(config, nearest_width(candidates, start, target, count), num_heads)
 
 
-def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    """Searches the first width with at least `target` parameters from `start` on; it or the one before is nearest."""
+def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
+    """Returns the index of the first width with at least `target` parameters, or the last index if there is none."""
     low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:
         i = min(max(guess, low), high - 1)
         low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
         # The number of parameters grows almost quadratically with the width, so this guess is close.
         guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
-    return min(widths[max(0, low - 1):low + 1], key=lambda width: abs(count(width) - target))
+    return low
+
+
+def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
+    i = first_at_least(widths, start, target, count)
+    return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
 
 
 def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:

@@ -65,7 +65,7 @@ from smallgpt_jax.training import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 50)  # as in commands (smallgpt_jax/cli.py): a third of the time of tracing otherwise
-gc.freeze()  # what the imports have allocated is not garbage
+gc.freeze()  # the objects of imported modules are never garbage
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from smallgpt_jax.config_group import field_types
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ARCHITECTURES, ModelConfig
+from smallgpt_jax.models.mixers import MIXERS
 
 MAX_POSITIONS = 2**31 - 1  # positions are int32
 MAX_NUMBER = 3e38  # the largest number in float32
-MIXER_FIELDS = {"delta": ("delta_head_dim", "delta_value_ratio"), "mamba": ("mamba_state", "mamba_expand")}
 MAX_ITEMS = 1024  # characters or items in the value of a field
 FLOAT_FIELDS = {name for trunk in ARCHITECTURES.values() for name, kind in field_types(trunk.Config).items()
                 if kind is float}
@@ -132,7 +132,8 @@ def first_other(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> tup
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible. For example, num_kv_heads = num_heads becomes 0."""
-    unused = [name for mixer, names in MIXER_FIELDS.items() if mixer not in config.mixers for name in names]
+    unused = [name for mixer in MIXERS if mixer not in ("attention", *config.mixers)
+              for name in field_types(ModelConfig) if name.startswith(f"{mixer}_")]
     return dataclasses.replace(
         config, **{name: getattr(ModelConfig, name) for name in unused},
         num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,

@@ -31,7 +31,7 @@ STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
 
 
 @dataclasses.dataclass(frozen=True)
-class FileSet(Member, abc.ABC):
+class FileSet(Member):
     """A file, a folder with its subfolders, or a glob."""
 
     name: str

@@ -4,6 +4,7 @@ A source consists of parts (files or shards), and a part consists of items, such
 with valid, non-empty text is a document. Reading can resume at any `Place` in the source.
 """
 
+import abc
 import dataclasses
 import hashlib
 import itertools
@@ -62,17 +63,17 @@ class Part:
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
 
 
-class Member:
-    """What a name in config.data.source stands for: files, a dataset. Nothing is read before the parts are needed."""
+class Member(abc.ABC):
+    """The files or the dataset that a name in config.data.source names. Nothing is read before the parts are needed."""
 
     is_local: bool
     name: str  # in config.data.source
     num_bytes: int  # 0 if unknown
     identity: list  # changes when the text changes
 
+    @abc.abstractmethod
     def parts(self, passage: int) -> list[Part]:
         """Returns the parts; plain text is split into passages of at most `passage` characters."""
-        raise NotImplementedError
 
     def message(self) -> str:
         return ""

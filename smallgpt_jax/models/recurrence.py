@@ -1,4 +1,4 @@
-"""What recurrent mixers share: the state in the cache, padding, documents, initial steps."""
+"""Parts of all recurrent mixers: the state in the cache, padding, documents, initial steps."""
 
 import math
 from collections.abc import Callable

@@ -42,10 +42,8 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
         """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
         dtype = self.config.dtype
-        # Gather the embedding, because devices look up whole rows. Keep it in float32, because the gradient of a
-        # frequent token sums too many terms for bfloat16.
-        table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
-        x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
+        # The table stays float32, because the gradient of a frequent token sums too many terms for bfloat16.
+        x_BxTxD = sharding.look_up(self.token_embedding, TABLE_AXES, tokens_BxT, dtype)
         if self.config.position == "learned":
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)

@@ -149,6 +149,15 @@ def test_data_parallel_traffic_is_the_gradients_alone(microbatches):
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes <= 16  # up to 16 bytes are scalars, such as the loss
 
 
+def test_fsdp_gathers_weights_but_not_the_embedding():
+    """Devices exchange tokens and rows of the embedding, forward and backward. All weights but scales are sharded."""
+    program, step = compiled_program("gpt", 8, **mesh(fsdp=8))
+    traffic, params = hlo.HloModule(step.as_text()).collectives(), models.abstract_params(program.model)
+    matrices = sum(p.size for p in jax.tree.leaves(params) if p.name != "scale")
+    assert traffic["all-gather"]["bytes"] == 4 * (matrices - 64 * 16 + 16 * 32)
+    assert traffic["all-to-all"]["bytes"] == 4 * 2 * 32 * 16  # both all-to-alls share a channel
+
+
 def test_packed_rows_in_microbatches_on_eight_devices():
     """Loss and gradient norm match one microbatch on one device. The microbatches have different numbers of targets."""
     rng = np.random.default_rng(0)

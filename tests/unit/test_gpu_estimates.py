@@ -266,20 +266,44 @@ def test_the_figures_of_a_gpu_agree():
 
 # ---------------------------------------------------------------------- the compiler
 
+def planned_for(topology: str, recipe: str, *flags: str) -> dict:
+    """Returns the JSON of `plan` for the size quickstart in bfloat16."""
+    result = run("plan", f"--config=configs/{recipe}.py:quickstart", "--config.model.dtype=bfloat16",
+                 f"--topology={topology}", "--json", *flags, XLA_FLAGS="")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
 @pytest.mark.slow
 @needs_gpu_compiler
-def test_a_gpu_program():
-    """The estimate of quickstart for one H100: memory of the compiled programs, kernels, no faster than the peak."""
-    result = run("plan", "--config=configs/gpt.py:quickstart", "--config.model.dtype=bfloat16", "--topology=h100:1",
-                 "--json", XLA_FLAGS="")
-    assert result.returncode == 0, result.stderr
-    planned = json.loads(result.stdout)
+@pytest.mark.parametrize("recipe, attention_calls", [
+    ("gpt", 2 * 4), ("pgpt", 2 * 2), ("lgpt", 2 * 4), ("llama", 2 * 4), ("moe", 2 * 4)])  # forward, backward; by block
+def test_gpu_programs(recipe, attention_calls):
+    """The estimate of quickstart for one H100: memory of the compiled programs, kernels, no faster than the peak. The
+    two paths of pgpt share calls of the attention kernel.
+    """
+    planned = planned_for("h100:1", recipe)
     assert planned["fits"] and planned["hbm_bytes"] == 80e9 and planned["collectives"] == {}
     assert planned["argument_bytes"] == pytest.approx(12 * planned["parameters"], rel=0.01)  # weights and moments
     assert planned["needed_bytes"] == pytest.approx(planned["argument_bytes"] + planned["temp_bytes"], rel=0.01)
-    assert planned["kernels"]["cuDNN"]["count"] == 2 * 4  # forward and backward in 4 blocks
-    assert planned["kernels"]["cuBLASLt"]["count"] >= 3 * (4 * 4 + 1)
+    assert planned["argument_bytes"] < planned["eval_needed_bytes"] < planned["needed_bytes"]
+    assert planned["kernels"]["cuDNN"]["count"] == attention_calls
+    assert planned["kernels"]["cuBLASLt"]["count"] >= 3 * (4 * attention_calls // 2 + 1)
     assert PLAIN_PRODUCTS not in planned["kernels"]
     kernel_seconds = sum(kernels["seconds"] for kernels in planned["kernels"].values())
     assert planned["estimated_step_seconds"] == pytest.approx(kernel_seconds)
     assert 0 < planned["estimated_mfu"] < 1
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_fsdp_on_gpus_sums_gradients_with_reduce_scatters():
+    """Weights are gathered, and gradients are scattered, as bfloat16. Of the embedding, only the rows of the tokens are
+    exchanged, forward and backward: 1 · 128 vectors of width 128 per device.
+    """
+    found = planned_for("h100:8", "gpt", "--config.mesh.data=1", "--config.mesh.fsdp=8")
+    sent, weights = found["collectives"], found["parameters"] - 1024 * 128
+    assert sent["all-gather"]["bytes"] == pytest.approx(2 * weights, rel=0.02)
+    assert sent["reduce-scatter"]["bytes"] == pytest.approx(2 * weights / 8, rel=0.02)
+    assert sent["all-to-all"]["bytes"] == 2 * 2 * 128 * 128
+    assert sent["all-reduce"]["bytes"] < 4 * 10_000  # norms and scalars

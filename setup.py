@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SCRIPTS = ("train", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose")
+SCRIPTS = ("train", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose", "diagnose")
 
 
 class BuildWithRecipes(build_py):

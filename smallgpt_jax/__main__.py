@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose")
+COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose", "diagnose")
 
 
 def run_script(command: str) -> None:
@@ -23,7 +23,7 @@ def run_script(command: str) -> None:
 
 
 # The functions that setup.py names in console_scripts.
-train, prepare, generate, plan, evaluate, convert, compare, choose = (
+train, prepare, generate, plan, evaluate, convert, compare, choose, diagnose = (
     functools.partial(run_script, command) for command in COMMANDS)
 
 

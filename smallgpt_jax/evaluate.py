@@ -18,7 +18,7 @@ import time
 
 from absl import flags
 
-from smallgpt_jax import cli, inference, models
+from smallgpt_jax import cli, inference
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import report, run
@@ -41,6 +41,7 @@ _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the benchmarks' o
                                 "instead of the Hugging Face hub; see docs/evaluation.md.")
 _PATHS = flags.DEFINE_string("paths", "all", "For pgpt, the paths to evaluate: all, best (the path with the "
                              "largest weight), or indices such as 0,1.")
+_SKIP_BLOCKS = flags.DEFINE_list("skip_blocks", [], "Numbers of blocks to leave out, such as 3,4; see docs/inside.md.")
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
 _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Few-shot examples before each question. Default: the "
                                     "number in the task's own config, usually 0.", lower_bound=0)
@@ -67,19 +68,22 @@ def main() -> None:
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
                         "Hugging Face hub")
-    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
+    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
+    trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
     is_one_path = _PATHS.value != "all" and config.num_paths == 1
     model_name = "pgpt, one path" if is_one_path else config.architecture
     if _DTYPE.value:
         config = dataclasses.replace(config, dtype=_DTYPE.value)
-    model = models.LanguageModel(config)
+    model = trained.model.clone(config=config)
 
     folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
     scores = cache_folder() / "scores" if is_remote(folder) else folder  # lm_eval stores scores in a local database
     for created in (folder, scores):
         created.mkdir(parents=True, exist_ok=True)
-    prefix = join_name_parts(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value)
+    skipped = "_".join(_SKIP_BLOCKS.value)
+    prefix = join_name_parts(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
+                             skipped and f"without{skipped}", _DTYPE.value)
     limit = _LIMIT.value
     if limit == 0:
         raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")

@@ -38,6 +38,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bou
 _PATHS = flags.DEFINE_string(
     "paths", "all", "If the model is a pgpt, the paths to use: all, best (the path with the largest weight), or "
     "indices such as 0,1.")
+_SKIP_BLOCKS = flags.DEFINE_list("skip_blocks", [], "Numbers of blocks to leave out, such as 3,4; see docs/inside.md.")
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint to load. Default: the newest.")
 flags.mark_flag_as_required("workdir")
 
@@ -46,7 +47,7 @@ def main() -> None:
     prompts = _PROMPT.value
     if prompts is not None and "" in prompts:
         raise UserError("--prompt: is empty; leave it out to begin a new document")
-    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value)
+    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value)
     new_tokens = _MAX_NEW_TOKENS.value
     if new_tokens is None:
         quarter = max(1, model.model.config.context_length // 4)

@@ -5,8 +5,9 @@
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=h100:8
 
 TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). GPU topologies need no
-GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size that fits. The exit status is 1 if
-training or evaluation does not fit into the memory of the devices.
+GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size that fits. --inference estimates
+decoding on one of the devices instead of training. The exit status is 1 if training or evaluation does not fit into the
+memory of the devices.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ import sys
 import jax
 from absl import flags
 
-from smallgpt_jax import cli
+from smallgpt_jax import cli, models
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import topologies
+from smallgpt_jax.estimation import inference, topologies
 from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.run.config import Config
@@ -33,6 +34,8 @@ _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Devices to compile for: v5e:4x4, v5p:2x2x1, v6e:16x16, v4:2x2x1, other shapes of these chips; "
     f"h100:8, h100:2x8 (two hosts), other numbers of these GPUs: {', '.join(topologies.GPUS)}; or cpu:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch size that fits; compiles many times.")
+_INFERENCE = flags.DEFINE_bool("inference", False, "Estimate decoding on one device, instead of training.")
+_BATCH = flags.DEFINE_integer("batch", 1, "With --inference: texts that are decoded together.", lower_bound=1)
 _JSON = flags.DEFINE_bool("json", False, "Print the estimate as one JSON object, without the table.")
 flags.mark_flags_as_required(["config", "topology"])
 
@@ -40,9 +43,18 @@ PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 def main() -> None:
+    if _INFERENCE.value and _SEARCH.value:
+        raise UserError("--search: cannot be combined with --inference, which shows the largest batch; remove it")
     config, devices = Config.of(_CONFIG.value), topologies.topology_devices(_TOPOLOGY.value)
     with preemption.handle_signals("stopped"):
-        plan(config, devices)
+        (plan_inference if _INFERENCE.value else plan)(config, devices)
+
+
+def plan_inference(config: Config, devices: list[jax.Device]) -> None:
+    print(f"compiling for {_TOPOLOGY.value}; large models take minutes", file=sys.stderr, flush=True)
+    found = inference.estimate_inference(models.LanguageModel(config.model), devices[0], _BATCH.value)
+    print(json.dumps(dataclasses.asdict(found)) if _JSON.value else
+          inference.format_inference(found, config.model.architecture))
 
 
 def plan(config: Config, devices: list[jax.Device]) -> None:

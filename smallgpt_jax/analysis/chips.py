@@ -11,12 +11,15 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak FLOP/s (bfloat16, dense), bytes of memory and, for TPUs, clock rate in Hz and cores per JAX device."""
+    """Peak FLOP/s (bfloat16, dense), bytes of memory and, for TPUs, clock rate in Hz, cores per JAX device, and bytes/s
+    of the memory (those of GPUs are in estimation/gpus.py).
+    """
 
     flops: float
     hbm: float
     hertz: float | None = None
     cores: int = 1
+    bandwidth: float | None = None
 
 
 # A TPU's or GeForce's key is JAX's device_kind; another GPU's key is a prefix of the device_kind.
@@ -28,10 +31,10 @@ class Chip:
 # sparsity, such as 1,513 TFLOP/s for H100 PCIe. The table below has the dense speed, which is half of that, with sums
 # in float32.
 CHIPS = {
-    "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2),
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9)),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9, cores=2)),
-    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Chip(918e12, 32 * GiB, 1.75e9)),
+    "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2, bandwidth=1.2e12),
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9, bandwidth=819e9)),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9, cores=2, bandwidth=2765e9)),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Chip(918e12, 32 * GiB, 1.75e9, bandwidth=1.6e12)),
     "NVIDIA A100": Chip(312e12, 80e9),
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), Chip(312e12, 40e9)),
     "NVIDIA H100": Chip(989e12, 80e9),

@@ -13,6 +13,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.inference.single_blocks import without_blocks
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
@@ -23,13 +24,14 @@ from smallgpt_jax.storage.paths import as_path
 
 
 def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all",
-         trust_custom_code: bool = False) -> TextModel:
+         trust_custom_code: bool = False, skip_blocks: Sequence[str | int] = ()) -> TextModel:
     """Returns the model of a workdir, on the default device.
 
     `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best" (the one with the
     largest weight), or indices such as "0,1". Without `trust_custom_code`, custom modules must already be imported.
+    `skip_blocks` are the numbers of blocks to leave out (see `single_blocks`), counted in the chosen paths.
     """
-    trained = load_trained(folder, step, trust_custom_code).with_paths(paths)
+    trained = load_trained(folder, step, trust_custom_code).with_paths(paths).without_blocks(skip_blocks)
     return build_text_model(trained.model, trained.params, trained.tokenizer, trained.model_state)
 
 
@@ -56,6 +58,9 @@ class TrainedModel(NamedTuple):
         config, params, model_state = with_paths(
             self.model.config, self.params, self.model_state, select_paths(self.model, self.params, paths))
         return self._replace(model=models.LanguageModel(config), params=params, model_state=model_state)
+
+    def without_blocks(self, numbers: Sequence[str | int]) -> "TrainedModel":
+        return self._replace(model=without_blocks(self.model, numbers))
 
 
 def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False) -> TrainedModel:

@@ -10,7 +10,7 @@ QUERIES = 128  # queries per chunk
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """The oracle of tests and benchmarks: computes all scores at once, including masked ones."""
+    """The oracle of tests and benchmarks: computes all scores at once, including masked ones. Values of any width."""
     time = q_BxHxTxK.shape[2]
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, 0, slice(0, time))
 
@@ -39,10 +39,10 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, start: int, keys: slice):
     """Returns (B, H, T, K). Normalizing after the product with the values saves a pass over the (T, S) weights."""
-    batch, heads, time, head_width = q_BxHxTxK.shape
+    batch, heads, time, _ = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups
-    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, head_width)  # R: queries per key–value head
+    q_BxGxRxK = q_BxHxTxK.reshape(batch, groups, per_group * time, -1)  # R: queries per key–value head
     is_bfloat16 = bfloat16.applies(q_BxHxTxK.dtype)
     scores_BxGxRxS = bfloat16.product(q_BxGxRxK, jnp.swapaxes(k_BxGxSxK, 2, 3)) if is_bfloat16 else jnp.einsum(
         "bhtk,bhsk->bhts", q_BxGxRxK, k_BxGxSxK, preferred_element_type=jnp.float32)
@@ -58,4 +58,4 @@ def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slope
     y_BxGxRxK = bfloat16.product(weights_BxGxRxS, v_BxGxSxK) if is_bfloat16 else jnp.einsum(
         "bhts,bhsk->bhtk", weights_BxGxRxS.astype(v_BxGxSxK.dtype), v_BxGxSxK, preferred_element_type=jnp.float32)
     y_BxGxRxK = (y_BxGxRxK / jnp.sum(weights_BxGxRxS, axis=-1, keepdims=True)).astype(v_BxGxSxK.dtype)
-    return y_BxGxRxK.reshape(batch, heads, time, head_width)
+    return y_BxGxRxK.reshape(batch, heads, time, -1)

@@ -13,6 +13,7 @@ SESSIONS_FILE = "sessions.jsonl"  # one line per start, resumption or divergence
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged_checkpoints"
 EVALUATION_FOLDER = "evaluations"
+DIAGNOSIS_FOLDER = "diagnosis"
 PROFILE_FOLDER = "profile"
 CURVES_FILE = "curves.png"
 TRACKER_FILE = "tracker.json"  # the tracker's id of the run

@@ -12,8 +12,8 @@ SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
 # From the top layer down: a module imports its own layer and those below.
-LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation"), ("training",),
-          ("analysis", "inference"), ("run", "data", "models"), ("ops",), ("devices",),
+LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation", "inside"),
+          ("training",), ("analysis", "inference"), ("run", "data", "models"), ("ops",), ("devices",),
           ("storage", "recipes", "config_group"), ("errors", "formatting", "output"))
 
 
@@ -43,3 +43,8 @@ def test_functions_and_docstrings_are_short():
                   and ast.get_docstring(node, clean=False) is not None]
     lines = sum(docstring.end_lineno - docstring.lineno + 1 for docstring in documented)
     assert 0 < lines <= 0.11 * sum(len(source.splitlines()) for source in SOURCES.values())
+
+
+def test_few_modules_are_directly_in_the_package():
+    """They are commands, and what all parts use."""
+    assert len([name for name in SOURCES if "." not in name and (PACKAGE / f"{name}.py").exists()]) <= 20

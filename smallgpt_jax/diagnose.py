@@ -1,0 +1,36 @@
+"""Shows what happens inside a trained model: with depth, in attention, by position, and without some of its parts.
+
+    python -m smallgpt_jax.diagnose --workdir=runs/pgpt
+    python -m smallgpt_jax.diagnose --workdir=runs/moe --text=code.txt --text=poems.txt
+
+Prints a table, and writes diagnose.json and plots to WORKDIR/diagnosis. docs/inside.md explains the measures.
+"""
+
+import functools
+import sys
+
+from absl import flags
+
+from smallgpt_jax import cli
+from smallgpt_jax.inside import diagnosis, table
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
+_TRUST = cli.define_trust()
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
+_TEXT = flags.DEFINE_multi_string("text", [], "Text file to observe the model on; repeatable. Default: the run's "
+                                  "validation split.")
+_WINDOWS = flags.DEFINE_integer("windows", 64, "Windows of context_length tokens per text.", lower_bound=1)
+_DEEP = flags.DEFINE_integer("deep", 24, "Blocks of the untrained model whose collapse without skip connections is "
+                             "measured; 0: none.", lower_bound=0)
+flags.mark_flag_as_required("workdir")
+
+
+def main() -> None:
+    log = functools.partial(print, file=sys.stderr, flush=True)
+    content = diagnosis.diagnose(
+        _WORKDIR.value, _STEP.value, _TEXT.value, _WINDOWS.value, _DEEP.value, _TRUST.value, log)
+    print("\n".join(table.lines(content)))
+
+
+if __name__ == "__main__":
+    cli.run(main)

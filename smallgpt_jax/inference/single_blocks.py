@@ -1,0 +1,79 @@
+"""Forward passes in which every block is called by itself, so that blocks can be observed, changed or left out.
+
+Training scans over stacked blocks. Decoding calls them one by one, and a prefill computes the same function as the
+forward pass. Blocks have the numbers of these calls, from 0 on: in a pgpt, those of path 0 come first; a block that is
+applied twice has two numbers.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import LanguageModel, abstract_variables
+from smallgpt_jax.models.block import Block
+from smallgpt_jax.models.context import EVALUATION, Context
+
+
+@contextlib.contextmanager
+def replaced_blocks(replacement: Callable):
+    """In decoding, `replacement(number, block, x_BxTxD)` is computed in place of block(x_BxTxD)."""
+    numbers = itertools.count()
+
+    def intercept(call, arguments, keywords, method: nn.module.InterceptorContext):
+        if not isinstance(method.module, Block) or method.method_name != "__call__":
+            return call(*arguments, **keywords)
+        x_BxTxD, *others = arguments
+        return replacement(next(numbers), lambda x_BxTxD: call(x_BxTxD, *others, **keywords), x_BxTxD)
+
+    with nn.intercept_methods(intercept):
+        yield
+
+
+def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__"):
+    """Returns what `model.apply` with `method`, a function of (tokens, context), returns, up to rounding."""
+    batch, time = tokens_BxT.shape
+    context = Context(cache_length=time, start_B=jnp.zeros(batch, jnp.int32), length_B=jnp.full(batch, time))
+    return model.apply(variables, tokens_BxT, context, method=method, mutable=["cache", "calls"])[0]
+
+
+def num_blocks(model: LanguageModel) -> int:
+    """Returns the number of calls of `models.block.Block`; other classes of blocks do not count."""
+    calls = []
+
+    def count(number, block, x_BxTxD):
+        calls.append(number)
+        return block(x_BxTxD)
+
+    with replaced_blocks(count):
+        tokens = jax.ShapeDtypeStruct((1, 1), "int32")
+        jax.eval_shape(lambda variables, tokens: prefill(model, variables, tokens), abstract_variables(model), tokens)
+    return len(calls)
+
+
+class WithoutBlocks(LanguageModel):
+    """A model without the blocks that have these numbers: x stays as it is. They need neither time nor a cache."""
+
+    left_out: tuple[int, ...] = ()
+
+    def hidden(self, tokens_BxT, context: Context = EVALUATION):
+        if self.is_initializing():
+            return super().hidden(tokens_BxT, context)
+        if not context.decode:
+            return prefill(self.clone(parent=None), self.variables, tokens_BxT, "hidden")
+        with replaced_blocks(lambda number, block, x_BxTxD: x_BxTxD if number in self.left_out else block(x_BxTxD)):
+            return super().hidden(tokens_BxT, context)
+
+
+def without_blocks(model: LanguageModel, numbers: Sequence[str | int]) -> LanguageModel:
+    if not numbers:
+        return model
+    chosen, count = {str(number).strip() for number in numbers}, num_blocks(model)
+    if unknown := sorted(chosen - set(map(str, range(count)))):
+        raise UserError(f"skip_blocks={','.join(map(str, numbers))}: no block {', '.join(unknown)}; " + (
+            f"choose from 0 to {count - 1}" if count else "only models of this package's blocks can skip some"))
+    return WithoutBlocks(model.config, tuple(sorted(map(int, chosen))))

@@ -1,0 +1,46 @@
+"""Losses of whole models, and of models without some of their blocks. Shapes: N windows, T positions, L blocks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
+from smallgpt_jax.models import LanguageModel
+
+LOGITS = 2**26  # entries that are computed at a time
+
+
+def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.ndarray:
+    """Returns −ln p of each next token in nats, (N, T), with the blocks for which `kept_L` is true."""
+    rows = max(1, LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
+    batches = [windows_NxT1[start:start + rows] for start in range(0, len(windows_NxT1), rows)]
+    return np.concatenate([_token_losses(model, variables, batch, np.asarray(kept_L, bool)) for batch in batches])
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _token_losses(model: LanguageModel, variables, windows_BxT1, kept_L):
+    def replacement(number, block, x_BxTxD):
+        return jnp.where(kept_L[number], block(x_BxTxD), x_BxTxD)
+
+    with jax.default_matmul_precision("highest"), replaced_blocks(replacement):
+        logits_BxTxV = prefill(model, variables, windows_BxT1[:, :-1])
+    target_BxT = jnp.take_along_axis(logits_BxTxV, windows_BxT1[:, 1:, None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_BxTxV, axis=-1) - target_BxT
+
+
+def in_context_score(losses_NxT: np.ndarray) -> tuple[float, float]:
+    """Returns the mean and standard error over windows of: loss at the last tenth of the positions − loss around the
+    first tenth (from 5% to 15%). Olsson et al. (arXiv 2209.11895) use positions 500 and 50 of 512.
+    """
+    time = losses_NxT.shape[1]
+    tenth = max(1, time // 10)
+    late_N = losses_NxT[:, -tenth:].mean(axis=1)
+    early_N = losses_NxT[:, time // 20:time // 20 + tenth].mean(axis=1)
+    return mean_and_error(late_N - early_N)
+
+
+def mean_and_error(values_N: np.ndarray) -> tuple[float, float]:
+    error = values_N.std(ddof=1) / np.sqrt(len(values_N)) if len(values_N) > 1 else np.nan
+    return float(values_N.mean()), float(error)

@@ -1,0 +1,63 @@
+"""Measures of activations, (T, D) for T positions of width D, and of a matrix A of attention weights, (T, T)."""
+
+import jax.numpy as jnp
+
+
+def residual_to_rank_one(x_TxD):
+    """Returns ‖R‖/‖X‖ with R = X − 1·mean_t(X): 0 if all tokens are equal. ‖A‖ = √(‖A‖₁·‖A‖_∞), the norm of Dong et al.
+    (arXiv 2103.03404, section 2.1).
+    """
+    return composite_norm(x_TxD - jnp.mean(x_TxD, axis=0, keepdims=True)) / composite_norm(x_TxD)
+
+
+def composite_norm(x_TxD):
+    absolute = jnp.abs(x_TxD)
+    return jnp.sqrt(jnp.max(jnp.sum(absolute, axis=0)) * jnp.max(jnp.sum(absolute, axis=1)))
+
+
+def token_similarity(x_TxD):
+    """Returns the mean cosine over all pairs of different positions, (‖Σ x̂_t‖² − T) / (T·(T − 1))."""
+    time, sum_D = len(x_TxD), jnp.sum(normalized(x_TxD), axis=0)
+    return (jnp.sum(jnp.square(sum_D)) - time) / (time * (time - 1))
+
+
+def neighbour_similarity(x_TxD):
+    """Returns the mean cosine of adjacent positions."""
+    unit_TxD = normalized(x_TxD)
+    return jnp.mean(jnp.sum(unit_TxD[1:] * unit_TxD[:-1], axis=1))
+
+
+def normalized(x_TxD):
+    return x_TxD / jnp.linalg.norm(x_TxD, axis=1, keepdims=True)
+
+
+def effective_rank(matrix):
+    """Returns exp(entropy of σ/Σσ), σ the singular values (Roy & Vetterli, 2007): from 1 to the number of σ."""
+    values = jnp.linalg.svd(matrix, compute_uv=False)
+    return jnp.exp(entropy(values / jnp.sum(values)))
+
+
+def entropy(p):
+    """Returns −Σ p·ln p over the last axis; 0·ln 0 is 0."""
+    return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0), axis=-1)
+
+
+def attention_entropy(weights_TxT, window: int = 0):
+    """Returns the mean over t ≥ 1 of entropy / ln(n), with n the number of keys that t can attend to: 1 is uniform."""
+    reach_T = jnp.arange(1, len(weights_TxT) + 1)
+    reach_T = jnp.minimum(reach_T, window) if window else reach_T
+    return jnp.mean(entropy(weights_TxT)[1:] / jnp.log(jnp.maximum(reach_T[1:], 2)))
+
+
+def first_weight(weights_TxT):
+    """Returns the mean weight of the positions t ≥ 1 on position 0."""
+    return jnp.mean(weights_TxT[1:, 0])
+
+
+def log_determinant(weights_TxT):
+    """Returns ln det A = Σ ln a_tt: a causal matrix is triangular."""
+    return jnp.sum(jnp.log(jnp.maximum(jnp.diagonal(weights_TxT), jnp.finfo(jnp.float32).tiny)))
+
+
+STREAM = {"residual": residual_to_rank_one, "token_similarity": token_similarity,
+          "neighbour_similarity": neighbour_similarity, "effective_rank": effective_rank}

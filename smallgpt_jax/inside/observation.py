@@ -1,0 +1,110 @@
+"""Measures of one window inside a model. Modules stay as they are: interceptors see their calls in a prefill.
+
+Shapes: B batch (1), T time, D width, H heads, G key–value heads, K head width or experts per token.
+"""
+
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
+from smallgpt_jax.inside import measures
+from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.attention import Attention
+from smallgpt_jax.models.block import Block
+from smallgpt_jax.models.router import Router
+from smallgpt_jax.ops.attention import attention
+
+
+class Parts(NamedTuple):
+    """Which parts of blocks are computed; 1 or 0."""
+
+    skips: float = 1.0  # x of x + f(norm(x))
+    mlps: float = 1.0
+
+
+WHOLE = Parts()
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def observe(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
+    """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention": {measure: (H,)}};
+    recurrent blocks have no "attention".
+    """
+    return [{"width": record["input"].shape[1],
+             "input": measure_stream(record["input"]), "output": measure_stream(record["output"]),
+             **({"attention": measure_attention(record["attention"])} if "attention" in record else {})}
+            for record in run(model, variables, tokens_T, parts)]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def observe_streams(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
+    """Returns measures of each block's output that take little time."""
+    return [{name: measures.STREAM[name](record["output"]) for name in ("residual", "token_similarity")}
+            for record in run(model, variables, tokens_T, parts)]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def chosen_experts(model: LanguageModel, variables, tokens_T) -> list[jax.Array]:
+    """Returns the experts of each token, (T, K), for each block with a router."""
+    return [record["experts"] for record in run(model, variables, tokens_T, WHOLE) if "experts" in record]
+
+
+def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
+    """Returns what each block reads and computes. What nobody uses is not compiled."""
+    records = []
+
+    def record_block(number, block, x_BxTxD):
+        records.append({"input": x_BxTxD[0]})
+        y_BxTxD = block(x_BxTxD)
+        records[number]["output"] = y_BxTxD[0]
+        return y_BxTxD
+
+    def intercept(call, arguments, keywords, method):
+        name = method.module, method.method_name
+        match name:
+            case Block(), "add":
+                return add(method.module, call, parts, *arguments)
+            case Attention(), "attend_with_cache":
+                records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
+            case Router(), "__call__":
+                experts_BxTxK, gates_BxTxK = call(*arguments, **keywords)
+                records[-1]["experts"] = experts_BxTxK[0]
+                return experts_BxTxK, gates_BxTxK
+        return call(*arguments, **keywords)
+
+    with jax.default_matmul_precision("highest"), replaced_blocks(record_block), nn.intercept_methods(intercept):
+        prefill(model, variables, tokens_T[None], "hidden")
+    return records
+
+
+def add(block: Block, call, parts: Parts, x_BxTxD, norm: nn.Module, f):
+    """Calls Block.add with x times `parts.skips` as the residual; what norm and f read does not change."""
+    residual_BxTxD = parts.skips * x_BxTxD
+    if block.config.norm_position == "pre":
+        y_BxTxD = call(residual_BxTxD, lambda _: norm(x_BxTxD), f)
+    else:
+        y_BxTxD = call(residual_BxTxD, norm, lambda _: f(x_BxTxD))
+    return jnp.where(parts.mlps, y_BxTxD, x_BxTxD) if norm.name == "mlp_norm" else y_BxTxD
+
+
+def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):
+    """Returns (H, T, T), as the attention to values that are the identity, and the window."""
+    _, groups, time, _ = k_1xGxTxK.shape
+    values = jnp.broadcast_to(jnp.eye(time, dtype=k_1xGxTxK.dtype), (1, groups, time, time))
+    return attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")[0], mask.window
+
+
+def measure_stream(x_TxD) -> dict:
+    return {name: measure(x_TxD.astype(jnp.float32)) for name, measure in measures.STREAM.items()}
+
+
+def measure_attention(weights_and_window) -> dict:
+    weights_HxTxT, window = weights_and_window
+    by_head = {"entropy": functools.partial(measures.attention_entropy, window=window),
+               "first_weight": measures.first_weight, "effective_rank": measures.effective_rank,
+               "log_determinant": measures.log_determinant}
+    return {name: jax.lax.map(measure, weights_HxTxT) for name, measure in by_head.items()}

@@ -1,0 +1,54 @@
+"""The texts that a model is observed on: windows of context_length + 1 tokens, none of which crosses two documents."""
+
+from pathlib import Path
+
+import numpy as np
+
+from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.corpus import open_existing
+from smallgpt_jax.data.store import Split
+from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+
+
+def windows_of_file(path: Path, tokenizer: Tokenizer, context_length: int, count: int) -> np.ndarray:
+    """Returns at most `count` windows, evenly spaced, (windows, context_length + 1) int32; the file is one document."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text={path}: cannot be read as UTF-8 text ({error}); give another file") from None
+    tokens = np.append([tokenizer.begin_of_text], tokenizer.encode([text])[0]).astype(np.int32)
+    if len(tokens) <= context_length:
+        raise UserError(f"--text={path}: has {len(tokens):,} tokens with the first, fewer than a window of "
+                        f"{context_length + 1:,}; give a longer text")
+    return cut(tokens, [0], [len(tokens)], context_length, count)
+
+
+def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict[str, np.ndarray]:
+    """Returns {text: windows} of the run's validation split: one text, or one per store of a mixture."""
+    advice = "give a text file with --text"
+    if is_synthetic(config.data):
+        raise UserError(f"config.data.source={config.data.source!r}: a probe has no text; {advice}")
+    corpus = open_existing(config.data)
+    if corpus is None:
+        raise UserError(f"config.data.source={config.data.source!r}: its token store does not exist here; {advice}")
+    if corpus.tokenizer.files() != tokenizer.files():
+        raise UserError(f"config.data.source={config.data.source!r}: its token store has another tokenizer than the "
+                        f"run; {advice}")
+    found, length = {}, config.model.context_length
+    for store in corpus.stores:
+        split: Split = store.validation
+        ends = np.append(split.starts[1:], split.tokens)
+        if max(ends - split.starts) <= length:
+            raise UserError(f"{split.shown}: no validation document has {length + 1:,} tokens, a window; {advice}")
+        name = "validation" if len(corpus.stores) == 1 else store.folder.name
+        found[name] = cut(split.stream, split.starts, ends, length, count)
+    return found
+
+
+def cut(stream, starts, ends, length: int, count: int) -> np.ndarray:
+    """Returns at most `count` of the windows that begin `length` tokens apart in each document, evenly spaced."""
+    firsts = np.concatenate([np.arange(start, end - length, length) for start, end in zip(starts, ends)])
+    chosen = firsts[np.linspace(0, len(firsts) - 1, min(count, len(firsts))).round().astype(int)]
+    return np.stack([stream[first:first + length + 1] for first in chosen]).astype(np.int32)

@@ -73,9 +73,12 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
     return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
-def update_flops(params, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes."""
-    return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
+def update_flops(params, optimizer: optax.GradientTransformationExtraArgs) -> int:
+    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes; for `optimizer`,
+    see `training.optimizer.make_optimizer`.
+    """
+    update = functools.partial(optimizer.update, learning_rate=0.0, weight_decay=0.0)
+    return count_operations(update, params, jax.eval_shape(optimizer.init, params), params).products
 
 
 def count_operations(function, *arguments) -> Operations:

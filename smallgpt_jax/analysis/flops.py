@@ -73,11 +73,9 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
     return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
-def update_flops(params, optimizer: optax.GradientTransformationExtraArgs) -> int:
-    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes; for `optimizer`,
-    see `training.optimizer.make_optimizer`.
-    """
-    update = functools.partial(optimizer.update, learning_rate=0.0, weight_decay=0.0)
+def update_flops(params, optimizer: optax.GradientTransformation) -> int:
+    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes."""
+    update = functools.partial(optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0)
     return count_operations(update, params, jax.eval_shape(optimizer.init, params), params).products
 
 

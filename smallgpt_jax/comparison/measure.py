@@ -140,8 +140,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     trained, config = inference.load_trained(folder), read_config(folder)
     config = config.replace(model={"context_length": multiple * config.model.context_length},
                             data={"packing": "concat"})  # the packing that TextSample uses
-    mesh = sharding.make_mesh(config.mesh)
-    shards = sharding.num_batch_shards(mesh)
+    shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
     # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
     config = config.replace(train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1})
@@ -149,7 +148,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     eval_step = program.runnable(program.compile_eval_step())
     params, model_state = (jax.device_put(*pair) for pair in (
         (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
-    batch_sharding = sharding.batch_sharding(mesh)
+    batch_sharding = sharding.batch_sharding(program.mesh)
     found = evaluate(functools.partial(eval_step, params, model_state), (
         jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
     return {"loss": found.loss, "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,

@@ -47,7 +47,7 @@ def test_a_value_that_is_no_constant_cannot_be_compiled(monkeypatch):
     for read in (lambda c: optax.sgd(c.learning_rate), lambda c: optax.sgd(0.1 if c.weight_decay else 0.2),
                  lambda c: optax.sgd(0.1 if c.decay_steps > 9 else 0.2)):
         monkeypatch.setitem(OPTIMIZERS, "own", lambda _, config, read=read: read(config))
-        with pytest.raises(TypeError, match="NotCompiled|no value in the compiled steps"):
+        with pytest.raises(TypeError, match=r"NotCompiled|no value in the compiled steps"):
             make_optimizer(params, config.replace(name="own"))
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
     state, step = program.initial_state(), program.compile_train_step()
-    run_step = program.runnable(step)
+    run_step = program.bind(step)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), config.train.keep_checkpoints)
 

@@ -22,7 +22,7 @@ def coordinates(config: Config, steps: int = 5) -> dict[str, float]:
     """Returns {kind of layer: mean |output|} after `steps` training steps; of the logits, the mean |change|."""
     config = config.replace(optimizer={"schedule": "constant", "warmup_steps": 0})
     program = build_program(config, jax.devices()[:1])
-    state, step = program.initial_state(), program.compile_train_step()
+    state, step = program.initial_state(), program.bind(program.compile_train_step())
     shape = (program.config.train.batch_size, program.config.model.context_length + 1)
     tokens = np.random.default_rng(0).integers(0, program.config.model.vocab_size, shape, np.int32)
     batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))

@@ -125,7 +125,7 @@ def training_losses() -> dict:
     def losses(device, precision: str) -> list[float]:
         with jax.default_device(device), jax.default_matmul_precision(precision):
             program = build_program(config, [device])
-            state, step = program.initial_state(), program.compile_train_step()
+            state, step = program.initial_state(), program.bind(program.compile_train_step())
             sharded, starts, values = sharding.batch_sharding(program.mesh), np.random.default_rng(0), []
             for _ in range(LOSS_STEPS):
                 rows_Bx1 = starts.integers(0, len(tokens_N) - length, (rows, 1))

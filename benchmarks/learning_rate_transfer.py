@@ -10,27 +10,23 @@ Prints a table, and the largest best rate divided by the smallest. The last line
 JSON.
 """
 
-import functools
+import dataclasses
 import json
 import math
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import flags
 from coordinates import at_size
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
 
 from smallgpt_jax import cli
-from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.learning_rates import Grid, scale
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import train_step
 
 _CONFIG = cli.define_config()
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")
@@ -39,32 +35,21 @@ _STEPS = flags.DEFINE_integer("steps", 300, "Training steps of each run.", lower
 
 
 def grid(config: Config, multiples: list[float]) -> Grid:
-    """Returns the losses at all multiples. The program is compiled only once, because the multiple is an argument."""
+    """Returns the losses at all multiples, with one compiled step, whose input is the learning rate."""
     program = build_program(config, jax.devices()[:1])
-    c, pipeline = program.config, program.open_pipeline()
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch, multiple):
-        def update(gradients, state, params=None):
-            updates, state = program.optimizer.update(gradients, state, params)
-            return jax.tree.map(lambda u: u * multiple, updates), state
-
-        return train_step(
-            state, batch, model=program.model, objective=program.objective, microbatches=c.train.microbatches,
-            optimizer=optax.GradientTransformation(program.optimizer.init, update),
-            schedule=learning_rate_schedule(c.optimizer), seed=c.train.seed)
-
-    initial_state = program.initial_state()
+    pipeline, compiled = program.open_pipeline(), program.compile_train_step()
 
     def final_loss(multiple: float) -> float:
-        state, losses = jax.tree.map(jnp.copy, initial_state), []  # a step donates its state
-        for i in range(c.train.steps):
-            state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]), multiple)
+        step = dataclasses.replace(program, config=scale(config, multiple)).bind(compiled)
+        state, losses = program.initial_state(), []
+        for i in range(config.train.steps):
+            state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]))
             losses.append(metrics["loss"])
-        mean = float(np.mean(losses[-(c.train.steps // 10):]))
+        mean = float(np.mean(losses[-(config.train.steps // 10):]))
         return mean if math.isfinite(mean) else math.inf
 
-    return Grid(c.train.seed, c.optimizer.learning_rate, {multiple: final_loss(multiple) for multiple in multiples})
+    losses = {multiple: final_loss(multiple) for multiple in multiples}
+    return Grid(config.train.seed, config.optimizer.learning_rate, losses)
 
 
 def best_rate(found: Grid) -> float:

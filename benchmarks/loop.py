@@ -56,7 +56,7 @@ def step_seconds(config) -> float:
     program = build_program(config)
     text = program.open_pipeline()
     batch = text.to_devices(text.train_batches[0])
-    state, run_step = program.initial_state(), program.runnable(program.compile_train_step())
+    state, run_step = program.initial_state(), program.bind(program.compile_train_step())
     for step in range(config.train.log_every + _STEPS.value):
         if step == config.train.log_every:
             jax.block_until_ready(state)

@@ -32,6 +32,7 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
 AT_START = -1  # value of fields that the start of a run determines
 IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
+NOT_COMPILED = {"compiled": False}  # metadata; see `not_compiled`
 
 
 def per_run(default) -> Any:
@@ -39,9 +40,16 @@ def per_run(default) -> Any:
     return dataclasses.field(default=default, metadata={"fixed_by": "run"})
 
 
-def free(default) -> Any:
+def free(default, **metadata) -> Any:
     """Returns a field that may change when a run is resumed. It affects results through rounding, or not at all."""
-    return dataclasses.field(default=default, metadata={"fixed_by": None})
+    return dataclasses.field(default=default, metadata={"fixed_by": None, **metadata})
+
+
+def not_compiled(default) -> Any:
+    """Returns a field whose value the compiled steps of a run do not contain: it is an input of theirs, or is read only
+    between them. Runs that differ only in such fields share the compiled steps.
+    """
+    return dataclasses.field(default=default, metadata=NOT_COMPILED)
 
 
 def at_start(default, **metadata) -> Any:
@@ -54,7 +62,7 @@ def in_decay(default) -> Any:
 
     Runs that differ in such fields have the earlier steps in common, if their schedule has a constant phase.
     """
-    return dataclasses.field(default=default, metadata=IN_DECAY)
+    return dataclasses.field(default=default, metadata=IN_DECAY | NOT_COMPILED)
 
 
 def in_store(default, relaxable: bool = False) -> Any:
@@ -65,6 +73,16 @@ def in_store(default, relaxable: bool = False) -> Any:
 def of_probe(default) -> Any:
     """Returns a field that fixes the examples of a probe (data/probes.py)."""
     return dataclasses.field(default=default, metadata={"of_probe": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class NotCompiled:
+    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, comparisons and tests raise TypeError."""
+
+    field: str
+
+    def __bool__(self):
+        raise TypeError(f"{self.field} has no value in the compiled steps (config_group.not_compiled)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +135,10 @@ class ConfigGroup:
 
     def replace(self, **fields) -> Self:
         return dataclasses.replace(self, **fields)
+
+    def compiled_part(self) -> Self:
+        """Groups with equal parts have equal compiled steps."""
+        return self.replace(**{name: NotCompiled(f"config.{self.GROUP}.{name}") for name in self.names(compiled=False)})
 
     def validate(self) -> None:
         """Raises UserError for invalid values."""

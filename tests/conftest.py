@@ -62,6 +62,7 @@ from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
+from smallgpt_jax.training.program import keyed_steps
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 50)  # as in commands (smallgpt_jax/cli.py): a third of the time of tracing otherwise
@@ -87,6 +88,17 @@ def cache_folder(shared_folder):
     os.environ["XDG_CACHE_HOME"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(compilation_cache.folder()))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_steps_from_other_code(request):
+    """Runs of several tests share compiled steps, except where a test replaces a part of the code."""
+    if "monkeypatch" not in request.fixturenames:
+        yield
+        return
+    keyed_steps.cache_clear()
+    yield
+    keyed_steps.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,8 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
     """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes."""
-    return count_operations(optimizer.update, params, jax.eval_shape(optimizer.init, params), params).products
+    update = functools.partial(optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0)
+    return count_operations(update, params, jax.eval_shape(optimizer.init, params), params).products
 
 
 def count_operations(function, *arguments) -> Operations:

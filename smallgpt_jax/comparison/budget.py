@@ -28,7 +28,7 @@ from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.optimizer import make_optimizer
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.program import build_program, shared_program
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 SPEEDS_FILE = "speeds.json"  # in a comparison's folder
@@ -268,8 +268,8 @@ def config_digest(run: ConfigDict) -> str:
 
 
 def steps_per_second(config: ConfigDict) -> float:
-    program = build_program(config)
-    state, step = program.initial_state(), program.compile_train_step()
+    program = shared_program(config)
+    state, step = program.initial_state(), program.bind(program.compile_train_step())
     batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
                          program.abstract_batch())
     steps, started = -2, 0.0  # two warm-up steps

@@ -26,7 +26,7 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import refuse_url
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.program import shared_program
 from smallgpt_jax.training.validation import evaluate
 
 
@@ -140,16 +140,15 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     trained, config = inference.load_trained(folder), read_config(folder)
     config = config.replace(model={"context_length": multiple * config.model.context_length},
                             data={"packing": "concat"})  # the packing that TextSample uses
-    mesh = build_program(config).mesh
-    shards = sharding.num_batch_shards(mesh)
+    shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
     # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
     config = config.replace(train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1})
-    program = build_program(config)
+    program = shared_program(config)
     eval_step = program.runnable(program.compile_eval_step())
     params, model_state = (jax.device_put(*pair) for pair in (
         (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
-    batch_sharding = sharding.batch_sharding(mesh)
+    batch_sharding = sharding.batch_sharding(program.mesh)
     found = evaluate(functools.partial(eval_step, params, model_state), (
         jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
     return {"loss": found.loss, "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,

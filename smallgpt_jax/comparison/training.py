@@ -33,7 +33,7 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
     their losses.
     """
     losses: dict[Path, float] = {}
-    measured, busy, is_predicted = set(), set(), not comparison.held_out
+    measured, busy, is_predicted, model = set(), set(), not comparison.held_out, None
     while True:
         planned = comparison.runs(losses)
         ready = (run for run in planned
@@ -54,6 +54,9 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
         if run.folder not in losses:
             folders = list(dict.fromkeys(other.folder for other in planned))
             number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
+            if run.config.model != model:
+                jax.clear_caches()  # frees compiled programs of the last model (not those that `shared_program` keeps)
+                model = run.config.model
             loss = train_run(run, comparison, text, number)
             if loss is None:
                 busy.add(run.folder)
@@ -87,7 +90,7 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
     horizon = f", horizon × {format_multiple(run.horizon)}" if run.trunk else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
     try:
-        train.train(with_available_trunk(run), str(run.folder))
+        train.train(with_available_trunk(run), str(run.folder), text)
     except WorkdirBusyError as busy:
         print(f"skipped: {busy.by} is training it", flush=True)
         return None
@@ -98,7 +101,6 @@ def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str
         raise UserError(f"{run.name}: {error}") from None
     finally:
         gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
-        jax.clear_caches()  # frees the run's compiled programs
     return last_loss(run, comparison.averaged)
 
 

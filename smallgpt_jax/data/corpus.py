@@ -6,6 +6,7 @@ A run on a probe has a `ProbeCorpus` in its place.
 import dataclasses
 import hashlib
 import json
+from functools import cached_property
 
 import numpy as np
 
@@ -56,8 +57,17 @@ class Corpus:
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
-        return Mixture([PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores],
-                       self.weights)
+        """Packs once, because runs that read the same corpus mostly pack it in the same way."""
+        arguments = (split, packing, separate, context_length)
+        if arguments not in self._packed:
+            self._packed[arguments] = Mixture([
+                PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores],
+                self.weights)
+        return self._packed[arguments]
+
+    @cached_property
+    def _packed(self) -> dict[tuple, Mixture]:
+        return {}
 
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns further validation rows: none, unlike `ProbeCorpus`."""

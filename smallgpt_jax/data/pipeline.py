@@ -34,11 +34,12 @@ class DataPipeline:
 
 
 def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_size: int, batch_size: int,
-                  eval_steps: int, seed: int) -> DataPipeline:
-    """Process 0 prepares a missing token store first. The others then open it, or prepare their own copy if they do not
-    share its file system. Raises UserError if the text is missing, too short, or not the same in all processes.
+                  eval_steps: int, seed: int, corpus: Corpus | None = None) -> DataPipeline:
+    """`corpus` is that of `data`; None opens it. Process 0 prepares a missing token store first. The others then open
+    it, or prepare their own copy if they do not share its file system. Raises UserError if the text is missing, too
+    short, or not the same in all processes.
     """
-    corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
+    corpus = corpus or distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")

@@ -15,6 +15,7 @@ from smallgpt_jax.models.parameters import (
     abstract_params,
     abstract_variables,
     init_variables,
+    named_parts,
     num_active_parameters,
     num_parameters,
     require_factors,
@@ -22,5 +23,5 @@ from smallgpt_jax.models.parameters import (
 
 __all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstract_model_state", "abstract_params",
            "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "foreign_classes",
-           "init_variables", "make_config", "num_active_parameters", "num_parameters", "refuse_custom_code",
-           "require_factors"]
+           "init_variables", "make_config", "named_parts", "num_active_parameters", "num_parameters",
+           "refuse_custom_code", "require_factors"]

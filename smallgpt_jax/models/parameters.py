@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from smallgpt_jax.models.architectures import find_architecture
+from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.language_model import LanguageModel
+from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.mixers import find_mixer
+from smallgpt_jax.ops.activations import ACTIVATIONS
 
 MODULE_STACKS = ("layers", "path")  # logical axes along which the weights of equal modules are stacked
 # Axes that number matrices or vectors. A routed expert has no module of its own; a tap of a convolution per channel is
@@ -72,13 +75,18 @@ def abstract_model_state(model: LanguageModel):
 
 def abstract_variables(model: LanguageModel):
     """Returns the collections "params" and "state" as trees of `Parameter`. Callers must not change them."""
-    config = model.config
-    return trace_variables(model, (find_architecture(config.architecture), *map(find_mixer, config.mixers)))
+    return trace_variables(model, named_parts(model.config))
+
+
+def named_parts(config: ModelConfig) -> tuple:
+    """Returns the classes and functions that the config's names refer to."""
+    return (find_architecture(config.architecture), *map(find_mixer, config.mixers), NORMS[config.norm],
+            MLPS[config.mlp], ACTIVATIONS[config.activation])
 
 
 @functools.cache
-def trace_variables(model: LanguageModel, classes: tuple[type[nn.Module], ...]):
-    """`classes` only distinguishes modules that use the same name, one after the other, in one process."""
+def trace_variables(model: LanguageModel, parts: tuple):
+    """`parts` only distinguishes those that use the same name, one after the other, in one process."""
     # Trace built-in modules with few positions: their variables do not depend on this number. For Qwen3-0.6B,
     # with a context length of 40,960, this takes 0.5 s instead of 23 s.
     c = model.config

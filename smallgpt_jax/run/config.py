@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from smallgpt_jax import models
-from smallgpt_jax.config_group import AT_START, IN_DECAY, ConfigGroup, at_start, free, in_decay
+from smallgpt_jax.config_group import (
+    AT_START,
+    IN_DECAY,
+    NOT_COMPILED,
+    ConfigGroup,
+    at_start,
+    free,
+    in_decay,
+    not_compiled,
+)
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.devices.sharding import MeshConfig
 from smallgpt_jax.errors import UserError
@@ -22,23 +31,23 @@ class OptimizerConfig(ConfigGroup):
     name: str = "adamw"
     # learning rate after the warmup: "cosine" | "linear": decay to final_learning_rate | "wsd": constant, then a decay
     # by 1 − √x over the last decay_fraction of the steps | "wsd_linear": the same with a linear decay | "constant"
-    schedule: str = "cosine"
+    schedule: str = not_compiled("cosine")
     # peak learning rate, at the end of the warmup
-    learning_rate: float = 6e-4
+    learning_rate: float = not_compiled(6e-4)
     # steps of linear warmup from 0; -1: warmup_fraction of the decay_steps
-    warmup_steps: int = at_start(715)
+    warmup_steps: int = at_start(715, **NOT_COMPILED)
     # with warmup_steps=-1: length of the warmup, as a fraction of decay_steps
-    warmup_fraction: float = 0.025
+    warmup_fraction: float = not_compiled(0.025)
     # step at which the decay ends; -1: train.steps when the run starts
-    decay_steps: int = at_start(19_073, **IN_DECAY)
+    decay_steps: int = at_start(19_073, **IN_DECAY, **NOT_COMPILED)
     # with "wsd" and "wsd_linear": length of the decay, as a fraction of decay_steps
     decay_fraction: float = in_decay(0.1)
     # learning rate from decay_steps on; -1: final_fraction of the learning_rate
-    final_learning_rate: float = at_start(6e-5)
+    final_learning_rate: float = at_start(6e-5, **NOT_COMPILED)
     # with final_learning_rate=-1: the final learning rate, as a fraction of the peak
-    final_fraction: float = 0.1
+    final_fraction: float = not_compiled(0.1)
     # applies to matrices, but not to biases, norms or path weights
-    weight_decay: float = 0.1
+    weight_decay: float = not_compiled(0.1)
     # AdamW: decay rate of the first moment. Lion: weight of the momentum in the update
     beta1: float = 0.9
     # AdamW: decay rate of the second moment. Lion: decay rate of the momentum
@@ -80,7 +89,7 @@ class TrainConfig(ConfigGroup):
     GROUP: ClassVar[str] = "train"
 
     # number of training steps
-    steps: int = free(19_073)
+    steps: int = free(19_073, **NOT_COMPILED)
     # sequences per step, over all devices
     batch_size: int = 512
     # each batch is split into this many parts, computed one after another, also in evaluation
@@ -101,36 +110,36 @@ class TrainConfig(ConfigGroup):
     # training objective: "causal" (the next token). Further ones are entries of OBJECTIVES (training/objectives.py)
     objective: str = "causal"
     # seed of weights, data order and dropout; 0 to 2^32 - 1
-    seed: int = 1337
+    seed: int = not_compiled(1337)
     # steps between log lines
-    log_every: int = free(10)
+    log_every: int = free(10, **NOT_COMPILED)
     # steps between evaluations
-    eval_every: int = free(250)
+    eval_every: int = free(250, **NOT_COMPILED)
     # batches per evaluation; 0: the whole validation split
-    eval_steps: int = free(20)
+    eval_steps: int = free(20, **NOT_COMPILED)
     # steps between checkpoints; the last step is always saved
-    checkpoint_every: int = free(1000)
+    checkpoint_every: int = free(1000, **NOT_COMPILED)
     # number of newest checkpoints to keep
-    keep_checkpoints: int = free(3)
+    keep_checkpoints: int = free(3, **NOT_COMPILED)
     # steps whose checkpoints are also saved, and never removed
-    kept_steps: tuple[int, ...] = free(())
+    kept_steps: tuple[int, ...] = free((), **NOT_COMPILED)
     # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a run without a
     # checkpoint starts from the trunk's checkpoint at the start of its own decay, instead of from step 0 (docs/runs.md)
-    trunk: str = free("")
+    trunk: str = free("", **NOT_COMPILED)
     # if the loss or the gradient is not finite: "stop" the run | "skip" the update. Non-finite weights always stop the
     # run
-    on_nonfinite: str = free("stop")
+    on_nonfinite: str = free("stop", **NOT_COMPILED)
     # with "skip": the run stops after this number of consecutive non-finite updates
-    max_nonfinite: int = free(10)
+    max_nonfinite: int = free(10, **NOT_COMPILED)
     # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
-    tracker: str = free("")
+    tracker: str = free("", **NOT_COMPILED)
     # first step of a trace for xprof; 0: no trace. The first steps after a start or resumption are not typical
-    profile_from: int = free(0)
+    profile_from: int = free(0, **NOT_COMPILED)
     # number of steps in the trace
-    profile_steps: int = free(5)
+    profile_steps: int = free(5, **NOT_COMPILED)
     # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of compiling, saving and
     # evaluating does not count
-    stall_seconds: float = free(1800.0)
+    stall_seconds: float = free(1800.0, **NOT_COMPILED)
 
     def validate(self) -> None:
         self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
@@ -181,6 +190,10 @@ class Config:
     def replace(self, **groups: Mapping) -> Self:
         return dataclasses.replace(
             self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()})
+
+    def compiled_part(self) -> Self:
+        """Runs with equal parts share their compiled steps."""
+        return dataclasses.replace(self, **{name: getattr(self, name).compiled_part() for name in GROUPS})
 
     def to_dict(self) -> dict[str, dict]:
         return dataclasses.asdict(self)

@@ -1,10 +1,9 @@
-"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, learning rate."""
+"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, multiplication by the learning rate."""
 
 import jax
 import optax
 
 from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.muon import muon
 from smallgpt_jax.training.transfer import with_multipliers
 
@@ -17,14 +16,22 @@ OPTIMIZERS = {
 }
 
 
-def make_optimizer(params, config: OptimizerConfig, multipliers=None) -> optax.GradientTransformation:
-    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`. Weight decay applies
-    only to matrices.
+def make_optimizer(params, config: OptimizerConfig, multipliers=None) -> optax.GradientTransformationExtraArgs:
+    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`. `update` needs the
+    keywords `learning_rate` and `weight_decay`, which may be traced. Weight decay applies only to matrices.
     """
     config.validate_choice("name", OPTIMIZERS)
     directions = OPTIMIZERS[config.name](params, config)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        with_multipliers(directions, multipliers) if multipliers else directions,
-        optax.add_decayed_weights(config.weight_decay, jax.tree.map(lambda p: p.is_matrix, params)),
-        optax.scale_by_learning_rate(learning_rate_schedule(config)))
+    is_matrix = jax.tree.map(lambda p: p.is_matrix, params)
+
+    def chain(learning_rate, weight_decay) -> optax.GradientTransformationExtraArgs:
+        return optax.chain(
+            optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+            with_multipliers(directions, multipliers) if multipliers else directions,
+            optax.add_decayed_weights(weight_decay, is_matrix),
+            optax.scale_by_learning_rate(lambda count: learning_rate))
+
+    def update(gradients, state, params=None, *, learning_rate, weight_decay):
+        return chain(learning_rate, weight_decay).update(gradients, state, params)
+
+    return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)

@@ -1,47 +1,51 @@
-"""Builds the program of a config. No arrays are allocated before `Program.initial_state` is called."""
+"""The program of a run. No arrays are allocated before `Program.initial_state` is called."""
 
 import dataclasses
 import functools
+import operator
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data.config import is_synthetic
-from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
+from smallgpt_jax.training.compiled_steps import CompiledSteps, build_steps
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
-from smallgpt_jax.training.objectives import Objective, make_objective
-from smallgpt_jax.training.optimizer import make_optimizer
-from smallgpt_jax.training.step import eval_step, init_state, train_step
-from smallgpt_jax.training.teacher import Teacher, open_teacher
-from smallgpt_jax.training.transfer import base_config, multipliers, scale_initial
+from smallgpt_jax.training.objectives import OBJECTIVES
+from smallgpt_jax.training.optimizer import OPTIMIZERS
+from smallgpt_jax.training.step import Hyperparameters, updates_applied
+from smallgpt_jax.training.transfer import scale_initial
+
+KEPT_STEPS = 4  # compiled steps that a process keeps for further runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    config: Config
-    model: models.LanguageModel
-    objective: Objective
-    mesh: jax.sharding.Mesh
-    optimizer: optax.GradientTransformation
-    shardings: TrainState
-    teacher: Teacher | None  # also a term of the objective
-    multipliers: Any  # see `transfer.multipliers`; None: all are 1
+    """The steps of a run. `config` has all values; those that the steps do not contain are bound to them here."""
 
-    @functools.cached_property
-    def abstract_state(self) -> TrainState:
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                            self._traced_initialization.out_info, self.shardings)
+    config: Config
+    steps: CompiledSteps  # possibly shared with other runs
+
+    model = property(operator.attrgetter("steps.model"))
+    objective = property(operator.attrgetter("steps.objective"))
+    mesh = property(operator.attrgetter("steps.mesh"))
+    optimizer = property(operator.attrgetter("steps.optimizer"))
+    shardings = property(operator.attrgetter("steps.shardings"))
+    teacher = property(operator.attrgetter("steps.teacher"))
+    multipliers = property(operator.attrgetter("steps.multipliers"))
+    abstract_state = property(operator.attrgetter("steps.abstract_state"))
+    abstract_batch = property(operator.attrgetter("steps.abstract_batch"))
 
     @property
     def is_simulated(self) -> bool:
@@ -49,16 +53,7 @@ class Program:
         return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     def initial_state(self) -> TrainState:
-        """Each device initializes its own shards."""
-        # On CPUs, optimizing this program takes longer than running it, and it runs only once.
-        options = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else None
-        return self._traced_initialization.lower().compile(options)()
-
-    @functools.cached_property
-    def _traced_initialization(self) -> jax.stages.Traced:
-        initialize = functools.partial(
-            init_state, self.model, self.objective, self.optimizer, self.config.train.seed, self.multipliers)
-        return jax.jit(initialize, out_shardings=self.shardings).trace()
+        return self.steps.initialization(np.uint32(self.config.train.seed))
 
     def initial_opt_state(self, trained) -> optax.OptState:
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
@@ -76,7 +71,7 @@ class Program:
 
     def start_compilation(self) -> tuple[Future, Future]:
         """Compiles in threads. The train step takes longest, so it is traced before others slow the tracing."""
-        self._lowered_train_step  # noqa: B018 — traced here, not in the thread
+        self.steps.trace_train_step()
         pool = ThreadPoolExecutor(2)
         steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
         pool.shutdown(wait=False)
@@ -85,100 +80,77 @@ class Program:
         return steps
 
     def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns (state, batch[, constants]) → (state, metrics); the input state is donated."""
-        return self._lowered_train_step.compile(compiler_options)
-
-    @functools.cached_property
-    def _lowered_train_step(self) -> jax.stages.Lowered:
-        c, constants = self.config, self.objective.abstract_constants
-        step = functools.partial(
-            train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
-            schedule=learning_rate_schedule(c.optimizer), microbatches=c.train.microbatches, seed=c.train.seed)
-        arguments = (self.abstract_state, self.abstract_batch(), *([constants] if constants else []))
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
-        with sharding.use_mesh(self.mesh):
-            return jitted.lower(*arguments)
+        """Returns (state, batch, hyperparameters[, constants]) → (state, metrics); the input state is donated."""
+        if compiler_options:
+            return self.steps.lowered_train_step.compile(compiler_options)
+        return self.steps.train_step
 
     def compile_eval_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
         """Returns (params, model_state, batch) → sums; see `eval_step`."""
-        evaluation = functools.partial(
-            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
-            counts_answers=is_synthetic(self.config.data))
-        jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
-        state = self.abstract_state
-        with sharding.use_mesh(self.mesh):
-            lowered = jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True))
-        return lowered.compile(compiler_options)
+        return self.steps.lower_eval_step().compile(compiler_options) if compiler_options else self.steps.eval_step
 
-    def abstract_batch(self, evaluates: bool = False) -> Batch:
-        """Fields that this config does not use are None."""
-        c, time = self.config, self.config.model.context_length
-
-        def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((c.train.batch_size, length), dtype,
-                                        sharding=sharding.batch_sharding(self.mesh))
-
-        has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
-        return Batch(
-            shape(time + 1, "int32"), shape(time, "int32") if c.data.separate_documents else None,
-            shape(time, "bool") if evaluates or has_targets else None, shape(time, "int32") if has_targets else None)
-
-    def open_pipeline(self) -> DataPipeline:
-        c = self.config
-        pipeline = open_pipeline(
-            c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
-            batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
-        if self.teacher:
-            self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
-        return pipeline
-
-    def with_constants(self, train_step):
+    def bind(self, train_step: jax.stages.Compiled):
         """Restores the objective's constants, if any; returns (state, batch) → (state, metrics)."""
-        constants = self.objective.constants()
-        return (lambda state, batch: train_step(state, batch, constants)) if constants else train_step
+        constants, c = self.objective.constants(), self.config
+        schedule = learning_rate_schedule(c.optimizer)
 
-    def runnable(self, compiled: jax.stages.Compiled):
+        # A small program of its own, and not a part of the step, which then does not depend on the schedule.
+        def hyperparameters(opt_state) -> Hyperparameters:
+            return Hyperparameters(jnp.uint32(c.train.seed), jnp.float32(schedule(updates_applied(opt_state))),
+                                   jnp.float32(c.optimizer.weight_decay))
+
+        jitted = jax.jit(hyperparameters, out_shardings=sharding.replicated(self.mesh))
+        further = (constants,) if constants else ()
+        return self.runnable(lambda state, batch: train_step(state, batch, jitted(state.opt_state), *further))
+
+    def runnable(self, step):
         """On simulated devices, blocks until the result is available.
 
         Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
         program holds threads that the other program's collectives wait for.
         """
         if self.is_simulated:
-            return lambda *arguments: jax.block_until_ready(compiled(*arguments))
-        return compiled
+            return lambda *arguments: jax.block_until_ready(step(*arguments))
+        return step
+
+    def open_pipeline(self, corpus: Corpus | None = None) -> DataPipeline:
+        c = self.config
+        pipeline = open_pipeline(
+            c.data, self.mesh, context_length=c.model.context_length, vocab_size=c.model.vocab_size,
+            batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed, corpus=corpus)
+        if self.teacher:
+            self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
+        return pipeline
 
 
-def build_program(config: ConfigDict | Config, devices=None) -> Program:
+def build_program(config: ConfigDict | Config, devices=None, build=build_steps) -> Program:
     config = Config.of(config)
-    model = models.LanguageModel(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
-    batch_shards, path_shards = sharding.num_batch_shards(mesh), mesh.shape["path"]
-    validate(config, batch_shards, path_shards)
-    teacher = open_teacher(config.train, model, mesh)
-    objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
-    models.require_factors(model)
-    params, heads = models.abstract_params(model), objective.abstract_heads()
-    if taken := params.keys() & heads.keys():
-        raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
-    trained = {**params, **heads}
-    scales = transfer_multipliers(config, trained)
-    optimizer = make_optimizer(trained, config.optimizer, scales)
-    if teacher:  # it has the step of its newest checkpoint, if the config gives none
-        config = config.replace(train={"teacher_step": teacher.step})
-    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
-    shardings = TrainState(
-        sharding.replicated(mesh), sharding.param_shardings(mesh, params),
-        sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
-    return Program(config, model, objective, mesh, optimizer, shardings, teacher, scales)
+    validate(config, sharding.num_batch_shards(mesh), mesh.shape["path"])
+    steps = build(config, mesh)
+    if steps.teacher:  # it has the step of its newest checkpoint, if the config gives none
+        config = config.replace(train={"teacher_step": steps.teacher.step})
+    return Program(config, steps)
 
 
-def transfer_multipliers(config: Config, trained):
-    """Returns the multipliers of muP and CompleteP, or None without a base model."""
-    if not (config.optimizer.base_width or config.optimizer.base_depth):
-        return None
-    base = models.LanguageModel(base_config(config.model, config.optimizer))
-    heads = make_objective(config.train, base).abstract_heads()
-    return multipliers(trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer)
+def shared_program(config: ConfigDict | Config, devices=None) -> Program:
+    """Like `build_program`, but reuses the steps of one of the last programs, if their configs' compiled parts are
+    equal.
+    """
+    return build_program(config, devices, recent_steps)
+
+
+def recent_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
+    if config.train.teacher:  # its newest checkpoint may change
+        return build_steps(config, mesh)
+    parts = (OBJECTIVES.get(config.train.objective), OPTIMIZERS.get(config.optimizer.name))
+    return keyed_steps(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
+
+
+@functools.lru_cache(maxsize=KEPT_STEPS)
+def keyed_steps(config: Config, mesh: jax.sharding.Mesh, parts: tuple) -> CompiledSteps:
+    """`parts` only distinguishes functions and classes that use the same name, one after the other, in one process."""
+    return build_steps(config, mesh)
 
 
 def validate(config: Config, batch_shards: int, path_shards: int) -> None:

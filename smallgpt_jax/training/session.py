@@ -71,7 +71,7 @@ class Session:
             config=config,
             batches=map(pipeline.to_devices,
                         read_ahead(pipeline.train_batches, first_step, program.config.data.workers)),
-            update=program.with_constants(program.runnable(train_step)),
+            update=program.bind(train_step),
             log_validation_loss=functools.partial(self.log_validation_loss, program.runnable(eval_step), logger),
             checkpoints=checkpoints,
             logger=logger,

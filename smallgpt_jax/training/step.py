@@ -1,7 +1,7 @@
 """Training step and evaluation step: pure functions of arrays, which `program.py` compiles."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -23,8 +23,16 @@ SOWN = ("losses", "metrics", "layer_metrics", "loads")
 EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbatches have the numbers from 0
 
 
+class Hyperparameters(NamedTuple):
+    """Inputs of an update, so that runs with other values share the compiled step."""
+
+    seed: jax.Array  # uint32
+    learning_rate: jax.Array  # at this update
+    weight_decay: jax.Array
+
+
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed: int, multipliers=None) -> TrainState:
+               seed, multipliers=None) -> TrainState:
     """`multipliers` are those of `transfer.multipliers`."""
     variables = init_variables(model, seed)
     params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
@@ -38,8 +46,8 @@ def split_microbatches(batch, microbatches: int):
         lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
 
 
-def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel, objective: Objective, optimizer,
-               schedule, microbatches: int, seed: int):
+def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, constants=None, *, model: LanguageModel,
+               objective: Objective, optimizer: optax.GradientTransformationExtraArgs, microbatches: int):
     """Returns the next state and the metrics of one update.
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
@@ -54,7 +62,7 @@ def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel
     - is_finite: loss, gradient and updated parameters. If only the updated parameters are not finite, the update is
       kept, because undoing it would take a second pass over parameters and optimizer state.
     """
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
     examples = objective.examples(batch, jax.random.fold_in(key, EXAMPLES))
     add_up = functools.partial(sum_microbatches, functools.partial(
         microbatch_loss, model=model, objective=objective, constants=constants, step_key=key,
@@ -65,20 +73,26 @@ def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel
     model_state = move_biases(model_state, loads, model.config.expert_bias_rate)
 
     grad_norm = optax.tree.norm(gradients)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.trained)
+    updates, opt_state = optimizer.update(
+        gradients, state.opt_state, state.trained, learning_rate=hyperparameters.learning_rate,
+        weight_decay=hyperparameters.weight_decay)
     updated = (optax.apply_updates(state.trained, updates), opt_state, model_state)
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     trained, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(is_applied, new, old), updated, (state.trained, state.opt_state, state.model_state))
-    # The number of updates applied so far; skipped updates do not advance the schedule.
-    count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
-               "is_finite": is_applied & all_finite(trained), "skipped": state.step + 1 - count - is_applied}
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": hyperparameters.learning_rate,
+               "is_finite": is_applied & all_finite(trained),
+               "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied}
     if taken := metrics.keys() & sown.keys():
         raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
     return TrainState(state.step + 1, params, opt_state, model_state, heads), metrics
+
+
+def updates_applied(opt_state) -> jax.Array:
+    """Returns the number of updates so far, without those skipped. The learning rate depends on it."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):

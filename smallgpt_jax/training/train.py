@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
@@ -23,14 +24,15 @@ from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_work
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
-from smallgpt_jax.training.program import build_program, is_out_of_memory, out_of_memory_message
+from smallgpt_jax.training.program import is_out_of_memory, out_of_memory_message, shared_program
 from smallgpt_jax.training.session import Session
 from smallgpt_jax.training.trunk import Trunk, open_trunk
 
 
 @best_effort("stdout")
-def train(config: ConfigDict, workdir: str) -> None:
-    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
+def train(config: ConfigDict, workdir: str, corpus: Corpus | None = None) -> None:
+    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any. `corpus` is that of the
+    config's group `data`; None opens it.
 
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or workdir is invalid, or an
     attention kernel gives wrong results, nothing is written.
@@ -44,13 +46,13 @@ def train(config: ConfigDict, workdir: str) -> None:
 
     trunk = distributed.run_on_primary(check)
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
-    program = build_program(config)
+    program = shared_program(config)
     config = program.config
     distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program)
     with preemption.handle_signals() as stop:
-        pipeline, progress = program.open_pipeline(), RunProgress(config.train.steps)
+        pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps)
         distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))

@@ -144,11 +144,13 @@ def scale_initial(params, multipliers):
     return jax.tree.map(lambda x, m: x * m.init, params, {name: multipliers[name] for name in params})
 
 
-def with_multipliers(optimizer: optax.GradientTransformation, multipliers) -> optax.GradientTransformation:
+def with_multipliers(optimizer: optax.GradientTransformation, multipliers) -> optax.GradientTransformationExtraArgs:
     """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not depend."""
-    def update(gradients, state, params=None):
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(gradients, state, params=None, **rates):
         scaled = jax.tree.map(lambda g, m: g / m.epsilon, gradients, multipliers)
-        updates, state = optimizer.update(scaled, state, params)
+        updates, state = optimizer.update(scaled, state, params, **rates)
         return jax.tree.map(lambda u, m: u * m.rate, updates, multipliers), state
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)

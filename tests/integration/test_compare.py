@@ -24,7 +24,7 @@ from smallgpt_jax.run.config_file import read_config, write_config
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import train
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.program import shared_program
 
 STEPS = ("--config.train.steps=8", "--config.train.eval_every=4", "--config.train.log_every=2",
          "--config.train.checkpoint_every=4", "--config.optimizer.decay_steps=8")
@@ -32,7 +32,7 @@ TINY = ("compare", "--config=configs/compare/paper.py:tiny", *STEPS)
 TIME = 64
 
 
-def fake_train(config, folder: str) -> None:
+def fake_train(config, folder: str, corpus) -> None:
     """Writes the workdir files that comparisons read, with random metrics, instead of training."""
     rng, folder = np.random.default_rng(config.train.seed + config.model.num_layers), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,10 +194,10 @@ def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monke
     """The first run of gpt diverges and the second is locked by another process; the runs of pgpt are still trained."""
     errors = {1337: DivergenceError("training has diverged"), 1338: WorkdirBusyError("busy", by="process 1")}
 
-    def failing_train(config, folder: str) -> None:
+    def failing_train(config, folder: str, corpus) -> None:
         if config.train.seed in errors and config.model.architecture == "gpt":
             raise errors[config.train.seed]
-        fake_train(config, folder)
+        fake_train(config, folder, corpus)
 
     monkeypatch.setattr(train, "train", failing_train)
     done = call(*TINY, f"--config.data.source={text_file}", f"--output={tmp_path}", "--config.compare.names=gpt,pgpt",
@@ -271,7 +271,7 @@ def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
     model = models.LanguageModel(config.model)
     trained = SimpleNamespace(model=model, params=init(model), model_state={})
     monkeypatch.setattr(inference, "load_trained", lambda folder: trained)
-    monkeypatch.setattr(measure, "build_program", lambda config: build_program(config, jax.devices()[:1]))
+    monkeypatch.setattr(measure, "shared_program", lambda config: shared_program(config, jax.devices()[:1]))
     messages = []
     for _ in range(2):
         measure.measure_texts(folder, {"other": str(other)}, (1, 4), log=messages.append)
@@ -324,7 +324,7 @@ def test_batches_are_no_larger_than_microbatches_of_training(times, text_file, t
             shardings=SimpleNamespace(params=sharding.replicated(mesh), model_state=sharding.replicated(mesh)),
             compile_eval_step=lambda: eval_step if config.train.microbatches == 1 else None)
 
-    monkeypatch.setattr(measure, "build_program", program)
+    monkeypatch.setattr(measure, "shared_program", program)
     monkeypatch.setattr(inference, "load_trained", lambda folder: SimpleNamespace(params={}, model_state={}))
     measure.measure_loss(folder, sample, times)
     microbatch = 64 // 4 * TIME  # tokens

@@ -36,8 +36,8 @@ class FakeTrain:
     def __init__(self, before_end=lambda folder: None):
         self.trained, self.before_end = [], before_end
 
-    def __call__(self, config: Config, folder: str) -> None:
-        folder, steps, corpus = Path(folder), config.train.steps, load_or_prepare(config.data)
+    def __call__(self, config: Config, folder: str, corpus) -> None:
+        folder, steps = Path(folder), config.train.steps
         trunk = open_trunk(folder, config)
         with lock_workdir(folder):
             if is_finished(folder, config, corpus):

@@ -41,9 +41,8 @@ class FakeTrain:
     def __init__(self, before_end=lambda folder: None):
         self.trained, self.before_end = [], before_end
 
-    def __call__(self, config, folder: str) -> None:
+    def __call__(self, config, folder: str, corpus) -> None:
         folder, rate, steps = Path(folder), config.optimizer.learning_rate, config.train.steps
-        corpus = load_or_prepare(config.data)
         with lock_workdir(folder):
             if is_finished(folder, config, corpus):
                 return

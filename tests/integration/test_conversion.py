@@ -30,7 +30,7 @@ from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training import train
 from smallgpt_jax.training.objectives import Objective
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.program import shared_program
 from smallgpt_jax.training.step import eval_step
 
 torch = pytest.importorskip("torch")
@@ -331,8 +331,8 @@ def with_large_embedding(params):
 
 @pytest.mark.slow
 def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
-    on_one_device = functools.partial(build_program, devices=jax.devices()[:1])
-    monkeypatch.setattr(train, "build_program", on_one_device)
+    on_one_device = functools.partial(shared_program, devices=jax.devices()[:1])
+    monkeypatch.setattr(train, "shared_program", on_one_device)
     model = build("gpt", **GPT2, num_layers=2, d_model=32, context_length=32)
     theirs = export(tmp_path / "theirs", model, with_large_embedding(init(model)), tokenizers.Bytes())
     folder = tmp_path / "run"

@@ -159,7 +159,7 @@ def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]
         **{f"model__{name}": value for name, value in {**sizes, **fields}.items()},
         **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()})
     program = build_program(config, jax.devices()[:devices])
-    state, step, found = program.initial_state(), program.compile_train_step(), []
+    state, step, found = program.initial_state(), program.bind(program.compile_train_step()), []
     batch = Batch(jax.device_put(random_tokens(8, 25), sharding.batch_sharding(program.mesh)))
     for _ in range(3):
         state, metrics = step(state, batch)

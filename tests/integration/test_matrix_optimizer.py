@@ -63,7 +63,7 @@ def kronecker(params, config) -> optax.GradientTransformation:
 
 def step_once(program, state, seed: int):
     tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
-    step = program.runnable(program.compile_train_step())
+    step = program.bind(program.compile_train_step())
     return step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))[0]
 
 

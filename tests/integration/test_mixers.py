@@ -119,7 +119,7 @@ def test_training_on_four_devices_matches_one_device(architecture, axes):
             **{f"mesh__{axis}": length for axis, length in {"data": 1, **lengths}.items()},
             train__batch_size=8, optimizer__warmup_steps=0)
         program = build_program(config, jax.devices()[:devices])
-        state, step, losses = program.initial_state(), program.compile_train_step(), []
+        state, step, losses = program.initial_state(), program.bind(program.compile_train_step()), []
         before = jax.device_get(state.params)
         batch = Batch(jax.device_put(random_tokens(8, 25), sharding.batch_sharding(program.mesh)))
         for _ in range(3):

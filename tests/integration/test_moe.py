@@ -228,7 +228,7 @@ def compiled_program(devices, recipe, fields):
     extra = {"model__blocks_per_stage": 1} if recipe == "lgpt" else {}
     moe = {f"model__{name}": value for name, value in MOE.items()}
     program = build_program(load_config(recipe, **{**SMALL, **moe, **extra, **dict(fields)}), jax.devices()[:devices])
-    return program, program.runnable(program.compile_train_step())
+    return program, program.bind(program.compile_train_step())
 
 
 def train(steps=3, devices=1, recipe="gpt", restart=lambda state, program: state, **fields):
@@ -311,7 +311,7 @@ def test_biases_move_once_per_update(monkeypatch, fields):
     program = build_program(load_config("gpt", **{**SMALL, **moe, **fields}, model__architecture="twice",
                                         data__packing="best_fit", optimizer__learning_rate=0.0,
                                         optimizer__final_learning_rate=0.0), jax.devices()[:1])
-    step, evaluate = program.compile_train_step(), program.compile_eval_step()
+    step, evaluate = program.bind(program.compile_train_step()), program.compile_eval_step()
     state = program.initial_state()._replace(params=jax.tree.map(lambda x: 5 * x, init(program.model)))
     tokens = np.random.default_rng(0).integers(0, 64, (16, 33), np.int32)
     is_token = np.tile(np.arange(32) < 20, (16, 1))

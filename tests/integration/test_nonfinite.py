@@ -15,7 +15,7 @@ from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.optimizer import make_optimizer
-from smallgpt_jax.training.step import train_step
+from smallgpt_jax.training.step import Hyperparameters, train_step, updates_applied
 
 BROKEN = 63  # the token whose embedding the tests overwrite
 
@@ -24,12 +24,18 @@ def build_tiny():
     return build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=64, context_length=16)
 
 
-def make_step(optimizer, schedule):
+def make_step(optimizer, learning_rate):
+    """Returns a state, and a step whose learning rate is that times the number of updates applied so far, plus one."""
     model = build_tiny()
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
-    step = jax.jit(functools.partial(train_step, model=model, objective=Objective(), optimizer=optimizer,
-                                     schedule=schedule, microbatches=1, seed=0))
+
+    @jax.jit
+    def step(state, batch):
+        rate = learning_rate * (1 + updates_applied(state.opt_state))
+        return train_step(state, batch, Hyperparameters(jnp.uint32(0), rate, 0.1), model=model, objective=Objective(),
+                          optimizer=optax.with_extra_args_support(optimizer), microbatches=1)
+
     return state, step
 
 
@@ -48,10 +54,8 @@ def test_a_nonfinite_update_is_skipped(name):
     """A batch that contains a token with a NaN embedding does not change weights, optimizer state or learning rate."""
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
-    optimizer = make_optimizer(
-        models.abstract_params(build_tiny()), OptimizerConfig(
-            name=name, learning_rate=0.01, warmup_steps=0, decay_steps=9, final_learning_rate=0.01))
-    state, step = make_step(optimizer, schedule=lambda count: 10.0 * count)
+    optimizer = make_optimizer(models.abstract_params(build_tiny()), OptimizerConfig(name=name))
+    state, step = make_step(optimizer, learning_rate=0.01)
     first, metrics = step(with_broken_embedding(state, np.nan), good)
     assert metrics["skipped"] == 0
     second, metrics = step(first, bad)
@@ -59,7 +63,7 @@ def test_a_nonfinite_update_is_skipped(name):
     assert metrics["skipped"] == 1 and second.step == 2
     assert_equal(second[1:], first[1:])
     third, metrics = step(second, good)
-    assert metrics["skipped"] == 1 and metrics["learning_rate"] == 10.0  # only one update was applied
+    assert metrics["skipped"] == 1 and metrics["learning_rate"] == np.float32(0.02)  # only one update was applied
     assert_equal(third[1:], step(first, good)[0][1:])
 
 
@@ -71,7 +75,7 @@ def test_updated_weights_that_are_not_finite_are_reported():
     and NaN embeddings are reported. So is an embedding that the update makes infinite. An embedding of 1.0 is not.
     """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
-    state, step = make_step(optax.adamw(40.0, weight_decay=0.1), schedule=lambda count: 40.0)
+    state, step = make_step(optax.adamw(40.0, weight_decay=0.1), learning_rate=40.0)
     for value in (3e38, np.inf, np.nan, 1.0):
         _, metrics = step(with_broken_embedding(state, value), batch)
         assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])

@@ -84,7 +84,7 @@ def first_steps(devices, **fields):
     program = build_program(config, jax.devices()[:devices])
     state = program.initial_state()
     state = state._replace(params=jax.device_put(init(program.model), program.shardings.params))
-    step = program.runnable(program.compile_train_step())
+    step = program.bind(program.compile_train_step())
     batch = jax.device_put(BATCH, sharding.batch_sharding(program.mesh))
     found = []
     for _ in range(3):

@@ -28,7 +28,7 @@ from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import eval_step, train_step
+from smallgpt_jax.training.step import Hyperparameters, eval_step, train_step
 
 
 def random_params(model):
@@ -117,9 +117,10 @@ def test_loss_is_the_mean_over_targets_in_the_mask():
     batch, options = Batch(tokens, None, mask, targets), dict(model=model, objective=Objective(2), microbatches=2)
     total, number = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
     assert float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5) and int(number) == mask.sum()
-    optimizer = optax.scale_by_schedule(lambda count: -0.1)
-    step = functools.partial(train_step, optimizer=optimizer, schedule=lambda count: 0.1, seed=0, **options)
-    _, metrics = jax.jit(step)(TrainState(jnp.int32(0), params, optimizer.init(params)), batch)
+    optimizer = optax.with_extra_args_support(optax.scale_by_schedule(lambda count: -0.1))
+    step = functools.partial(train_step, optimizer=optimizer, **options)
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    _, metrics = jax.jit(step)(state, batch, Hyperparameters(np.uint32(0), 0.1, 0.0))
     assert float(metrics["loss"]) == pytest.approx(float(losses[mask].mean()), rel=1e-5)
 
 

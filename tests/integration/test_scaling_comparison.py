@@ -12,7 +12,6 @@ from conftest import call
 
 from smallgpt_jax import models
 from smallgpt_jax.comparison.power_law import Law
-from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.workdir import initialize_workdir, lock_workdir
@@ -29,8 +28,8 @@ class FakeTrain:
     def __init__(self, output: Path, before_end=lambda folder: None):
         self.output, self.before_end, self.events = output, before_end, []
 
-    def __call__(self, config, folder: str) -> None:
-        folder, steps, corpus = Path(folder), config.train.steps, load_or_prepare(config.data)
+    def __call__(self, config, folder: str, corpus) -> None:
+        folder, steps = Path(folder), config.train.steps
         with lock_workdir(folder):
             if is_finished(folder, config, corpus):
                 return

@@ -44,7 +44,7 @@ def compiled_program(architecture, devices, **fields):
 def first_metrics(architecture, devices=1, steps=3, **fields):
     """Returns the loss and gradient norm of the first training steps, (steps, 2)."""
     program, compiled = compiled_program(architecture, devices, **fields)
-    step = program.runnable(compiled)
+    step = program.bind(compiled)
     params = init(program.model)
     state = program.abstract_state
     params = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), params, state.params)
@@ -252,7 +252,7 @@ class DropoutMasks:
         self.program = build_program(config, jax.devices()[:devices])
         self.program.abstract_state  # noqa: B018 — traces the initialization now, before masks are recorded
         with nn.intercept_methods(self.record):
-            self.step = self.program.runnable(self.program.compile_train_step())
+            self.step = self.program.bind(self.program.compile_train_step())
 
     def record(self, next_function, args, kwargs, context):
         if not isinstance(context.module, nn.Dropout):

@@ -53,7 +53,7 @@ def first_step(batch, devices=1, params=None, architecture="gpt", **fields):
     config = load_config(architecture, **{**SMALL, "train__teacher_step": 0 if fields.get("train__teacher") else -1,
                                           **fields})
     program = build_program(config, jax.devices()[:devices])
-    step = program.with_constants(program.runnable(program.compile_train_step()))
+    step = program.bind(program.compile_train_step())
     params = jax.device_put(init(program.model) if params is None else params, program.shardings.params)
     state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
     state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))

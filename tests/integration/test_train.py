@@ -3,6 +3,7 @@
 They cover learning, outputs, divergence, custom architectures, and configs and workdirs that are refused.
 """
 
+import functools
 import json
 import math
 import os
@@ -167,7 +168,8 @@ def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monke
     zeros = jax.tree.map(np.zeros_like, ones)
     state = jax.tree.map(lambda x: np.full(x.shape, x.dtype == np.int32, x.dtype),  # moments 0, counts 1
                          jax.eval_shape(program.optimizer.init, ones))
-    decay = jax.jit(program.optimizer.update)(zeros, state, ones)[0]["trunk"]
+    update = functools.partial(program.optimizer.update, learning_rate=0.1, weight_decay=0.1)
+    decay = jax.jit(update)(zeros, state, ones)[0]["trunk"]
     assert np.all(decay["plain"]["kernel"] < 0)
     assert not np.any(decay["plain"]["bias"]) and not np.any(decay["rms"]["scale"])
 

@@ -154,7 +154,7 @@ def test_own_losses_metrics_and_state():
             lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
         nats, targets = plain(jax.device_get(same), {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool)))
-        step = program.compile_train_step()
+        step = program.bind(program.compile_train_step())
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)

@@ -190,8 +190,8 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
         return state, {}
 
     program = create_autospec(Program, instance=True)
-    program.compile_train_step.return_value, program.abstract_batch.return_value = step, ()
-    monkeypatch.setattr(budget, "build_program", lambda config: program)
+    program.bind.return_value, program.abstract_batch.return_value = step, ()
+    monkeypatch.setattr(budget, "shared_program", lambda config: program)
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert budget.steps_per_second(ConfigDict()) == 2.0
 

@@ -149,11 +149,10 @@ def test_stacks_of_plain_weights(fields):
 
 def updates_of(model, params, gradients, **fields):
     """Returns the first update of an optimizer with learning rate 0.01 and weight decay 0.1."""
-    settings = dict(name="adamw", learning_rate=0.01, warmup_steps=0, decay_steps=10, final_learning_rate=0.01,
-                    weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+    settings = dict(name="adamw", beta1=0.9, beta2=0.95, clip_norm=1.0)
     optimizer = make_optimizer(models.abstract_params(model), OptimizerConfig(**{**settings, **fields}))
-    return jax.jit(lambda gradients, params: optimizer.update(gradients, optimizer.init(params), params)[0])(
-        gradients, params)
+    return jax.jit(lambda gradients, params: optimizer.update(
+        gradients, optimizer.init(params), params, learning_rate=0.01, weight_decay=0.1)[0])(gradients, params)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])

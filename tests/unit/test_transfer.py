@@ -1,5 +1,7 @@
 """Tests of muP and CompleteP: multipliers, updates and initial weights against the rules of the papers' tables."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -120,7 +122,8 @@ def test_without_a_base_nothing_changes_and_at_the_base_all_multipliers_are_1():
 def test_updates_of_all_recipes_have_the_shapes_of_the_parameters(name):
     p = program(name, **TRANSFER, model__num_layers=4, optimizer__name="muon")
     params = p.abstract_state.params
-    updates, _ = jax.eval_shape(p.optimizer.update, params, p.abstract_state.opt_state, params)
+    update = functools.partial(p.optimizer.update, learning_rate=0.1, weight_decay=0.1)
+    updates, _ = jax.eval_shape(update, params, p.abstract_state.opt_state, params)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), updates) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
 
@@ -130,8 +133,7 @@ def test_training_follows_the_table_of_completep():
     """
     rate, decay, epsilon, m, m_l = 0.1, 0.3, 1e-8, 4, 2
     p = program("gpt", model__d_model=32, model__num_heads=2, optimizer__base_width=8, optimizer__base_depth=1,
-                model__num_layers=2, model__qk_norm=True, optimizer__schedule="constant", optimizer__warmup_steps=0,
-                optimizer__learning_rate=rate, optimizer__weight_decay=decay, optimizer__clip_norm=0.0)
+                model__num_layers=2, model__qk_norm=True, optimizer__clip_norm=0.0)
     # path → (factor in the forward pass, rate, decay, ε)
     in_block = epsilon / (m * m_l)
     table = {
@@ -143,7 +145,8 @@ def test_training_follows_the_table_of_completep():
         "attention_norm/scale": (1, rate, 0, in_block), "mlp_norm/scale": (1, rate, 0, in_block)}
     params, phases = init(p.model), init(p.model, seed=1)
     expected = {path: trained(w, by_path(phases)[path], *named(table, path)) for path, w in by_path(params).items()}
-    state, update = p.optimizer.init(params), jax.jit(p.optimizer.update)
+    state = p.optimizer.init(params)
+    update = jax.jit(functools.partial(p.optimizer.update, learning_rate=rate, weight_decay=decay))
     for _ in range(4):
         updates, state = update(jax.tree.map(loss_gradient, params, phases), state, params)
         params = optax.apply_updates(params, updates)

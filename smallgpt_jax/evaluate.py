@@ -68,6 +68,7 @@ def main() -> None:
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
                         "Hugging Face hub")
     trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
+    inference.require_next_tokens(trained.model)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
     is_one_path = _PATHS.value != "all" and config.num_paths == 1
     model_name = "pgpt, one path" if is_one_path else config.architecture

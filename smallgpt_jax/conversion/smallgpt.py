@@ -1,6 +1,6 @@
-"""The config of SmallGPTForCausalLM, this project's PyTorch code for its own models (`exported/`).
+"""The config of SmallGPTForCausalLM and SmallGPTForMaskedLM, this project's own PyTorch code (`exported/`).
 
-Its tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
+Their tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
 """
 
 import ast
@@ -19,7 +19,8 @@ CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py", 
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
 SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
-                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba")}
+                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba"),
+                    "attention_mask": ("causal", "bidirectional")}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 
@@ -33,7 +34,11 @@ def known_fields() -> list[str]:
 
 
 def class_name(config: ModelConfig) -> str:
-    return "SmallGPTForCausalLM"
+    return f"SmallGPTFor{head_name(config)}"
+
+
+def head_name(config: ModelConfig) -> str:
+    return "MaskedLM" if config.attention_mask == "bidirectional" else "CausalLM"
 
 
 def hugging_face_name(name: str) -> str:
@@ -62,9 +67,10 @@ def to_config(config: ModelConfig) -> dict:
             config.refuse(field.name, f"no PyTorch code for the export; it supports only {field.default!r}")
     fields = dataclasses.asdict(config)
     return {
-        "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
+        "model_type": "smallgpt", "architectures": [class_name(config)],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
-                     "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
+                     f"AutoModelFor{head_name(config)}": f"modeling_smallgpt.{class_name(config)}"},
+        **({"mask_token_id": config.vocab_size - 1} if config.attention_mask == "bidirectional" else {}),
         **{name: fields.get(name) for name in known_fields()},  # null: not a field of the architecture
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 

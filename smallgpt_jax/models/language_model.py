@@ -21,6 +21,13 @@ def head_std(width: int) -> float:
     return INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
 
 
+def embed(table_VxD, tokens_BxT, dtype: str):
+    """Returns (B, T, D). Gathers the embedding, because devices look up whole rows. Keeps it in float32 until then,
+    because the gradient of a frequent token sums too many terms for bfloat16.
+    """
+    return jnp.take(sharding.gather_fsdp(table_VxD, TABLE_AXES), tokens_BxT, axis=0).astype(dtype)
+
+
 class LanguageModel(nn.Module):
     """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the rng "dropout"."""
 
@@ -42,10 +49,7 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
         """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
         dtype = self.config.dtype
-        # Gather the embedding, because devices look up whole rows. Keep it in float32, because the gradient of a
-        # frequent token sums too many terms for bfloat16.
-        table_VxD = sharding.gather_fsdp(self.token_embedding, TABLE_AXES)
-        x_BxTxD = jnp.take(table_VxD, tokens_BxT, axis=0).astype(dtype)
+        x_BxTxD = embed(self.token_embedding, tokens_BxT, dtype)
         if self.config.position == "learned":
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)

@@ -14,11 +14,13 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
+from smallgpt_jax.training.future_tokens import future_terms
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
@@ -130,6 +132,8 @@ class Program:
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed)
         if self.teacher:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
+        if c.train.objective == "masked":
+            require_mask_token(c.model, pipeline.corpus.tokenizer)
         return pipeline
 
     def with_constants(self, train_step):
@@ -155,7 +159,8 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     batch_shards, path_shards = sharding.num_batch_shards(mesh), mesh.shape["path"]
     validate(config, batch_shards, path_shards)
     teacher = open_teacher(config.train, model, mesh)
-    objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
+    objective = make_objective(config.train, model, **future_terms(config.train, model),
+                               **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
     params, heads = models.abstract_params(model), objective.abstract_heads()
     if taken := params.keys() & heads.keys():
@@ -185,6 +190,11 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     """Raises UserError for values of one group that do not fit another group or the mesh."""
     train, model = config.train, config.model
     train.validate_choice("tracker", ("", *TRACKERS))
+    if train.objective != "causal" and is_synthetic(config.data):
+        train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
+    if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
+        train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
+                     "for its heads")
     parts = batch_shards * train.microbatches
     if train.batch_size % parts:
         train.refuse("batch_size", f"must be a multiple of {parts}, which is {batch_shards} devices "
@@ -197,6 +207,13 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
             raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
         if paths % path_shards:
             raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
+
+
+def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless the last row of the embedding, which is the mask token, is no token of the text."""
+    if model.vocab_size == tokenizer.vocab_size:
+        model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask token, "
+                     f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more")
 
 
 def is_out_of_memory(error: Exception) -> bool:

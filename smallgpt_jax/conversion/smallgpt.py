@@ -19,8 +19,7 @@ CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py", 
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
 SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
-                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba"),
-                    "attention_mask": ("causal", "bidirectional")}
+                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba")}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 
@@ -61,6 +60,8 @@ def to_config(config: ModelConfig) -> dict:
         used = getattr(config, field)
         if not set(used if isinstance(used, tuple) else [used]) <= set(values):
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
+    if config.attention_mask == "prefix":
+        config.refuse("attention_mask", "no PyTorch code for the export; it supports causal, bidirectional")
     known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):
         if field.name not in known and getattr(with_defaults(config), field.name) != field.default:

@@ -156,7 +156,8 @@ def error_message(error: Exception) -> str:
     if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
         return f"{' and '.join(unset)} must be given; see --help"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
-        return f"{error_location(error)}no config field {misspelt[2]!r}; did you mean {misspelt[1]!r}?"
+        meant = " or ".join(f"--config.{field}" for field in fields_named(misspelt[1])) or repr(misspelt[1])
+        return f"{error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):

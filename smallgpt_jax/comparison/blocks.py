@@ -12,6 +12,7 @@ from smallgpt_jax.formatting import aligned_rows
 from smallgpt_jax.run import plotting
 
 MISSING = "–"
+MAX_VALUE = 50  # characters; a column with longer cells has sentences, which are wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th { border-bottom: 2px solid #888; }
 .best td { font-weight: bold; background: #e8f2fb; }
+th.sentence, td.sentence { text-align: left; white-space: normal; min-width: 24rem; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; }
 tr:not(.best) > :first-child { background: #fff; }
 pre { background: #f4f4f4; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -106,11 +108,14 @@ def to_html(title: str, blocks: Sequence) -> str:
                 return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
                         f"<figcaption>{html.escape(caption)}</figcaption></figure>")
             case Table(head, rows, best):
-                lines = [line("th", head), *(line("td", row, i == best) for i, row in enumerate(rows))]
+                sentences = [max(map(len, column)) > MAX_VALUE for column in zip(head, *rows)]
+                lines = [line("th", head, sentences),
+                         *(line("td", row, sentences, i == best) for i, row in enumerate(rows))]
                 return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
-    def line(tag: str, cells: Sequence[str], is_best: bool = False) -> str:
-        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+    def line(tag: str, cells: Sequence[str], sentences: Sequence[bool], is_best: bool = False) -> str:
+        inner = "".join(f"<{tag}{' class=sentence' * is_sentence}>{html.escape(cell)}</{tag}>"
+                        for cell, is_sentence in zip(cells, sentences))
         return f"<tr{' class=best' * is_best}>{inner}</tr>"
 
     parts = []

@@ -8,7 +8,7 @@ A comparison of several sizes names its runs MODEL@SIZE, such as gpt@1M. All run
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from smallgpt_jax.storage.paths import as_path
 DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
 WITHIN = 1.01  # a cost up to this multiple of the budget is within it
 NEAR = 1.25  # a training budget up to this multiple of a run's is the run's; a limit up to it is in the measured range
+EQUAL = 1e-3  # models whose losses differ by less, in nats and for each seed, compute the same function up to rounding
 POSSIBLE = 0.05  # probability of being best from which a model is listed as a possible best
 MAX_ROWS = 6  # of a table
 MEASURED = Optional((NULL, POSITIVE))
@@ -210,14 +211,28 @@ def _row(candidate: Candidate, interval=(None, None), probability: float | None 
 
 def decide(rows: Sequence[Row]) -> tuple[str | None, str]:
     """Returns (the chosen name or None, the reason). `rows` are the contenders by loss."""
-    best = max(rows, key=lambda row: row.probability)
     if len(rows) == 1:
-        return best.name, "it is the only model within the budget"
-    if best.probability >= scaling.CERTAIN:
-        return best.name, f"its loss is the lowest with a probability of {best.probability:.2f}"
-    possible = [row.name for row in rows if row.probability >= POSSIBLE]
-    raise CannotTellError(f"the intervals of {' and '.join(possible)} overlap: {best.name} is the best with a "
-                          f"probability of only {best.probability:.2f}; train more seeds")
+        return rows[0].name, "it is the only model within the budget"
+    equal, probability = best_rows(rows)
+    if probability >= scaling.CERTAIN:
+        others = f", as that of {enumeration(equal[1:])}, which costs no less" if len(equal) > 1 else ""
+        return equal[0].name, f"its loss is the lowest with a probability of {probability:.2f}{others}"
+    possible = enumeration(row for row in rows if row in equal or row.probability >= POSSIBLE)
+    verb = "is" if len(equal) == 1 else "(equal) are"
+    raise CannotTellError(f"the intervals of {possible} overlap: {enumeration(equal)} {verb} the best with a "
+                          f"probability of only {probability:.2f}; train more seeds")
+
+
+def best_rows(rows: Sequence[Row]) -> tuple[list[Row], float]:
+    """Returns the most probable row, with those of equal losses, cheapest first; and their joint probability."""
+    best = max(rows, key=lambda row: row.probability)
+    equal = [row for row in rows if (row.probability, row.low, row.high) == (best.probability, best.low, best.high)]
+    return sorted(equal, key=lambda row: row.cost), sum(row.probability for row in equal)
+
+
+def enumeration(rows: Iterable[Row]) -> str:
+    *names, last = [row.name for row in rows]
+    return f"{', '.join(names)} and {last}" if names else last
 
 
 # ------------------------------------------------------------------ trained runs
@@ -273,8 +288,9 @@ def _refuse_extrapolation(limit: float, low: float, high: float, nearest: float)
 
 def _contender_rows(contenders: Sequence[Candidate], draws: np.ndarray) -> list[Row]:
     shares = best_shares(draws)
-    intervals = np.quantile(draws, [0.1, 0.9], axis=1).T
-    return [_row(candidate, tuple(map(float, interval)), float(share))
+    intervals = [tuple(map(float, interval)) if np.ptp(interval) else (None, None)
+                 for interval in np.quantile(draws, [0.1, 0.9], axis=1).T]
+    return [_row(candidate, interval, float(share))
             for candidate, interval, share in zip(contenders, intervals, shares)]
 
 
@@ -288,26 +304,34 @@ def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarra
     """Returns draws of the candidates' expected losses from Student's t-distribution, shape (candidates, draws).
 
     The spread over seeds is pooled over the candidates, because a few seeds determine no spread each. Runs of one seed
-    share their batches: if all candidates have the same seeds, what they have in common is removed.
+    share their batches: if all candidates have the same seeds, what they have in common is removed. Candidates of equal
+    losses count as one and have equal draws: as several, they would make the spread look smaller than it is.
     """
-    losses = [{run["seed"]: final_loss(run) for run in candidate.runs} for candidate in candidates]
+    all_losses = [{run["seed"]: final_loss(run) for run in candidate.runs} for candidate in candidates]
+    firsts = [next(first for first, others in enumerate(all_losses) if are_equal(others, by_seed))
+              for by_seed in all_losses]
+    kept = sorted(set(firsts))
+    losses = [all_losses[index] for index in kept]
     means = np.array([np.mean(list(by_seed.values())) for by_seed in losses])
-    if len(candidates) == 1:
-        return np.broadcast_to(means[:, None], (1, draws))
     counts = np.array([len(by_seed) for by_seed in losses])
     residuals = [{seed: loss - mean for seed, loss in by_seed.items()} for by_seed, mean in zip(losses, means)]
     degrees = int((counts - 1).sum())
-    if all(by_seed.keys() == losses[0].keys() for by_seed in losses):
+    if len(losses) > 1 and all(by_seed.keys() == losses[0].keys() for by_seed in losses):
         common = {seed: np.mean([by_seed[seed] for by_seed in residuals]) for seed in losses[0]}
         residuals = [{seed: value - common[seed] for seed, value in by_seed.items()} for by_seed in residuals]
         degrees -= len(common) - 1
-    if degrees < 1:
+    if degrees < 1 and len(losses) > 1:
         raise CannotTellError("every model was trained with one seed, so the spread of the losses is unknown; train "
                               "with config.compare.seeds=3 or more")
     rng = np.random.default_rng(0)
     squares = sum(value**2 for by_seed in residuals for value in by_seed.values())
-    deviations = np.sqrt(squares / rng.chisquare(degrees, draws))
-    return means[:, None] + deviations * rng.standard_normal((len(means), draws)) / np.sqrt(counts)[:, None]
+    deviations = np.sqrt(squares / rng.chisquare(max(1, degrees), draws))
+    found = means[:, None] + deviations * rng.standard_normal((len(means), draws)) / np.sqrt(counts)[:, None]
+    return found[[kept.index(first) for first in firsts]]
+
+
+def are_equal(losses: dict[int, float], others: dict[int, float]) -> bool:
+    return losses.keys() == others.keys() and all(abs(losses[seed] - others[seed]) < EQUAL for seed in losses)
 
 
 # ------------------------------------------------------------------ scaling laws
@@ -402,9 +426,13 @@ def format_answer(answer: Answer) -> str:
     return "\n\n".join(parts + ["\n".join(answer.notes)] * bool(answer.notes))
 
 
+def format_interval(row: Row) -> str:
+    return "" if row.low is None else f"{row.low:.4f} to {row.high:.4f}"
+
+
 def format_rows(title: str, budget: str, rows: Sequence[Row]) -> str:
     def cells(row: Row) -> tuple[str, ...]:
-        return (row.name, f"{row.loss:.4f}", "–" if row.low is None else f"{row.low:.4f} to {row.high:.4f}",
+        return (row.name, f"{row.loss:.4f}", format_interval(row) or "–",
                 f"{row.cost:.4g}", parameter_count(row.parameters, row.active_parameters), f"{row.tokens:.4g}",
                 "–" if row.probability is None else f"{row.probability:.2f}")
 

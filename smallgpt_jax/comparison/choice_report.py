@@ -80,9 +80,10 @@ def answers_table(found: Sequence[Answer]) -> Table:
     rows = []
     for answer in found:
         label, form = BUDGET_FORMATS[answer.budget]
-        best = max(answer.contenders, key=lambda row: row.probability, default=None)
+        (best, *_), probability = choice.best_rows(answer.contenders) if answer.contenders else ([None], None)
         is_evident = answer.chosen and len(answer.contenders) > 1
+        interval = f" ({choice.format_interval(best)})" if best and best.low is not None else ""
         rows.append((label, form(answer.limit), answer.chosen or "cannot tell",
-                     f"{best.loss:.4f} ({best.low:.4f} to {best.high:.4f})" if answer.chosen else MISSING,
-                     f"{best.probability:.2f}" if best else MISSING, MISSING if is_evident else answer.reason))
+                     f"{best.loss:.4f}{interval}" if answer.chosen else MISSING,
+                     f"{probability:.2f}" if best else MISSING, MISSING if is_evident else answer.reason))
     return Table(("budget", "at most", "choose", "loss", "P(best)", "because"), tuple(rows))

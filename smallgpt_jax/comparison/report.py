@@ -126,7 +126,8 @@ def differences_blocks(order: Ranking) -> list:
                    ranking.differences_table(order.against_reference)]
     if len(order.means) > 2 or not order.against_reference:
         count = math.comb(len(order.means), 2)
-        blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs:"),
+        blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs, because the losses chose "
+                             "the neighbors:"),
                    ranking.differences_table(order.neighbors)]
     return blocks
 

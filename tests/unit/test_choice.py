@@ -82,8 +82,27 @@ def test_a_tie_names_the_models(ask):
     assert "the intervals of " in answer.reason and "c" not in answer.reason.split(" overlap")[0].split()
     assert sum(row.probability for row in answer.contenders) == pytest.approx(1)
     assert choice.format_answer(answer).splitlines()[2].startswith("Cannot tell, because the intervals of")
-    assert [row.probability for row in ask(make_runs({"a": 3.0, "b": 3.0}, noise=0), "bytes", 4e6).contenders] == [
-        0.5, 0.5]
+
+
+def test_models_of_equal_losses(ask):
+    """lgpt and cgpt with kernel 1 are the same function. Copies of a model are no evidence for it or against it."""
+    noise = {"a": (0.03, -0.03, 0.0), "b": (-0.04, 0.02, 0.02)}
+    runs = [make_run(name, seed, loss + own) for name, loss in (("a", 3.0), ("b", 3.06))
+            for seed, own in enumerate(noise[name])]
+    copies = [{**run, "name": name, "parameters": 900_000} for name in "cdefgh" for run in runs[:3]]
+    alone, beside = (ask(found, "parameters", 1e6) for found in (runs, runs + copies))
+    assert alone.chosen is None and beside.chosen is None
+    assert sum(row.probability for row in beside.contenders if row.name != "b") == pytest.approx(
+        alone.contenders[0].probability)
+    assert "c, d, e, f, g, h and a (equal) are the best with a probability of only 0." in beside.reason
+
+    winners = make_runs({"a": 3.0, "b": 3.3})
+    answer = ask(winners + [{**run, "name": "c", "parameters": 900_000} for run in winners[:3]], "parameters", 1e6)
+    assert answer.chosen == "c" and answer.reason.endswith(", as that of a, which costs no less")
+    (only,) = ask(winners[:3], "parameters", 1e6).contenders
+    assert only.low < only.loss < only.high
+    (single,) = ask(winners[:1], "parameters", 1e6).contenders
+    assert single.low is None and single.high is None
 
 
 def test_runs_of_one_seed_are_compared_with_each_other():

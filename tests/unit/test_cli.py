@@ -102,6 +102,7 @@ def test_the_arguments_of_the_config_are_those_of_the_process(monkeypatch):
 @pytest.mark.parametrize("flag, message", [
     ("--config.lr=1e-3", "error: no config field 'lr'; configs/base.py documents the fields\n"),
     ("--config.steps=3", "error: no config field 'steps'; did you mean --config.train.steps?\n"),
+    ("--config.train.step=3", "error: no config field 'step'; did you mean --config.train.steps?\n"),
     ("--config.train.foo=3", "error: no config field 'foo'; configs/base.py documents the fields\n"),
 ])
 def test_unknown_config_fields(flag, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smallgpt_jax.comparison import aggregation, figures, measure, ranking, report, results
+from smallgpt_jax.comparison import aggregation, blocks, figures, measure, ranking, report, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
 
@@ -138,13 +138,15 @@ def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
 
 
 def test_figures_commands_and_headings_of_the_page(tmp_path):
-    """All figures have one width, the command wraps, and a heading has one line."""
+    """All figures have one width. The command and columns of sentences wrap, columns of values do not."""
     load = {"mlp/router": [[0.5, 1.5]]}
     runs = [dataclasses.replace(make_run(0), expert_load=load), make_run(0, name="b")]
     write(tmp_path, runs, command="c" * 500)
     page = (tmp_path / "report.html").read_text()
     assert "figure { margin: 0; width: min(100%, 34rem); }" in page and "auto-fit" not in page
-    assert "white-space: pre-wrap" in page and "white-space: normal" not in page
+    assert "white-space: pre-wrap" in page
+    table = blocks.Table(("number", "because"), (("1", "a reason of many words " * 5),))
+    assert "<tr><th>number</th><th class=sentence>because</th></tr>" in blocks.to_html("title", [table])
     sizes = {Image.open(path).size for path in tmp_path.glob("*.png")}
     assert len(sizes) == 1
 

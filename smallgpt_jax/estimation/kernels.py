@@ -89,11 +89,8 @@ def computed_blocks(operands: str) -> float:
     List i contains the blocks of keys to compute for the i-th block of queries. In the kernel "dkv", keys and queries
     change places. The operand's shape is (1, n, m), in "dkv" (1, m, n). Without an attention window, m = n.
 
-    The mask is causal, so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1. A bidirectional kernel
-    without a window computes all blocks and has no lists.
+    The mask is causal, so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1.
     """
-    sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands)
-    if not sizes:
-        return 1.0
-    longest, blocks = sorted(map(int, sizes.groups()))
+    sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
+    longest, blocks = sorted(map(int, sizes))
     return sum(min(i + 1, longest) for i in range(blocks)) / blocks**2

@@ -217,7 +217,8 @@ def set_attention_mask(model: dict, objective: str) -> None:
     mask, default = ATTENTION_MASK_OF.get(objective, "causal"), ModelConfig.attention_mask
     if model.get("attention_mask", default) not in (mask, default):
         raise UserError(f"config.model.attention_mask={model['attention_mask']!r}: does not belong to "
-                        f"config.train.objective={objective!r}, which has {mask!r}; change one of them")
+                        f"config.train.objective={objective!r}; set another objective, or "
+                        f"--config.model.attention_mask={mask}")
     if mask != default:
         model["attention_mask"] = mask
 

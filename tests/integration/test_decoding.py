@@ -42,8 +42,7 @@ VARIANTS = [
     ("lgpt", {"mixers": ("delta", "attention"), "delta_head_dim": 3}),
     ("pgpt", {"mixers": ("mamba",), "mamba_state": 5}),
     ("lgpt", {"mixers": ("delta", "mamba"), "use_bias": True}),
-    ("gpt", {"attention_mask": "prefix", "position": "rope", "num_kv_heads": 2, "attention_windows": (5, 0)}),
-    ("cgpt", {"attention_mask": "prefix", "position": "alibi", "conv_kernel": 2}),
+    ("gpt", {"attention_mask": "prefix", "position": "alibi", "num_kv_heads": 2, "attention_windows": (5, 0)}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 

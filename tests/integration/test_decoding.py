@@ -127,7 +127,8 @@ def test_scores_of_a_prefix_model_have_the_context_as_prefix():
     model, params = small("gpt", attention_mask="prefix")
     row, = random_rows(model, [CONTEXT + 1])
     (_, score), = Scorer(model, params, devices=jax.devices()[:1]).score([TokenSequence(row, 5)])
-    logits = model.apply({"params": params}, np.array([row[:-1]]), Context(prefix_BxT=np.arange(CONTEXT)[None] < 20))
+    logits = jax.jit(model.apply)(
+        {"params": params}, np.array([row[:-1]]), Context(prefix_BxT=np.arange(CONTEXT)[None] < 20))
     log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[0])), np.array(row[1:])[:, None], 1)
     assert score.log_likelihood == pytest.approx(log_p[-5:].sum(), rel=1e-5)
 

@@ -70,6 +70,7 @@ def main() -> None:
                         "Hugging Face hub")
     trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
     trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
+    inference.require_next_tokens(trained.model)
     config, params, model_state = trained.model.config, trained.params, trained.model_state
     is_one_path = _PATHS.value != "all" and config.num_paths == 1
     model_name = "pgpt, one path" if is_one_path else config.architecture

@@ -135,8 +135,8 @@ def plain_attention(config, weights, h, num_heads, window):
         scores = q @ k.T / math.sqrt(q.shape[1])
         for i, j in np.ndindex(scores.shape):
             if config.position == "alibi":
-                scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * (i - j)
-            if j > i or j <= i - window:
+                scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * abs(i - j)
+            if (j > i and config.attention_mask == "causal") or abs(i - j) >= window:
                 scores[i, j] = -np.inf
         y = y + softmax(scores, axis=1) @ v @ weights["out"]["kernel"][head]
     return y

@@ -65,9 +65,9 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
         qkv = (2 + 2 * c.kv_heads / c.num_heads) * layers.heads * layers.head_width / layers.width
         activations += layers.count * positions * layers.width * element * kept(qkv)
         if layers.backend == "xla" and c.remat == "none":
-            keys = (c.context_length + min(c.context_length, QUERIES)) / 2  # average number of keys per query
-            if layers.window:
-                keys = min(keys, layers.window + min(c.context_length, QUERIES) - 1)
+            mask, length = AttentionMask(layers.window, is_causal=c.attention_mask == "causal"), c.context_length
+            chunks = [mask.keys(start, min(start + QUERIES, length), length) for start in range(0, length, QUERIES)]
+            keys = sum(chunk.stop - chunk.start for chunk in chunks) / len(chunks)  # average number of keys per query
             activations += layers.count * positions * keys * layers.heads * element / tensor
     if c.remat != "full":
         activations += positions * element * sum_of_ranks(model) / mesh.shape["path"]
@@ -110,6 +110,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
     """Returns the attention layers of a model of any architecture, recognized by the axis names of their weights."""
     found, c, windows = [], model.config, attention_windows(model)
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
+    prefixes = jax.ShapeDtypeStruct((1, c.context_length), "bool") if c.attention_mask == "prefix" else None
     modules: dict[tuple, dict[str, int]] = {}  # {path of a module: {axis of a weight: size}}
     for p in jax.tree.leaves(abstract_params(model)):
         modules.setdefault(p.path[:-1], {}).update(zip(p.axes, p.shape))
@@ -119,7 +120,8 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         window = windows.get(path[:-1], 0)
         backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
-            dtype=c.dtype, mask=AttentionMask(window, segment_ids), has_alibi=c.position == "alibi",
+            dtype=c.dtype, mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
+            has_alibi=c.position == "alibi",
             per_group=sizes["qkv"] - 2)
         count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)

@@ -114,6 +114,9 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / EVALUATION_FOLDER / TEXTS_FILE, read_config(folder)
+    if config.train.objective == "masked":
+        log(f"{folder.name}: further texts and contexts are not measured: its loss is that of masked tokens")
+        return
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
     if text_changes(read_identity(folder), identity_of(found[OWN_TEXT])):

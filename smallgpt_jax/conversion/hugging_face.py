@@ -62,8 +62,9 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
     write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
     # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
-    write_json(folder / "generation_config.json", {
-        **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
+    if config.attention_mask != "bidirectional":
+        write_json(folder / "generation_config.json", {
+            **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
     for name in form.CODE:
         source = resources.files("smallgpt_jax.conversion.exported") / name
         (folder / name).write_text(source.read_text())

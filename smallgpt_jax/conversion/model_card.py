@@ -27,25 +27,39 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
     if paths != "all":
         facts = [("exported paths of the trained model", paths),
                  *(fact for fact in facts if fact[0] != "validation loss")]
-    begin = "" if adds_begin else "tokenizer.eos_token_id, "
+    is_encoder = config.attention_mask == "bidirectional"
     trust = ", trust_remote_code=True" if has_code else ""
+    task = "fill-mask" if is_encoder else "text-generation"
+    what = ("An encoder, trained to predict masked tokens. It" if is_encoder else
+            "A base language model: it continues text, does not follow instructions, and")
     return "\n".join([
-        "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- smallgpt_jax", "---",
+        "---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- smallgpt_jax", "---",
         "", f"# {name}", "",
         f"This is {described.format(**vars(config))}; {models.num_parameters(model):,} parameters, context "
-        f"length {config.context_length:,}, vocabulary size {config.vocab_size:,}. A base language model: it continues "
-        "text, does not follow instructions, and reproduces the errors and biases of its training text. Trained with "
-        "smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv 2404.14462).", "",
-        "```python", "import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})',
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
-        f'tokens = torch.tensor([[{begin}*tokenizer.encode("Once upon a time")]])',
-        "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))", "```", "",
+        f"length {config.context_length:,}, vocabulary size {config.vocab_size:,}. {what} reproduces the errors and "
+        "biases of its training text. Trained with smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv "
+        "2404.14462).", "",
+        "```python", "import torch", *example(name, trust, is_encoder, adds_begin), "```", "",
         *(["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
           if facts else []),
         ("" if adds_begin else "In training, an end-of-text token precedes every document. The tokenizer does not add "
          "this token, so the example adds it. ")
         + "The tokenizer encodes `<|endoftext|>` in a text as ordinary text.", ""])
+
+
+def example(name: str, trust: str, is_encoder: bool, adds_begin: bool) -> list[str]:
+    """Returns lines of Python that use the model."""
+    kind = "AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM"
+    begin = "" if adds_begin else "tokenizer.eos_token_id, "
+    lines = [
+        f"from transformers import {kind}, AutoTokenizer", "",
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})',
+        f'model = {kind}.from_pretrained("{name}"{trust})',
+        f'tokens = torch.tensor([[{begin}*tokenizer.encode("Once upon a time")]])']
+    if is_encoder:  # the mask token has an id, but no text
+        return [*lines, "tokens[0, 2] = model.config.mask_token_id",
+                "print(tokenizer.decode(model(tokens).logits[0, 2].argmax()))"]
+    return [*lines, "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))"]
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:

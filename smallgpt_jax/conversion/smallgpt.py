@@ -1,6 +1,6 @@
-"""The config of SmallGPTForCausalLM, this project's PyTorch code for its own models (`exported/`).
+"""The config of SmallGPTForCausalLM and SmallGPTForMaskedLM, this project's own PyTorch code (`exported/`).
 
-Its tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
+Their tensors have our names and layouts. transformers runs the code with `trust_remote_code=True`.
 """
 
 import ast
@@ -33,7 +33,11 @@ def known_fields() -> list[str]:
 
 
 def class_name(config: ModelConfig) -> str:
-    return "SmallGPTForCausalLM"
+    return f"SmallGPTFor{head_name(config)}"
+
+
+def head_name(config: ModelConfig) -> str:
+    return "MaskedLM" if config.attention_mask == "bidirectional" else "CausalLM"
 
 
 def hugging_face_name(name: str) -> str:
@@ -56,15 +60,18 @@ def to_config(config: ModelConfig) -> dict:
         used = getattr(config, field)
         if not set(used if isinstance(used, tuple) else [used]) <= set(values):
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
+    if config.attention_mask == "prefix":
+        config.refuse("attention_mask", "no PyTorch code for the export; it supports causal, bidirectional")
     known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):
         if field.name not in known and getattr(with_defaults(config), field.name) != field.default:
             config.refuse(field.name, f"no PyTorch code for the export; it supports only {field.default!r}")
     fields = dataclasses.asdict(config)
     return {
-        "model_type": "smallgpt", "architectures": ["SmallGPTForCausalLM"],
+        "model_type": "smallgpt", "architectures": [class_name(config)],
         "auto_map": {"AutoConfig": "configuration_smallgpt.SmallGPTConfig",
-                     "AutoModelForCausalLM": "modeling_smallgpt.SmallGPTForCausalLM"},
+                     f"AutoModelFor{head_name(config)}": f"modeling_smallgpt.{class_name(config)}"},
+        **({"mask_token_id": config.vocab_size - 1} if config.attention_mask == "bidirectional" else {}),
         **{name: fields.get(name) for name in known_fields()},  # null: not a field of the architecture
         **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()}}
 

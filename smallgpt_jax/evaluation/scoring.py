@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.models.context import Context
 
 STATIC_LENGTHS = 6
 LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
@@ -99,11 +100,14 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
     """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most likely token.
 
-    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the second is True.
+    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the second is True. The
+    prefix of a prefix language model is what comes before the scored tokens.
     """
     batch, time = scored_BxT.shape
+    is_prefix = model.config.attention_mask == "prefix"
+    context = Context(prefix_BxT=jnp.cumsum(scored_BxT, axis=1) <= scored_BxT if is_prefix else None)
     x_BxTxW, head_VxW = model.apply(
-        variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1]), model.head_weight()))
+        variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()))
     x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
     size = -(-batch * time // CHUNK) * CHUNK
     scored_S, = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)

@@ -32,8 +32,9 @@ def bucket(length: int, longest: int) -> int:
     jax.jit,
     static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
     donate_argnames=("cache", "seen_BxV"))
-def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling, *,
-                model: models.LanguageModel, cache_length: int, vocab_size: int, end_of_text: int | None):
+def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling,
+                prefix_B=None, *, model: models.LanguageModel, cache_length: int, vocab_size: int,
+                end_of_text: int | None):
     """Feeds each row's new tokens to the model and samples the next token per row.
 
     Args:
@@ -43,12 +44,14 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
         start_B: the position of each row's first new token.
         count_B: the number of new tokens per row; rows without new tokens get meaningless samples.
         stream_Bx2: two numbers per row that select the row's random stream.
+        prefix_B: with a new cache, the number of tokens per row that see each other (prefix LM), or None.
         end_of_text: a token to which the repetition penalty does not apply, or None.
 
     Returns the cache, `seen_BxV`, sampled tokens (B,) int32, and the logits before sampling, (B, vocab_size) float32. A
     row's sample depends only on its own tokens, `seed`, `stream_Bx2` and `sampling`, not on the other rows.
     """
-    context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B)
+    prefix_BxT = None if prefix_B is None else jnp.arange(tokens_BxT.shape[1])[None] < prefix_B[:, None]
+    context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B, prefix_BxT=prefix_BxT)
     logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
                                    method="next_logits", mutable=["cache", "calls"])
     logits_BxV = logits_BxV[:, :vocab_size]  # the embedding may have more rows than the tokenizer has ids
@@ -110,7 +113,8 @@ class DecodeSession:
     """Rows of tokens that a model continues, and their cache.
 
     Append new tokens to the lists in `ids`, then call `sample`. When a row becomes longer than the model's context,
-    only its newest context_length / 2 tokens are kept, and the cache is computed again.
+    only its newest context_length / 2 tokens are kept, and the cache is computed again. The prefix of a prefix language
+    model is what the rows contain at the first call of `sample`.
 
     For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks: S cached positions (at
     most the attention window), G key–value heads of width K. The cache of a cgpt has another B·(conv_kernel − 1)·ΣD
@@ -133,22 +137,20 @@ class DecodeSession:
         self._dropped = np.zeros(len(ids), np.int32)
         self._cache, self._cache_length, self._seen, self._logits = {}, 0, None, None
         self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
+        self._prefix: np.ndarray | None = None  # with a prefix language model, the initial length of each row's prefix
 
     def repeat(self, times: int, sampling: Sampling) -> None:
         """Replaces each row by copies with different random streams, so that prompts are prefilled only once."""
         if times == 1:
             return
-        if max(map(len, self.ids)) > 1:
-            last = [row.pop() for row in self.ids]
-            self.sample(sampling)
-            for row, token in zip(self.ids, last):
-                row.append(token)
+        self.sample(sampling)
         rows = len(self.ids)
         self.ids = [list(row) for row in self.ids for _ in range(times)]
         self._stream = np.repeat(self._stream, times) + np.tile(np.arange(times, dtype=np.uint32), rows)
         self._cached, self._dropped = np.repeat(self._cached, times), np.repeat(self._dropped, times)
-        self._cache, self._seen = jax.tree.map(
-            functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen))
+        self._prefix = None if self._prefix is None else np.repeat(self._prefix, times)
+        self._cache, self._seen, self._logits = jax.tree.map(
+            functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen, self._logits))
 
     def reserve(self, new_tokens: int) -> None:
         """Grows the cache for `new_tokens` more tokens per row, so that it does not grow during sampling."""
@@ -186,7 +188,7 @@ class DecodeSession:
             padded[:len(row)] = row
         self._cache, self._seen, sampled_B, self._logits = decode_step(
             self.weights, self._cache, seen_BxV, tokens_BxT, self._cached, counts, self._seed, streams,
-            sampling, **self._static_arguments())
+            sampling, self._prefix_lengths(), **self._static_arguments())
         self._cached = self._cached + counts
         return sampled_B, self._logits
 
@@ -226,6 +228,14 @@ class DecodeSession:
         counts = np.array([len(row) for row in new], np.int32)
         positions = self._dropped + self._cached + counts
         return new, counts, np.stack([self._stream, positions.astype(np.uint32)], axis=1)
+
+    def _prefix_lengths(self) -> np.ndarray | None:
+        """Returns the number of prefix tokens per row, without dropped ones, for a prefix model without a cache."""
+        if self.model.config.attention_mask != "prefix" or self._cache:
+            return None
+        if self._prefix is None:
+            self._prefix = np.array([len(row) for row in self.ids], np.int32)
+        return np.maximum(self._prefix - self._dropped, 0)
 
     def _static_arguments(self) -> dict:
         return {"model": self.model, "cache_length": self._cache_length, "vocab_size": self.vocab_size,

@@ -9,6 +9,7 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models.context import Context
 
 CALLS = (3, 1, 1)  # tokens per call: a prompt, then single tokens
 TOLERANCE = 0.03  # relative to the largest logit; large enough for layers that ignore dtype="float32" and use bfloat16
@@ -38,7 +39,10 @@ def largest_difference(model: models.LanguageModel, params, model_state) -> tupl
     context, vocab_size = model.config.context_length, model.config.vocab_size
     lengths = sorted({min(int(length), context) for length in np.cumsum(CALLS)})
     tokens = np.random.default_rng(0).integers(0, vocab_size, lengths[-1]).tolist()
-    full_TxV = np.asarray(jax.jit(model.apply)({"params": params, "state": model_state}, np.array([tokens])))[0]
+    is_prefix = model.config.attention_mask == "prefix"  # then the first call has the prefix
+    context = Context(prefix_BxT=np.arange(len(tokens))[None] < CALLS[0] if is_prefix else None)
+    variables = {"params": params, "state": model_state}
+    full_TxV = np.asarray(jax.jit(model.apply)(variables, np.array([tokens]), context))[0]
     session = decoder.DecodeSession(model, layout.pack(model, params, model_state), vocab_size, [tokens])
     differences = []
     for length in lengths:

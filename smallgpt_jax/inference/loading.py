@@ -38,10 +38,18 @@ def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int]
 def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
                      model_state=None) -> TextModel:
     """`params` and `model_state` are in the training layout. Checks the decoding of custom architectures and mixers."""
+    require_next_tokens(model)
     weights = layout.pack(model, params, model_state)
     if models.custom_classes(model.config):
         check_decoding(model, params, model_state)
     return TextModel(model, weights, tokenizer)
+
+
+def require_next_tokens(model: models.LanguageModel) -> None:
+    """Raises UserError for a masked language model."""
+    if model.config.attention_mask == "bidirectional":
+        raise UserError("config.train.objective='masked': the model predicts masked tokens, not the next one, so it "
+                        "cannot generate or score text; export it as an encoder with smallgpt_jax.convert --to=hf")
 
 
 class TrainedModel(NamedTuple):

@@ -1,4 +1,4 @@
-"""Causal self-attention and its key–value cache.
+"""Self-attention and its key–value cache.
 
 Shapes: B batch, T time, D model width, H heads, G key–value heads, K head width, S cache length.
 """
@@ -89,7 +89,7 @@ class OutputProjection(Dense):
 
 
 class Attention(nn.Module):
-    """Causal (grouped-query) self-attention. Its cache has 2·B·S·G·K elements; S is at most the window."""
+    """(Grouped-query) self-attention. Its cache has 2·B·S·G·K elements; S is at most the window."""
 
     config: ModelConfig
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
             positions_BxT = context.positions(x_BxTxD.shape[1])
             q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
-        mask = context.attention_mask(c.window)
+        mask = context.attention_mask(c.window, c.attention_mask != "bidirectional")
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
@@ -137,7 +137,9 @@ class Attention(nn.Module):
             return (update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
                     update_cache(cache.value, x, starts))
 
-        if is_new:
+        if is_new and mask.prefix_BxT is not None:
+            y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
+        elif is_new:
             parts = []
             for start in range(0, time, QUERIES):  # each chunk of queries reads only the keys that it attends to
                 first = max(0, start - mask.window + 1) if mask.window else 0
@@ -146,11 +148,11 @@ class Attention(nn.Module):
                     q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
                     jnp.arange(first, end)[None]))
             y = jnp.concatenate(parts, axis=2)
-            if is_rolling:
-                keys.value, values.value = write(keys, k), write(values, v)
-            else:
-                room = ((0, 0), (0, slots - time), (0, 0))
-                keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+        if is_new and is_rolling:
+            keys.value, values.value = write(keys, k), write(values, v)
+        elif is_new:
+            room = ((0, 0), (0, slots - time), (0, 0))
+            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
             # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
             # tokens attend to these positions.

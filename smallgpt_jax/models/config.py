@@ -9,6 +9,7 @@ from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
 NORM_POSITIONS = ("pre", "post", "deepnorm")
+ATTENTION_MASKS = ("causal", "prefix", "bidirectional")
 POSITIONS = ("learned", "rope", "alibi", "none")
 
 
@@ -36,6 +37,9 @@ class ModelConfig(ConfigGroup):
     head_dim: int = 0
     # apply RMSNorm to each head's queries and keys
     qk_norm: bool = False
+    # positions that attention sees: the earlier ones ("causal") | also later ones of the text's prefix ("prefix") | all
+    # ("bidirectional"). It follows from config.train.objective, which is causal, prefix or masked
+    attention_mask: str = "causal"
     # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
     # repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
@@ -154,7 +158,7 @@ class ModelConfig(ConfigGroup):
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (
                 ("dtype", ("float32", "bfloat16")), ("activation", ACTIVATIONS), ("position", POSITIONS),
-                ("norm_position", NORM_POSITIONS),
+                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS),
                 ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)

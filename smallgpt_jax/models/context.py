@@ -20,7 +20,8 @@ class Context:
     start_B: jax.Array | None = None  # in decoding, the position of each row's first new token
     length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
     segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
-    prefix_lengths_B: jax.Array | None = None  # None in decoding; length of each row's bidirectional prefix (prefix LM)
+    # bool; positions in their text's bidirectional prefix (prefix LM). In decoding, only with a new cache
+    prefix_BxT: jax.Array | None = None
     loss_mask_BxT: jax.Array | None = None  # False at padding, which is no load for experts; None: all True
 
     @property
@@ -37,8 +38,8 @@ class Context:
         begins_BxT = jnp.diff(self.segment_ids_BxT, axis=1, prepend=-1) != 0
         return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
 
-    def attention_mask(self, window: int) -> AttentionMask:
-        return AttentionMask(window, self.segment_ids_BxT, self.prefix_lengths_B)
+    def attention_mask(self, window: int, is_causal: bool = True) -> AttentionMask:
+        return AttentionMask(window, self.segment_ids_BxT, self.prefix_BxT, is_causal)
 
 
 EVALUATION = Context()

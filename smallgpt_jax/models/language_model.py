@@ -21,6 +21,13 @@ def head_std(width: int) -> float:
     return INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
 
 
+def embed(table_VxD, tokens_BxT, dtype: str):
+    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too many terms for
+    bfloat16.
+    """
+    return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
+
+
 class LanguageModel(nn.Module):
     """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the rng "dropout"."""
 
@@ -42,8 +49,7 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
         """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
         dtype = self.config.dtype
-        # The table stays float32, because the gradient of a frequent token sums too many terms for bfloat16.
-        x_BxTxD = sharding.look_up(self.token_embedding, TABLE_AXES, tokens_BxT, dtype)
+        x_BxTxD = embed(self.token_embedding, tokens_BxT, dtype)
         if self.config.position == "learned":
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)

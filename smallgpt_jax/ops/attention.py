@@ -2,7 +2,8 @@
 
 - "xla": plain JAX (`xla_attention.chunked`), on every platform and for what the kernels do not support
 - "flash": this project's Pallas kernel for TPUs (`flash_attention.py`)
-- "splash": JAX's Pallas kernel for TPUs, which also supports separate documents and any context length
+- "splash": JAX's Pallas kernel for TPUs, which also supports separate documents, bidirectional attention and any
+  context length
 - "cudnn": NVIDIA's fused kernel
 
 Head h attends to the keys of key–value head h // (H / G) (grouped-query attention, Ainslie et al., arXiv 2305.13245).
@@ -32,7 +33,7 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
     """Returns the backend for "tpu", "gpu" or "cpu", and the reason for a fallback to "xla", or ""."""
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
-    if backend == "flash" and (mask.segment_ids_BxT is not None
+    if backend == "flash" and (mask.segment_ids_BxT is not None or not mask.is_causal
                                or not flash_attention.fits(per_group, head_width, time, dtype)):
         backend = "splash"
     if backend in ("flash", "splash"):
@@ -42,7 +43,7 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
             return "xla", f"{backend} attention is for TPUs only"
         if has_alibi:
             return "xla", f"{backend} attention does not support ALiBi"
-        if mask.prefix_lengths_B is not None:
+        if mask.prefix_BxT is not None:
             return "xla", f"{backend} attention does not support prefixes"
     if backend == "cudnn":
         if platform != "gpu":
@@ -54,8 +55,10 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
         # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of other texts.
         if mask.segment_ids_BxT is not None:
             return "xla", "cuDNN's attention does not support separate documents in a row"
-        if mask.prefix_lengths_B is not None:
+        if mask.prefix_BxT is not None:
             return "xla", "cuDNN's attention does not support prefixes"
+        if mask.window and not mask.is_causal:
+            return "xla", "cuDNN's attention does not support bidirectional windows"
         if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
             return "xla", "cuDNN's attention does not support ALiBi"
     return backend, ""
@@ -94,7 +97,7 @@ def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    assert slopes_H is None and mask.prefix_lengths_B is None, "see select_backend"
+    assert slopes_H is None and mask.prefix_BxT is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     interpret = platform() != "tpu"
@@ -110,23 +113,29 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
         segments = () if segment_ids_BxT is None else (
             splash_attention_kernel.SegmentIds(segment_ids_BxT, segment_ids_BxT),)
         q_BxHxTxK = queries.reshape(len(queries), -1, time, head_width)
-        kernel = splash_kernel(q_BxHxTxK.shape[1], time, head_width, mask.window, interpret)
+        kernel = splash_kernel(q_BxHxTxK.shape[1], time, head_width, mask, interpret)
         return jax.vmap(kernel)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, *segments).reshape(queries.shape)
 
     return sharding.per_device(on_one_device, tuple(names))(*arguments).reshape(q_BxHxTxK.shape)
 
 
-def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret: bool):
-    """Returns the splash kernel for (heads, time, head width) queries. The kernel never materializes the mask."""
+def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, interpret: bool):
+    """Returns the splash kernel for (heads, time, head width) queries, without the documents of `mask`. The kernel
+    never materializes the mask.
+    """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
     # TPUs pad the last axis to a multiple of `lanes`. With narrow heads on the last axis, most memory would be padding.
     layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
     block = math.gcd(time, 4 * lanes)
-    mask = (splash_attention_mask.LocalMask((time, time), (window - 1, 0), 0) if window else
-            splash_attention_mask.CausalMask((time, time)))
+    if mask.window:
+        reach = mask.window - 1
+        kind = splash_attention_mask.LocalMask((time, time), (reach, 0 if mask.is_causal else reach), 0)
+    else:
+        masks = splash_attention_mask.CausalMask if mask.is_causal else splash_attention_mask.FullMask
+        kind = masks((time, time))
     return splash_attention_kernel.make_splash_mha_single_device(
-        mask=splash_attention_mask.MultiHeadMask([mask] * heads),
+        mask=splash_attention_mask.MultiHeadMask([kind] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
             block_q_dq=block, block_kv_dq=block,
@@ -135,7 +144,7 @@ def splash_kernel(heads: int, time: int, head_width: int, window: int, interpret
 
 
 def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None and slopes_H is None, "see select_backend"
+    assert mask.segment_ids_BxT is None and mask.prefix_BxT is None and slopes_H is None, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     window = {"local_window_size": (mask.window - 1, 0)} if mask.window else {}
@@ -146,7 +155,7 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     def on_one_device(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK):
         q_BxTxHxK = q_BxTxGxRxK.reshape(*q_BxTxGxRxK.shape[:2], -1, head_width)
         y_BxTxHxK = jax.nn.dot_product_attention(
-            q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation="cudnn", scale=1.0, **window)
+            q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=mask.is_causal, implementation="cudnn", scale=1.0, **window)
         return y_BxTxHxK.reshape(q_BxTxGxRxK.shape)
 
     y_BxTxGxRxK = sharding.per_device(on_one_device, names)(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK)

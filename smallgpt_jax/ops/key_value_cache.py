@@ -40,7 +40,7 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
 def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None,
                      key_positions_GxS=None):
     """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K). `key_positions_GxS` are negative for empty slots."""
-    assert mask.segment_ids_BxT is None and mask.prefix_lengths_B is None, "decoding has one causal text per row"
+    assert mask == AttentionMask(mask.window), "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
     q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(head_width)  # Q = R·T
     scores_GxQxS = jnp.einsum("gqk,gsk->gqs", q_GxQxK, keys_GxSxK, preferred_element_type=jnp.float32)

@@ -19,18 +19,18 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     """The products that count as attention's FLOPs, only traced, never run. The window reduces them, the causal mask
     does not, as in model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
-    keys = slice(0, mask.window or q_BxHxTxK.shape[2])
+    time = q_BxHxTxK.shape[2]
+    reach = mask.window if mask.is_causal else min(2 * mask.window - 1, time)
+    keys = slice(0, reach if mask.window else time)
     return _weighted_values(q_BxHxTxK, k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys], AttentionMask(), None, 0, keys)
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Processes QUERIES queries at a time, without the keys after the chunk or before its attention window."""
+    """Processes QUERIES queries at a time, without the keys that the mask excludes for all of them."""
     time, dtype, parts = q_BxHxTxK.shape[2], q_BxHxTxK.dtype, []
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     for start in range(0, time, QUERIES):
-        keys = slice(max(0, start - mask.window + 1) if mask.window else 0, min(start + QUERIES, time))
-        if mask.prefix_lengths_B is not None:
-            keys = slice(0, time)
+        keys = mask.keys(start, min(start + QUERIES, time), time)
         q, k, v = (x.astype(dtype) for x in (
             q_BxHxTxK[:, :, start:start + QUERIES], k_BxGxTxK[:, :, keys], v_BxGxTxK[:, :, keys]))
         parts.append(bfloat16.sliceable(_weighted_values(q, k, v, mask, slopes_H, start, keys)))

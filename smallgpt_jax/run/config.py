@@ -107,8 +107,23 @@ class TrainConfig(ConfigGroup):
     teacher_step: int = at_start(AT_START)
     # weight of the distance to the teacher's features
     feature_weight: float = 0.1
-    # training objective: "causal" (the next token). Further ones are entries of OBJECTIVES (training/objectives.py)
+    # training objective: "causal" (the next token) | "prefix" (the next token, after a random prefix of each text that
+    # attention sees in both directions) | "masked" (tokens hidden in the text, with attention in both directions).
+    # docs/objectives.md; further ones are entries of OBJECTIVES (training/objectives.py)
     objective: str = "causal"
+    # "masked": fraction of the tokens to predict
+    mask_rate: float = 0.3
+    # number of further tokens that heads predict in training, beside the objective; 0: none. The heads are not part of
+    # the trained model (docs/objectives.md)
+    future_tokens: int = 0
+    # kind of these heads: "mtp" (DeepSeek-V3's, one module per token) | "ftp" (a decoder that reads a pseudo-sequence)
+    future_head: str = "mtp"
+    # weight of their loss
+    future_weight: float = 0.3
+    # "ftp": length of the pseudo-sequence
+    pseudo_length: int = 12
+    # "ftp": factor on the weight of each token, compared with the one before
+    future_discount: float = 0.8
     # seed of weights, data order and dropout; 0 to 2^32 - 1
     seed: int = not_compiled(1337)
     # steps between log lines
@@ -145,6 +160,12 @@ class TrainConfig(ConfigGroup):
         self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
                             "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", least=1)
         self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds")
+        if not 0 < self.mask_rate < 1:
+            self.refuse("mask_rate", "must be above 0 and below 1")
+        self.validate_range("future_tokens", "future_weight")
+        self.validate_range("pseudo_length", least=1)
+        if not 0 < self.future_discount <= 1:
+            self.refuse("future_discount", "must be above 0 and at most 1")
         if not all(type(step) is int and step >= 1 for step in self.kept_steps):
             self.refuse("kept_steps", "must be integers, at least 1")
         if not 0 <= self.seed < 2**32:
@@ -178,6 +199,8 @@ class Config:
         if unknown := [name for name in config if name not in GROUPS]:
             raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
         groups = {name: dict(config.get(name, {})) for name in GROUPS}
+        if "train" in config:  # a config.json of an imported model has only the group model
+            set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
         is_same_teacher = saved and groups["train"].get("teacher", "") == saved.train.teacher
         for name, group in GROUPS.items():
             for field in group.names(at_start=True) if saved else ():
@@ -201,6 +224,20 @@ class Config:
     def flat(self) -> dict:
         return flatten(self.to_dict())
 
+
+def set_attention_mask(model: dict, objective: str) -> None:
+    """Sets the mask that belongs to the objective. Raises UserError for another one, which the weights may be from."""
+    mask, default = ATTENTION_MASK_OF.get(objective, "causal"), ModelConfig.attention_mask
+    if model.get("attention_mask", default) not in (mask, default):
+        raise UserError(f"config.model.attention_mask={model['attention_mask']!r}: does not belong to "
+                        f"config.train.objective={objective!r}; set another objective, or "
+                        f"--config.model.attention_mask={mask}")
+    if mask != default:
+        model["attention_mask"] = mask
+
+
+# config.train.objective → config.model.attention_mask, if not causal
+ATTENTION_MASK_OF = {"prefix": "prefix", "masked": "bidirectional"}
 
 GROUPS: dict[str, type[ConfigGroup]] = {
     "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optimizer": OptimizerConfig, "train": TrainConfig}

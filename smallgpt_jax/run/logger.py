@@ -24,7 +24,7 @@ class Units(NamedTuple):
     """Converts steps and losses to the units of the log."""
 
     tokens_per_step: float  # without padding
-    bytes_per_token: float  # of the validation text
+    bytes_per_token: float  # of the validation text; NaN if the loss is not one of whole texts
     peak_tokens_per_second: float | None  # at the peak FLOP/s of all devices; None if unknown
 
 
@@ -87,6 +87,9 @@ class Logger:
 
 
 def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
+    """`bits_per_byte` is NaN for a masked language model."""
+    if math.isnan(bits_per_byte) and math.isfinite(nats):
+        return f"validation loss {nats:.4f} of masked tokens"
     measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
                 if name.startswith(EXACT_MATCH)] or [f"{bits_per_byte:.4f} bits per byte"]
     return ", ".join([f"validation loss {nats:.4f}", *measures])

@@ -80,6 +80,8 @@ def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
     before, now, is_trained = read_config(workdir).flat(), config.flat(), (workdir / STORE_FILE).exists()
     fixed = {f"{name}.{field}" for name in GROUPS for group in (getattr(config, name), GROUPS[name])
              for by in (("model", "run") if is_trained else ("model",)) for field in group.names(fixed_by=by)}
+    if not is_trained:  # the objective of further training may be another
+        fixed.remove("model.attention_mask")
     if not is_trained and config.model.position != "learned":  # no parameter depends on the context length
         fixed.remove("model.context_length")
     return {field: (before.get(field), now.get(field)) for field in sorted(fixed)

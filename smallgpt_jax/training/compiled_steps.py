@@ -17,6 +17,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training.future_tokens import future_terms
 from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import Hyperparameters, eval_step, init_state, train_step
@@ -112,7 +113,8 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     config = config.compiled_part()
     model = models.LanguageModel(config.model)
     teacher = open_teacher(config.train, model, mesh)
-    objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
+    objective = make_objective(config.train, model, **future_terms(config.train, model),
+                               **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
     params, heads = models.abstract_params(model), objective.abstract_heads()
     if taken := params.keys() & heads.keys():

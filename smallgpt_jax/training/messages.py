@@ -21,6 +21,7 @@ from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
 
+LOSSES = {"prefix": "those of tokens after random prefixes", "masked": "those of masked tokens"}  # by objective
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
@@ -35,6 +36,9 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
              f"{model.config.context_length} tokens"
              + (f", {first_step} done" if first_step else "")]
     lines += [packing.summary for packing in pipeline.train.packings]
+    if (objective := config.train.objective) in LOSSES:
+        lines.append(f"objective {objective!r}: losses are {LOSSES[objective]}, and do not compare with those of other "
+                     "objectives")
     if (end := config.optimizer.decay_steps) != config.train.steps and config.optimizer.schedule != "constant":
         lines.append(f"learning rate decay ends at step {end}, training at step {config.train.steps} "
                      "(config.optimizer.decay_steps, config.train.steps)")
@@ -82,6 +86,10 @@ def print_final_message(workdir: str) -> None:
     if not distributed.is_primary():
         return
     folder = as_path("--workdir", workdir)
+    if is_masked(folder):
+        print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To export the encoder:\n"
+              f'  {command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...')
+        return
     if jax.process_count() == 1:
         print("\nSample:\n")
         try:
@@ -93,6 +101,13 @@ def print_final_message(workdir: str) -> None:
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
           f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."'
           + (" --trust_custom_code" if is_custom(folder) else ""))
+
+
+def is_masked(folder: Path) -> bool:
+    try:
+        return read_config(folder).train.objective == "masked"
+    except UserError:
+        return False
 
 
 def is_custom(folder: Path) -> bool:

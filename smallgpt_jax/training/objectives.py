@@ -1,58 +1,30 @@
-"""Training objectives: the examples that a batch gives, and terms added to the cross-entropy.
+"""Training objectives: how a batch becomes examples, and terms added to the cross-entropy.
 
 Masked and prefix language models have other examples; heads that predict later tokens, and the distance to a
 teacher, are terms. Validation measures the cross-entropy alone.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models import LanguageModel
-from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
-
-
-class Examples(NamedTuple):
-    batch: Batch
-    prefix_lengths_B: jax.Array | None = None  # length of each row's bidirectional prefix; None: causal
-
-    @property
-    def inputs_BxT(self):
-        return self.batch.tokens_BxT1[:, :-1]
-
-    @property
-    def targets_BxT(self):
-        return self.batch.tokens_BxT1[:, 1:] if self.batch.targets_BxT is None else self.batch.targets_BxT
-
-    @property
-    def num_targets(self):
-        mask_BxT = self.batch.loss_mask_BxT
-        return self.batch.tokens_BxT1[:, 1:].size if mask_BxT is None else jnp.sum(mask_BxT)
-
-    def weights(self, total):
-        """Returns (B, T) float32: 1/total for targets in the loss mask, otherwise 0."""
-        mask_BxT = self.batch.loss_mask_BxT
-        if mask_BxT is None:
-            mask_BxT = jnp.ones(self.batch.tokens_BxT1[:, 1:].shape)
-        return mask_BxT.astype(jnp.float32) / total
-
-    def context(self, train: bool = False) -> Context:
-        return Context(train=train, segment_ids_BxT=self.batch.segment_ids_BxT,
-                       prefix_lengths_B=self.prefix_lengths_B, loss_mask_BxT=self.batch.loss_mask_BxT)
+from smallgpt_jax.training.examples import Examples, continuations, masked_tokens, next_tokens
 
 
 class Outputs(NamedTuple):
     x_BxTxW: jax.Array  # input of the output head
     head_VxW: jax.Array  # weights of the output head
+    embedding_VxD: jax.Array  # token embedding, in float32
     collections: Mapping[str, Any]  # the variable collections that modules wrote to
 
 
@@ -63,7 +35,7 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
         {"params": params, "state": model_state},
         method=lambda model: (model.hidden(examples.inputs_BxT, examples.context(trains)), model.head_weight()),
         rngs={"dropout": dropout_key} if trains else {}, mutable=["state", *sown] if trains else [])
-    return Outputs(x_BxTxW, head_VxW, collections)
+    return Outputs(x_BxTxW, head_VxW, params["token_embedding"], collections)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,10 +61,6 @@ class Term:
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
         """Sums over rows, each target weighted; `variables` are the term's parameters or constants."""
         raise NotImplementedError
-
-
-def next_tokens(batch: Batch, key) -> Examples:
-    return Examples(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +111,17 @@ def causal(train: TrainConfig, model: LanguageModel) -> Objective:
     return Objective(train.loss_chunks, train.z_loss)
 
 
+def prefix(train: TrainConfig, model: LanguageModel) -> Objective:
+    return dataclasses.replace(causal(train, model), examples=continuations)
+
+
+def masked(train: TrainConfig, model: LanguageModel) -> Objective:
+    return dataclasses.replace(causal(train, model), examples=functools.partial(
+        masked_tokens, rate=train.mask_rate, vocab_size=model.config.vocab_size))
+
+
 # {config.train.objective: function (train group, model) → Objective}
-OBJECTIVES = {"causal": causal}
+OBJECTIVES = {"causal": causal, "prefix": prefix, "masked": masked}
 
 
 def make_objective(train: TrainConfig, model: LanguageModel, **terms: Term) -> Objective:

@@ -13,8 +13,10 @@ import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
@@ -120,6 +122,8 @@ class Program:
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed, corpus=corpus)
         if self.teacher:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
+        if c.train.objective == "masked":
+            require_mask_token(c.model, pipeline.corpus.tokenizer)
         return pipeline
 
 
@@ -157,6 +161,11 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     """Raises UserError for values of one group that do not fit another group or the mesh."""
     train, model = config.train, config.model
     train.validate_choice("tracker", ("", *TRACKERS))
+    if train.objective != "causal" and is_synthetic(config.data):
+        train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
+    if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
+        train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
+                     "for its heads")
     parts = batch_shards * train.microbatches
     if train.batch_size % parts:
         train.refuse("batch_size", f"must be a multiple of {parts}, which is {batch_shards} devices "
@@ -169,6 +178,13 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
             raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
         if paths % path_shards:
             raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
+
+
+def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless the last row of the embedding, which is the mask token, is no token of the text."""
+    if model.vocab_size == tokenizer.vocab_size:
+        model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask token, "
+                     f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more")
 
 
 def is_out_of_memory(error: Exception) -> bool:

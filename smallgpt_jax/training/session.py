@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 
 from smallgpt_jax.data.batches import read_ahead
@@ -85,7 +86,9 @@ class Session:
         config = self.program.config
         start_tracker = config.train.tracker and functools.partial(
             trackers.Tracker, config.train.tracker, self.spool.folder, config.to_dict(), log=self.progress.message)
-        units = Units(self.pipeline.tokens_per_step, self.pipeline.corpus.bytes_per_token("validation"),
+        is_masked = config.train.objective == "masked"
+        units = Units(self.pipeline.tokens_per_step,
+                      math.nan if is_masked else self.pipeline.corpus.bytes_per_token("validation"),
                       messages.peak_tokens_per_second(self.program))
         writer = MetricsWriter(self.spool.folder, first_step, self.progress.message, start_tracker)
         return Logger(writer, self.progress, self.clock, units, config.train.log_every,

@@ -175,19 +175,23 @@ def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Ob
               counts_answers: bool = False):
     """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number.
 
-    With `counts_answers`, also returns the numbers of `count_right`.
+    With `counts_answers`, also returns the numbers of `count_right`. If the objective selects some of the targets, the
+    sum is scaled to all of them, because their number identifies the validation rows of an evaluation.
     """
     def add_microbatch(sums, examples):
         outputs = forward(model, params, model_state, examples)
         found = (objective.cross_entropy(outputs, examples, examples.weights(1)), examples.num_targets)
         if counts_answers:
             predictions_BxT = most_probable(outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks)
-            found += count_right(predictions_BxT, examples.targets_BxT, examples.batch.loss_mask_BxT)
+            found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
         return jax.tree.map(jnp.add, sums, found), None
 
     examples = objective.examples(batch, jax.random.key(0))
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
-    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+    total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+    if examples.selected_BxT is not None:
+        total, targets = total / jnp.maximum(targets, 1) * examples.all_targets, examples.all_targets
+    return total, targets, *counts
 
 
 def count_right(predictions_BxT, targets_BxT, mask_BxT):

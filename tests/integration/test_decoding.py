@@ -15,6 +15,7 @@ from conftest import ARCHITECTURES, ROOT, build, forward, init, load_config
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
@@ -41,6 +42,7 @@ VARIANTS = [
     ("lgpt", {"mixers": ("delta", "attention"), "delta_head_dim": 3}),
     ("pgpt", {"mixers": ("mamba",), "mamba_state": 5}),
     ("lgpt", {"mixers": ("delta", "mamba"), "use_bias": True}),
+    ("gpt", {"attention_mask": "prefix", "position": "alibi", "num_kv_heads": 2, "attention_windows": (5, 0)}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]
 
@@ -73,7 +75,9 @@ def assert_cache_matches_forward(model, params):
     filled = np.zeros((3, CONTEXT), np.int32)
     for place, row in zip(filled, rows):
         place[:len(row)] = row
-    full = forward(model, params, filled)
+    is_prefix = model.config.attention_mask == "prefix"  # then the prompts are prefixes
+    context = Context(prefix_BxT=np.arange(CONTEXT)[None] < np.array([[1], [5], [9]]) if is_prefix else None)
+    full = jax.jit(model.apply)({"params": params}, filled, context)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
         texts.reserve(CONTEXT)  # except for cgpt, whose cache grows during the test
@@ -94,6 +98,39 @@ def assert_cache_matches_forward(model, params):
     VARIANTS[1], *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS if variant != VARIANTS[1])])
 def test_cached_logits_match_the_forward_pass(architecture, fields):
     assert_cache_matches_forward(*small(architecture, **fields))
+
+
+def test_samples_of_a_prompt_and_dropped_tokens_have_the_prefix_of_the_prompt():
+    """The logits of every sample are those of the whole prompt. When the oldest tokens are dropped, the rest of the
+    prompt is still a prefix.
+    """
+    model, params = small("gpt", attention_mask="prefix", position="rope")  # one layer would not show it
+    row, = random_rows(model, [CONTEXT + 1])
+
+    @jax.jit
+    def logits(tokens_T, prefix):
+        context = Context(prefix_BxT=jnp.arange(CONTEXT)[None] < prefix)
+        return model.apply({"params": params}, tokens_T[None], context)[0]
+
+    texts = session(model, params, [row[:20]])
+    texts.repeat(2, GREEDY)
+    expected = logits(np.pad(row[:20], (0, 4)), 20)[19]
+    for found in texts.sample_with_logits(GREEDY)[1]:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    texts.ids = [list(row), list(row)]
+    expected = logits(np.pad(row[13:], (0, 12)), 7)[11]  # 13 tokens are dropped
+    for found in texts.sample_with_logits(GREEDY)[1]:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_scores_of_a_prefix_model_have_the_context_as_prefix():
+    model, params = small("gpt", attention_mask="prefix")
+    row, = random_rows(model, [CONTEXT + 1])
+    (_, score), = Scorer(model, params, devices=jax.devices()[:1]).score([TokenSequence(row, 5)])
+    logits = jax.jit(model.apply)(
+        {"params": params}, np.array([row[:-1]]), Context(prefix_BxT=np.arange(CONTEXT)[None] < 20))
+    log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[0])), np.array(row[1:])[:, None], 1)
+    assert score.log_likelihood == pytest.approx(log_p[-5:].sum(), rel=1e-5)
 
 
 @pytest.mark.slow

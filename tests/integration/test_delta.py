@@ -146,9 +146,9 @@ def test_refuses(fields, message):
 
 def test_refuses_a_prefix():
     model = build("gpt", **SIZES, mixers=HYBRID)
-    with pytest.raises(UserError, match="has no bidirectional prefix; use attention in all blocks"):
+    with pytest.raises(UserError, match="cannot see later ones; use attention in all blocks"):
         jax.eval_shape(model.apply, {"params": models.abstract_params(model)}, random_tokens(1, 24),
-                       Context(prefix_lengths_B=jnp.array([3])))
+                       Context(prefix_BxT=jnp.arange(24)[None] < 3))
 
 
 def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]:

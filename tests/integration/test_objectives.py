@@ -1,6 +1,7 @@
 """Tests of training objectives other than the next token: drawn examples, and terms with parameters of their own."""
 
 import dataclasses
+import functools
 import shutil
 
 import flax.linen as nn
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import build, call, forward, init, load_config
+from conftest import build, call, forward, init, load_config, save_run
+from float64_model import plain_logits
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
+from scipy.special import log_softmax
 
-from smallgpt_jax import inference
+from smallgpt_jax import inference, models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
@@ -22,10 +25,12 @@ from smallgpt_jax.models.layers import normal
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training import objectives
-from smallgpt_jax.training.objectives import Examples, Objective, Term
+from smallgpt_jax.training.examples import Examples, continuations, with_prefixes
+from smallgpt_jax.training.objectives import Objective, Term, make_objective
 from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.step import eval_step
+from smallgpt_jax.training.step import eval_step, microbatch_loss
 from smallgpt_jax.training.train import train
 
 
@@ -55,23 +60,11 @@ class TwoAhead(Term):
         return cross_entropy(x_BxTxW, outputs.head_VxW, targets_BxT, weights_BxT.at[:, -1].set(0), 1)
 
 
-def random_prefixes(batch, key) -> Examples:
-    """Draws a bidirectional prefix per row, whose targets are not in the loss mask."""
-    rows, time = len(batch.tokens_BxT1), batch.tokens_BxT1.shape[1] - 1
-    lengths_B = jax.random.randint(key, (rows,), 0, time)
-    mask_BxT = jnp.arange(time)[None] >= lengths_B[:, None]
-    if batch.loss_mask_BxT is not None:
-        mask_BxT &= batch.loss_mask_BxT
-    return Examples(batch._replace(loss_mask_BxT=mask_BxT), lengths_B)
-
-
 @pytest.fixture(autouse=True)
 def own_objectives(monkeypatch):
-    """Registers "two_ahead" and "prefix", as a contributor would in the table."""
+    """Registers "two_ahead", as a contributor would in the table."""
     monkeypatch.setitem(objectives.OBJECTIVES, "two_ahead", lambda train, model: Objective(
         train.loss_chunks, train.z_loss, terms={"two_ahead": TwoAhead(weight=0.5, width=model.config.output_width)}))
-    monkeypatch.setitem(objectives.OBJECTIVES, "prefix", lambda train, model: Objective(
-        train.loss_chunks, examples=random_prefixes))
 
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (16, 33), np.int32))
@@ -94,11 +87,11 @@ def first_steps(devices, **fields):
 
 
 @pytest.mark.slow
-def test_a_head_trains_equally_on_one_and_eight_devices():
-    fields = dict(train__objective="two_ahead", train__microbatches=2)
+def test_heads_train_equally_on_one_and_eight_devices():
+    fields = dict(train__objective="two_ahead", train__microbatches=2, train__future_tokens=1)
     one, state, expected = first_steps(1, **fields)
     eight, sharded, found = first_steps(8, **fields, **MESH)
-    for metric in ("loss", "two_ahead", "grad_norm"):
+    for metric in ("loss", "two_ahead", "mtp", "grad_norm"):
         assert [line[metric] for line in found] == pytest.approx([line[metric] for line in expected], rel=1e-4)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-4), sharded.heads, state.heads)
     assert eight.shardings.heads["two_ahead"]["kernel"].spec == jax.sharding.PartitionSpec("fsdp", "tensor")
@@ -115,14 +108,15 @@ def test_a_head_trains_equally_on_one_and_eight_devices():
 
     ahead = mean_loss((x @ heads["two_ahead"]["kernel"] + heads["two_ahead"]["bias"])[:, :-1], targets[:, 1:])
     assert expected[0]["two_ahead"] == pytest.approx(ahead, rel=1e-5)
-    assert expected[0]["loss"] == pytest.approx(mean_loss(x, targets) + 0.5 * ahead, rel=1e-5)
+    assert expected[0]["loss"] == pytest.approx(
+        mean_loss(x, targets) + 0.5 * ahead + 0.3 * expected[0]["mtp"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_path, capsys):
-    """Muon updates the head's matrix, and AdamW its bias."""
-    config, folder = config_for(text_file, **SMALL, train__objective="two_ahead", optimizer__name="muon",
-                                model__dropout=0.1), tmp_path / "run"
+    """Of a prefix model with two further tokens. Muon updates the matrices of their head, AdamW its vectors."""
+    config, folder = config_for(text_file, **SMALL, train__objective="prefix", train__future_tokens=2,
+                                train__future_head="ftp", optimizer__name="muon", model__dropout=0.1), tmp_path / "run"
 
     def heads():
         with ocp.CheckpointManager(folder / "checkpoints") as checkpoints:
@@ -130,25 +124,23 @@ def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_p
 
     train(config, str(folder))
     before, head, lines = state_of(folder, 40), heads(), read_untimed_metrics(folder)
-    assert losses_in(folder, metric="two_ahead")[40] < losses_in(folder, metric="two_ahead")[10]
+    assert losses_in(folder, metric="ftp")[40] < losses_in(folder, metric="ftp")[10]
     shutil.rmtree(folder / "checkpoints" / "40")
     train(config, str(folder))
     assert ", 20 done" in capsys.readouterr().out
     assert_equal(state_of(folder, 40), before)
     assert_equal(heads(), head)
     assert read_untimed_metrics(folder) == lines
-    config.train.objective = "causal"
-    with pytest.raises(UserError, match=r"train\.objective was 'two_ahead', now 'causal'"):
+    config.train.objective, config.model.attention_mask = "causal", "causal"
+    with pytest.raises(UserError, match=r"train\.objective was 'prefix', now 'causal'"):
         train(config, str(folder))
 
     trained = inference.load_trained(folder)
-    assert "two_ahead" not in trained.params
+    assert "ftp" not in trained.params
     result = call("generate", f"--workdir={folder}", "--prompt=the ", "--max_new_tokens=4")
     assert result.returncode == 0, result.stderr
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
-    assert result.returncode == 0, result.stderr
-    from safetensors.numpy import load_file
-    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "ahead" in name]
+    assert result.returncode == 1 and "attention_mask='prefix': no PyTorch code for the export; it" in result.stderr
     assert losses_in(folder, "eval")[40] < losses_in(folder)[40]  # without the head's loss
 
 
@@ -168,16 +160,15 @@ def test_imported_models_get_initial_heads(tmp_path):
 def test_drawn_examples():
     """The examples of a step do not depend on microbatches and mesh. The loss is that of a prefix language model."""
     program, _, expected = first_steps(1, train__objective="prefix")
-    lengths = []
+    prefixes = []
     for step in range(3):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(program.config.train.seed), step), 2**32 - 1)
-        lengths.append(np.asarray(random_prefixes(BATCH, key).prefix_lengths_B))
-    assert not np.array_equal(*lengths[:2])
+        prefixes.append(np.asarray(continuations(BATCH, key).prefix_BxT))
+    assert not np.array_equal(*prefixes[:2])
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
-    logits = program.model.apply(
-        {"params": init(program.model)}, inputs, Context(prefix_lengths_B=jnp.asarray(lengths[0])))
+    logits = program.model.apply({"params": init(program.model)}, inputs, Context(prefix_BxT=prefixes[0]))
     losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), targets[..., None], 2)[..., 0]
-    mask = np.arange(32) >= lengths[0][:, None]
+    mask = np.arange(1, 33) >= prefixes[0].sum(axis=1, keepdims=True)
     assert expected[0]["loss"] == pytest.approx(losses[mask].mean(), rel=1e-5)
     for devices, fields in ((1, dict(train__microbatches=4)), (8, dict(train__microbatches=2, **MESH))):
         _, _, found = first_steps(devices, train__objective="prefix", **fields)
@@ -202,6 +193,87 @@ def test_validation_uses_the_examples_but_no_terms():
         -np.take_along_axis(log_p, tokens[[0, 2, 3], 2:, None], 2).sum(), rel=1e-5)
 
 
-def test_unknown_objectives_are_refused():
-    with pytest.raises(UserError, match=r"config\.train\.objective='casual': must be one of causal, .*mean 'causal'\?"):
-        build_program(load_config("gpt", **SMALL, train__objective="casual"))
+def test_with_prefixes_of_length_zero_the_loss_is_causal_bit_for_bit():
+    model = build("gpt", num_layers=1, d_model=16, context_length=16)
+    batch = Batch(BATCH.tokens_BxT1[:4, :17])
+
+    @jax.jit
+    def loss_and_gradients(params, examples):
+        return jax.value_and_grad(lambda params: microbatch_loss(
+            params, {}, 0, examples, model=model, objective=Objective(), constants=None, step_key=jax.random.key(0),
+            total=examples.num_targets, microbatches=1)[0])(params)
+
+    causal, prefixed, other = (loss_and_gradients(init(model), examples) for examples in (
+        Examples(batch), with_prefixes(batch, np.zeros((4, 1), int)), with_prefixes(batch, np.full((4, 1), 5))))
+    assert_equal(jax.device_get(prefixed), jax.device_get(causal))
+    assert other[0] != causal[0]
+
+
+def test_the_loss_of_masked_tokens():
+    """The mean over the selected tokens, scaled to all of them. Attention sees later tokens, within its window."""
+    model = build("gpt", num_layers=2, d_model=16, context_length=16, attention_mask="bidirectional",
+                  attention_windows=(0, 4))
+    params, batch = init(model), Batch(BATCH.tokens_BxT1[:4, :17])
+    objective = make_objective(TrainConfig(objective="masked", loss_chunks=1), model)
+    total, targets = jax.jit(functools.partial(
+        eval_step, model=model, objective=objective, microbatches=1))(params, {}, batch)
+    examples = objective.examples(batch, jax.random.key(0))
+    logits = np.array([plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)])
+    log_p = np.take_along_axis(log_softmax(logits, axis=2), batch.tokens_BxT1[:, :-1, None], 2)[..., 0]
+    assert targets == 64
+    assert float(total) == pytest.approx(-64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5)
+
+
+def masked_run(folder, text_file):
+    config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, model__position="alibi",
+                                  model__attention_windows=(5, 0), train__objective="masked"))
+    model = models.LanguageModel(config.model)
+    return model, save_run(folder, config, init(model))
+
+
+@pytest.mark.slow
+def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, folder = masked_run(tmp_path / "run", text_file)
+    result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
+    assert result.returncode == 0 and "SmallGPTForMaskedLM" in result.stdout, result.stderr
+    encoder = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    tokens = np.random.default_rng(0).integers(0, 260, (2, 32))
+    expected = np.asarray(forward(model, init(model), tokens))
+    with torch.no_grad():
+        assert np.abs(encoder(torch.tensor(tokens)).logits.numpy() - expected).max() < 1e-5
+        padded = torch.tensor(np.pad(tokens[:, :20], ((0, 0), (12, 0))))
+        is_text = torch.arange(32)[None].repeat(2, 1) >= 12
+        labels = torch.where(torch.arange(32)[None] == 15, padded, -100)
+        found = encoder(padded, attention_mask=is_text.long(), labels=labels)
+        expected = encoder(torch.tensor(tokens[:, :20])).logits.numpy()
+    assert np.abs(found.logits[:, 12:].numpy() - expected).max() < 1e-5
+    log_p = log_softmax(expected[:, 3], axis=1)[[0, 1], tokens[:, 3]]
+    assert float(found.loss) == pytest.approx(-log_p.mean(), rel=1e-5)
+    assert encoder.config.mask_token_id == 259
+
+    result = call("convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}")
+    assert result.returncode == 0, result.stderr
+    for run in (folder, tmp_path / "back"):
+        result = call("generate", f"--workdir={run}")
+        assert result.returncode == 1 and "predicts masked tokens, not the next one" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(train__objective="casual"), r"train\.objective='casual': must be one of causal, .*mean 'causal'\?"),
+    (dict(model__attention_mask="bidirectional"), "='bidirectional': does not belong to config.train.objective"),
+    (dict(train__objective="masked", model__mixers=("delta",)), "a recurrent mixer reads tokens in order"),
+    (dict(train__objective="prefix", model__mixers=("attention", "mamba")), "use attention in all blocks, or another"),
+    (dict(train__objective="masked", train__mask_rate=1.0), "mask_rate=1.0: must be above 0 and below 1"),
+    (dict(train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"), "with a probe"),
+    (dict(train__future_tokens=1, optimizer__base_width=8), "have no rules for its heads")])
+def test_refuses(fields, message):
+    with pytest.raises(UserError, match=message):
+        build_program(load_config("gpt", **{**SMALL, **fields}), jax.devices()[:1])
+
+
+def test_the_mask_token_must_not_be_a_token_of_the_text(text_file):
+    program = build_program(config_for(text_file, **SMALL, train__objective="masked", model__vocab_size=257))
+    with pytest.raises(UserError, match=r"vocab_size=257: .* the tokenizer uses all 257; increase it by 1 or more"):
+        program.open_pipeline()

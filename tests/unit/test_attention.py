@@ -16,7 +16,7 @@ from smallgpt_jax.ops.key_value_cache import cached_attention
 TIME = 256
 
 
-def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
+def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None, causal=True):
     """Returns attention outputs, computed in float64. Applies the rules of the mask one by one."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
@@ -26,7 +26,7 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None):
     distances = np.subtract.outer(np.arange(time), np.arange(time))
     if slopes is not None:
         scores -= np.multiply.outer(slopes, np.abs(distances))
-    may_see = (distances >= 0) & (distances < (window or time))
+    may_see = ((distances >= 0) | (not causal)) & (np.abs(distances) < (window or time))
     may_see = np.repeat(may_see[None], len(q), axis=0)
     for row, length in zip(may_see, [0] * len(q) if prefix is None else prefix):
         row[:length, :length] = True
@@ -49,6 +49,10 @@ def documents(batch: int) -> np.ndarray:
     return np.array([np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)])
 
 
+def in_prefix(lengths) -> np.ndarray:
+    return np.arange(TIME) < np.array(lengths)[:, None]
+
+
 def value_and_gradients(q, k, v, weights, mask, **options):
     def total(q, k, v):
         y = attention(q, k, v, mask, **options)
@@ -58,22 +62,23 @@ def value_and_gradients(q, k, v, weights, mask, **options):
     return [y, *gradients]
 
 
-@pytest.mark.parametrize("backend, head_width, groups, window, has_segments", [
-    ("xla", 16, 2, 0, False), ("xla", 16, 1, 0, True), ("xla", 16, 2, 1, True), ("xla", 16, 1, 130, False),
-    ("reference", 16, 1, 3, True),
-    pytest.param("splash", 2, 2, 0, True, marks=pytest.mark.slow),
-    pytest.param("splash", 128, 2, 0, False, marks=pytest.mark.slow),
-    ("splash", 16, 1, 0, True), ("splash", 16, 2, 37, False)])
-def test_backends_match_the_formula(backend, head_width, groups, window, has_segments):
+@pytest.mark.parametrize("backend, head_width, groups, window, has_segments, is_causal", [
+    ("xla", 16, 2, 0, False, True), ("xla", 16, 1, 0, True, True), ("xla", 16, 2, 1, True, True),
+    ("xla", 16, 1, 130, False, True), ("xla", 16, 1, 0, True, False), ("xla", 16, 2, 37, False, False),
+    ("reference", 16, 1, 3, True, True),
+    pytest.param("splash", 2, 2, 0, True, True, marks=pytest.mark.slow),
+    pytest.param("splash", 128, 2, 0, False, True, marks=pytest.mark.slow),
+    ("splash", 16, 1, 0, True, False), ("splash", 16, 2, 37, False, True), ("splash", 16, 2, 37, False, False)])
+def test_backends_match_the_formula(backend, head_width, groups, window, has_segments, is_causal):
     """The outputs match the formula, and the gradients match those of the reference backend.
 
     Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of queries.
     """
     q, k, v, weights = inputs(head_width=head_width, groups=groups)
     segments = documents(2) if has_segments else None
-    mask = AttentionMask(window, segments)
+    mask = AttentionMask(window, segments, is_causal=is_causal)
     y, *gradients = value_and_gradients(q, k, v, weights, mask, backend=backend)
-    np.testing.assert_allclose(y, oracle(q, k, v, segments, window=window), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, oracle(q, k, v, segments, window=window, causal=is_causal), rtol=1e-4, atol=1e-5)
     # Gradients are compared with the reference backend, whose gradients are tested against finite differences.
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
     for found, gradient in zip(gradients, expected):
@@ -117,13 +122,32 @@ def value(q, k, v, mask, slopes=None, **options):
     return jax.jit(lambda q, k, v: attention(q, k, v, mask, slopes, **options))(q, k, v)
 
 
-def test_positions_of_a_prefix_see_each_other():
+@pytest.mark.parametrize("backend, window", [("xla", 0), ("xla", 20), ("reference", 0)])
+def test_positions_of_a_prefix_see_each_other(backend, window):
     q, k, v, _ = inputs()
-    prefix = np.array([0, 150])
-    mask, expected = AttentionMask(prefix_lengths_B=jnp.array(prefix)), oracle(q, k, v, prefix=prefix)
-    for backend in ("xla", "reference"):
-        np.testing.assert_allclose(value(q, k, v, mask, backend=backend), expected, rtol=1e-4, atol=1e-5)
-    assert np.abs(expected - oracle(q, k, v))[1].max() > 0.1
+    y = value(q, k, v, AttentionMask(window, prefix_BxT=in_prefix([0, 150])), backend=backend)
+    expected = oracle(q, k, v, prefix=[0, 150], window=window)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected - oracle(q, k, v, window=window))[1].max() > 0.1
+
+
+def test_rows_without_a_prefix_are_causal_bit_for_bit():
+    """Of one chunk of queries; with more chunks, causal attention computes fewer keys, and sums in another order."""
+    q, k, v, weights = inputs(time=128)
+    prefix = np.arange(128) < np.array([[0], [70]])
+    found, causal = (value_and_gradients(q, k, v, weights, AttentionMask(prefix_BxT=mask), backend="xla")
+                     for mask in (prefix, None))
+    assert all(np.array_equal(a[0], b[0]) and not np.allclose(a[1], b[1]) for a, b in zip(found, causal))
+
+
+def test_documents_have_prefixes_of_their_own():
+    q, k, v, _ = inputs(batch=1)
+    segments = documents(1)  # 100 and 156 positions
+    prefix = np.isin(np.arange(TIME), [*range(30), *range(100, 150)])[None]
+    y = value(q, k, v, AttentionMask(0, segments, prefix), backend="xla")
+    first, second = (oracle(*(x[:, :, part] for x in (q, k, v)), prefix=[length])
+                     for part, length in ((slice(100), 30), (slice(100, None), 50)))
+    np.testing.assert_allclose(y, np.concatenate([first, second], axis=2), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_segments, prefix", [(False, None), (True, None), (False, [0, 150])])
@@ -131,7 +155,7 @@ def test_alibi_matches_the_formula(has_segments, prefix):
     """Far positions get lower scores than near ones, also those after the query in a prefix."""
     q, k, v, _ = inputs()
     segments, slopes = documents(2) if has_segments else None, np.float32([0.3, 0.01])
-    mask = AttentionMask(segment_ids_BxT=segments, prefix_lengths_B=None if prefix is None else jnp.array(prefix))
+    mask = AttentionMask(segment_ids_BxT=segments, prefix_BxT=None if prefix is None else in_prefix(prefix))
     y = value(q, k, v, mask, slopes, backend="xla")
     np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes, prefix=prefix), rtol=1e-4, atol=1e-5)
     assert np.abs(y - oracle(q, k, v, segments, prefix=prefix)).max() > 0.1
@@ -207,8 +231,11 @@ def test_kernel_on_a_mesh(backend, groups):
     ("auto", "gpu", {"head_width": 256}, "xla", "up to 128"),
     ("auto", "gpu", {"dtype": "float32"}, "xla", "bfloat16"),
     ("auto", "gpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "xla", "documents"),
-    ("auto", "gpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "does not support prefixes"),
-    ("auto", "tpu", {"mask": AttentionMask(prefix_lengths_B=np.ones(1))}, "xla", "does not support prefixes"),
+    ("auto", "gpu", {"mask": AttentionMask(prefix_BxT=in_prefix([1]))}, "xla", "does not support prefixes"),
+    ("auto", "tpu", {"mask": AttentionMask(prefix_BxT=in_prefix([1]))}, "xla", "does not support prefixes"),
+    ("auto", "tpu", {"mask": AttentionMask(is_causal=False)}, "splash", ""),
+    ("auto", "gpu", {"mask": AttentionMask(is_causal=False)}, "cudnn", ""),
+    ("auto", "gpu", {"mask": AttentionMask(9, is_causal=False)}, "xla", "does not support bidirectional windows"),
     ("auto", "tpu", {"mask": AttentionMask(window=100)}, "flash", ""),
     ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
     ("cudnn", "cpu", {}, "xla", "NVIDIA"),
@@ -235,8 +262,8 @@ def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called
     assert calls == [called]
 
 
-@pytest.mark.parametrize("window", [0, 37])
-def test_cudnn_is_lowered_for_cuda(monkeypatch, window):
+@pytest.mark.parametrize("window, mask_type", [(0, "CAUSAL"), (37, "CAUSAL"), (0, "NO_MASK")])
+def test_cudnn_is_lowered_for_cuda(monkeypatch, window, mask_type):
     """The program for CUDA calls cuDNN's kernels, forward and backward, with the mask, the scale and grouped heads.
 
     Only the lowering is tested, because the kernels need a GPU. Lowering asks for the version of cuDNN, so the test
@@ -247,12 +274,13 @@ def test_cudnn_is_lowered_for_cuda(monkeypatch, window):
     q, k = (jax.ShapeDtypeStruct((2, heads, TIME, 64), jnp.bfloat16) for heads in (4, 2))
 
     def total(q, k, v):
-        return jnp.sum(ops.cudnn(q, k, v, AttentionMask(window), None).astype(jnp.float32))
+        return jnp.sum(ops.cudnn(
+            q, k, v, AttentionMask(window, is_causal=mask_type == "CAUSAL"), None).astype(jnp.float32))
 
     text = jax.jit(jax.grad(total, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line.replace("\\22", '"') for line in text.splitlines() if "@__cudnn" in line]
     assert [re.search(r"@(\S+)\(", call)[1] for call in calls] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     for call in calls:
-        assert '"mask_type": "CAUSAL"' in call and '"fmha_scale": 1.0' in call
+        assert f'"mask_type": "{mask_type}"' in call and '"fmha_scale": 1.0' in call
         assert f'"sliding_window_length": {window}' in call
         assert f"tensor<2x{TIME}x4x64xbf16>, tensor<2x{TIME}x2x64xbf16>" in call

@@ -47,7 +47,7 @@ def check(monkeypatch):
     {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
     {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
     {"attention": "flash", "tensor": 2, "num_heads": 3, "d_model": 48},  # replicated heads
-    {"attention": "splash", "attention_windows": (37,), "d_model": 4},
+    {"attention": "splash", "attention_windows": (37,), "d_model": 4, "attention_mask": "bidirectional"},
     {"attention": "splash", "separate_documents": True, "data": 2}])
 def test_correct_kernels_pass(check, fields):
     check(**fields)

@@ -21,6 +21,7 @@ from smallgpt_jax.estimation import estimate, hlo, kernels, topologies
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
+from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import Program, build_program
@@ -404,7 +405,7 @@ def test_the_roofline_counts_the_blocks_that_the_kernel_computes(window):
                 "operand_layout_constraints={bf16[3,2,64,2048]{3,2,1,0}}")
         seconds = 2 * 3 * length**2 * (vector_cycles / 1024 / chip.hertz + products * 2 * 64 / chip.flops)
         assert kernels.kernel_seconds(line, 2048, chip) == pytest.approx(blocks * seconds)
-    kernel = splash_kernel(2, 2048, 64, window, True)
+    kernel = splash_kernel(2, 2048, 64, AttentionMask(window), True)
     for name, info in (("fwd", kernel.fwd_mask_info), ("dq", kernel.dq_mask_info), ("dkv", kernel.dkv_mask_info)):
         shape = ",".join(map(str, info.data_next.shape))
         line = (f"%splash_mha_{name}.1 = custom-call(%a), operand_layout_constraints={{s8[{shape}]{{2,1,0}}, "

@@ -18,7 +18,8 @@ class SmallGPTConfig(PretrainedConfig):
 
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
                  num_kv_heads=0, head_dim=0, d_model=768, mlp="dense", mlp_ratio=4, activation="gelu", norm="layer",
-                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_windows=(), mixers=("attention",),
+                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_mask="causal", attention_windows=(),
+                 mixers=("attention",),
                  delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2, position="learned",
                  rope_base=10_000.0, use_bias=False, num_experts=16, experts_per_token=3, num_shared_experts=1,
                  expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
@@ -41,6 +42,7 @@ class SmallGPTConfig(PretrainedConfig):
         self.norm_position = norm_position
         self.norm_epsilon = norm_epsilon
         self.qk_norm = qk_norm
+        self.attention_mask = attention_mask
         self.attention_windows = list(attention_windows)
         self.mixers = list(mixers)
         self.delta_head_dim = delta_head_dim

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from .configuration_smallgpt import SmallGPTConfig
 from .mlp_smallgpt import MLPS
@@ -49,14 +49,14 @@ def apply_rope(x, positions, base):
 def alibi_bias(mask, distances, heads):
     """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked keys get −∞."""
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=mask.device) / heads)
-    return (-slopes[:, None, None] * distances).masked_fill(~mask, -torch.inf)
+    return (-slopes[:, None, None] * distances.abs()).masked_fill(~mask, -torch.inf)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Each of the G key–value heads is shared by H/G heads.
+    """Self-attention. Each of the G key–value heads is shared by H/G heads.
 
     For each key–value head in turn, `qkv` returns H/G queries, one key and one value. With a window of w positions, a
-    query attends to its own position and the w − 1 positions before.
+    query attends to its own position and the w − 1 positions before, in an encoder also to the w − 1 positions after.
     """
 
     def __init__(self, config, layer, window, stage):
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, self.layer)
         if shared > 1:
             k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-        mask = inputs.mask & (inputs.distances < self.window) if self.window else inputs.mask
+        mask = inputs.mask & (inputs.distances.abs() < self.window) if self.window else inputs.mask
         if self.position == "alibi":
             mask = alibi_bias(mask, inputs.distances, self.heads).to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -204,7 +204,7 @@ class Trunk(nn.Module):
         return x
 
 
-class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
+class SmallGPT(PreTrainedModel):
     """Token and position embeddings, a trunk, the final norm, and an output head."""
 
     config_class = SmallGPTConfig
@@ -237,17 +237,12 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, head):
         self.head = head
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-                inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
-        """Returns the logits of each position's next token, and the loss if `labels` are given.
-
-        `labels` are the input tokens, not shifted; positions with the label −100 do not count in the loss. Texts may
-        be padded on either side; `attention_mask` is 1 at tokens and 0 at padding.
+    def hidden(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds):
+        """Returns the input of the output head, (B, T, W). Texts may be padded on either side; `attention_mask` is 1 at
+        tokens and 0 at padding.
         """
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         key_positions = torch.arange(past + time, device=x.device)[None]
         if attention_mask is not None:
@@ -256,7 +251,9 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = key_positions[:, -time:]
         if self.config.position == "learned":
             x = x + self.position_embedding(position_ids)
-        mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device).tril(past)[None, None]
+        mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device)[None, None]
+        if self.config.attention_mask == "causal":
+            mask = mask.tril(past)
         is_text = None
         if attention_mask is not None:
             # Padding attends to itself, because attention without keys gives NaN.
@@ -264,11 +261,41 @@ class SmallGPTForCausalLM(PreTrainedModel, GenerationMixin):
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
         distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
-        x = self.final_norm(self.trunk(x, MixerInputs(mask, distances, position_ids, is_text), past_key_values))
+        return self.final_norm(self.trunk(x, MixerInputs(mask, distances, position_ids, is_text), past_key_values))
+
+
+class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
+    """Predicts the next token."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
+        """Returns the logits of each position's next token, and the loss if `labels` are given.
+
+        `labels` are the input tokens, not shifted; positions with the label −100 do not count in the loss.
+        """
+        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache(config=self.config)
+        x = self.hidden(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output
+
+
+class SmallGPTForMaskedLM(SmallGPT):
+    """An encoder that predicts masked tokens. `config.mask_token_id` is the mask token."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None,
+                output_hidden_states=None, return_dict=None, **kwargs):
+        """Returns the logits of each position's own token, and the loss if `labels` are given; positions with the label
+        −100 do not count. With `output_hidden_states`, also returns the input of the output head, (B, T, W).
+        """
+        x = self.hidden(input_ids, attention_mask, position_ids, None, inputs_embeds)
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(x,) if output_hidden_states else None)
         return output.to_tuple() if return_dict is False else output

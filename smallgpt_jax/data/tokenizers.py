@@ -44,6 +44,7 @@ class Tokenizer(Protocol):
     end_of_text: int
     begin_of_text: int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
     unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
+    special_tokens: dict[str, int] = {}  # noqa: RUF012 — ids of the names that a chat template may contain
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, without end-of-text. Thread-safe."""

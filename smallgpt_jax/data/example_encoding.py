@@ -1,11 +1,12 @@
 """Token ids of examples, and of what a chat template writes."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from smallgpt_jax.data.chat_template import BEGIN, END
-from smallgpt_jax.data.examples import Example
+from smallgpt_jax.data.examples import Example, Piece
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 
@@ -15,23 +16,33 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
     Prompt and answer are encoded separately, as in generation. The end-of-text id after the last answer counts.
     """
-    ids, is_answer = [], []
-    for piece in example.pieces:
-        if example.contents is not None:
-            refuse_special_tokens(example, tokenizer)
-            new = encode_chat(piece.text, tokenizer, continues=bool(ids))
-        else:
-            new = tokenizer.encode_continuation(piece.text) if ids else tokenizer.encode([piece.text])[0]
-        ids.extend(new)
-        is_answer.extend([piece.is_answer] * len(new))
-    if ids[:1] == [tokenizer.begin_of_text] and example.contents is not None:  # the template wrote it
-        ids, is_answer = ids[1:], is_answer[1:]
+    ids, is_answer = encode_pieces(example.pieces, example, tokenizer)
     if ids[-1:] == [tokenizer.end_of_text] and example.contents is not None:
         ids, is_answer = ids[:-1], is_answer[:-1]
     ids, counted = [tokenizer.begin_of_text, *ids], [*is_answer, True]
     if tokenizer.begin_of_text != tokenizer.end_of_text:  # else the beginning of the next document marks the end
         ids, counted = [*ids, tokenizer.end_of_text], [*counted, False]
     return np.array(ids, np.int64), np.array(counted, bool)
+
+
+def encode_pieces(pieces: Sequence[Piece], example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Returns the ids of the first pieces of an example, and which are answers, without the begin-of-text id."""
+    ids, is_answer = [], []
+    for piece in pieces:
+        if example.contents is not None:
+            refuse_special_tokens(example, tokenizer)
+            new = encode_chat(piece.text, tokenizer, continues=bool(ids))
+        else:
+            new = tokenizer.encode_continuation(piece.text) if ids else tokenizer.encode([piece.text])[0]
+        ids.extend(int(i) for i in new)
+        is_answer.extend([piece.is_answer] * len(new))
+    wrote_begin = example.contents is not None and ids[:1] == [tokenizer.begin_of_text]
+    return ids[wrote_begin:], is_answer[wrote_begin:]
+
+
+def encode_prompt(example: Example, tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids up to the last answer, with the begin-of-text id."""
+    return [tokenizer.begin_of_text, *encode_pieces(example.pieces[:-1], example, tokenizer)[0]]
 
 
 def encode_chat(text: str, tokenizer: Tokenizer, continues: bool = False) -> list[int]:

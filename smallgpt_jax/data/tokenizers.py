@@ -28,6 +28,7 @@ from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, rea
 
 KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 END_OF_TEXT = "<|endoftext|>"
+SHORT_TEXT = 10_000  # characters
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -130,6 +131,8 @@ class SentencePiece(Tokenizer):
         self.begin_of_text = begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
 
     def encode(self, texts):
+        if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
+            return [np.array(self._processor.encode(texts[0]), np.int32)]
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
     def encode_continuation(self, text):

@@ -19,6 +19,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
+from smallgpt_jax.training import trainable
 from smallgpt_jax.training.learning_rate import learning_rate_schedule
 from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
@@ -100,14 +101,14 @@ class Program:
             return jitted.lower(*arguments)
 
     def compile_eval_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns (params, model_state, batch) → sums; see `eval_step`."""
+        """Returns (trained, model_state, batch) → sums; see `eval_step`."""
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
             counts_answers=is_synthetic(self.config.data))
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            lowered = jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True))
+            lowered = jitted.lower(state.trained, state.model_state, self.abstract_batch(evaluates=True))
         return lowered.compile(compiler_options)
 
     def abstract_batch(self, evaluates: bool = False) -> Batch:
@@ -157,12 +158,17 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     teacher = open_teacher(config.train, model, mesh)
     objective = make_objective(config.train, model, **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
-    params, heads = models.abstract_params(model), objective.abstract_heads()
+    params = models.abstract_params(model)
+    objective = dataclasses.replace(objective, adapters=trainable.make_adapters(params, config.optimizer))
+    heads = objective.abstract_heads()
     if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
     trained = {**params, **heads}
     scales = transfer_multipliers(config, trained)
-    optimizer = make_optimizer(trained, config.optimizer, scales)
+    masks = trainable.make_masks(params, heads, config.optimizer)
+    objective = dataclasses.replace(objective, weights=trainable.weights_of(masks, params, config.optimizer))
+    optimizer = trainable.only(
+        lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
     if teacher:  # it has the step of its newest checkpoint, if the config gives none
         config = config.replace(train={"teacher_step": teacher.step})
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))

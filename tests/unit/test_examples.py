@@ -162,7 +162,7 @@ def test_long_examples_are_refused_or_left_out(tmp_path):
         return found
 
     with pytest.raises(UserError, match=r"a.jsonl, line 21: the fields 'prompt' \(50 tokens\) and 'completion' have 55 "
-                                        "tokens, .*, more than the config.model.context_length=32, as 1 of 30 examples"):
+                                        r"tokens, .*, more than the config.model.context_length=32, as 1 of 30"):
         check("refuse")
     packed = [corpus.Corpus((store,), (1.0,)).pack(split, "best_fit", False, 32)
               for store in check("skip").stores for split in ("train", "validation")]

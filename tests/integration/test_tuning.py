@@ -6,8 +6,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import build, init, load_config
+from conftest import build, call, forward, init, load_config
 from run_helpers import SMALL, assert_equal, state_of
+from safetensors.numpy import load_file
 
 from smallgpt_jax import inference
 from smallgpt_jax.data.tokenizers import Bytes
@@ -18,7 +19,7 @@ from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 MODEL = {**{name.removeprefix("model__"): value for name, value in SMALL.items() if name.startswith("model__")},
-         "num_layers": 1, "vocab_size": 260}
+         "num_layers": 1, "vocab_size": 260, "use_bias": True, "tie_embeddings": True, "activation": "gelu_tanh"}
 RANK, ALPHA = 2, 8.0
 
 
@@ -132,3 +133,37 @@ def test_train_only_freezes_all_but_one_path():
 def test_patterns_without_a_match_are_refused(imported, fields, expected):
     with pytest.raises(UserError, match=expected):
         build_program(config_of(imported, **fields))
+
+
+def test_the_exported_adapter_is_what_was_trained(imported, tuned):
+    """In peft, where it is installed; elsewhere, only the products of its factors."""
+    arguments = ["convert", "--to=peft", f"--workdir={tuned}", f"--output={imported / 'adapter'}"]
+    assert "an adapter of a GPT2LMHeadModel" in call(*arguments).stdout
+    stored = load_file(imported / "adapter" / "adapter_model.safetensors")
+    base, tuned_params = (inference.load_trained(tuned, merge_lora=merge).params for merge in (False, True))
+    delta = (np.float64(tuned_params["trunk"]["blocks"]["mlp"]["up"]["kernel"]) -
+             np.float64(base["trunk"]["blocks"]["mlp"]["up"]["kernel"]))[0]
+    a, b = (stored[f"base_model.model.transformer.h.0.mlp.c_fc.lora_{letter}.weight"] for letter in "AB")
+    np.testing.assert_allclose((b @ a).T, delta, atol=1e-6)
+    assert "not trained with LoRA" in call("convert", "--to=peft", f"--workdir={imported / 'imported'}",
+                                           f"--output={imported / 'none'}").stderr
+
+
+def test_the_adapter_loads_in_peft(imported, tuned):
+    peft = pytest.importorskip("peft", reason="needs peft, which no extra installs")
+    import torch
+    import transformers
+
+    for name, arguments in {"base": ("--to=hf", f"--workdir={imported / 'imported'}"),
+                            "peft_adapter": ("--to=peft", f"--workdir={tuned}")}.items():
+        done = call("convert", *arguments, f"--output={imported / name}")
+        assert done.returncode == 0, done.stderr
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(imported / "base"))
+    theirs = peft.PeftModel.from_pretrained(theirs, str(imported / "peft_adapter")).eval()
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 20))
+    model = inference.load_trained(tuned)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(forward(model.model, model.params, tokens), logits, atol=1e-5)
+    assert np.abs(forward(model.model, inference.load_trained(imported / "imported").params, tokens) - logits
+                  ).max() > 0.01

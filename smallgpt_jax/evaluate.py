@@ -27,10 +27,10 @@ from smallgpt_jax.evaluation import examples, report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.checksums import bit_checksums
-from smallgpt_jax.run.names import EVALUATION_FOLDER, STORE_FILE
+from smallgpt_jax.run.names import EVALUATION_FOLDER
+from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
-from smallgpt_jax.storage.json_files import OBJECT, read_json
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import as_path, local_path
 
@@ -87,6 +87,7 @@ def evaluate_examples() -> None:
     model = models.LanguageModel(dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
     folder, tokenizer = as_path("--workdir", _WORKDIR.value), trained.tokenizer
     form, template = training_format(folder)
+    form = "completion" if form == "text" else form
     limit = None if _LIMIT.value is None else max(1, int(_LIMIT.value))
     questions = examples.read_questions(_EXAMPLES.value, tokenizer, form, template, config.context_length, limit)
     progress, found, values = ScoringProgress(), {}, {}
@@ -103,14 +104,6 @@ def evaluate_examples() -> None:
                           for question, text in zip(questions, found["text"])]
                    for name in _METRICS.value if name in examples.GENERATED}
     write_results(folder / EVALUATION_FOLDER, trained.step, questions, found, values)
-
-
-def training_format(workdir: Path) -> tuple[str, str]:
-    """Returns config.data.format of the run, or "completion" if it trained on text, and the chat template."""
-    path = workdir / STORE_FILE
-    made_from = read_json(path, OBJECT, "restore it").get("made_from", {}) if path.exists() else {}
-    form = made_from.get("format", "text")
-    return ("completion", "") if form == "text" else (form, made_from.get("chat_template", ""))
 
 
 def write_results(folder: Path, step: int, questions, found: dict[str, list[str]], values: dict[str, list]) -> None:

@@ -53,9 +53,11 @@ class ChatTemplate:
         except (self._error, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(short_reason(error)) from None
 
-    def pieces(self, messages: Sequence[Mapping]) -> list[tuple[str, bool]]:
+    def pieces(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> list[tuple[str, bool]]:
         """Returns (text, whether it is an answer). An answer is what an assistant's message adds to the generation
-        prompt. Raises ValueError if the template does not write a longer conversation by appending to a shorter one.
+        prompt. Text after the last answer is left out, unless `add_generation_prompt` asks for another answer.
+
+        Raises ValueError if the template does not write a longer conversation by appending to a shorter one.
         """
         pieces, written = [], ""
         for i, message in enumerate(messages):
@@ -65,6 +67,11 @@ class ChatTemplate:
                     raise ValueError(f"message {i + 1} is not appended to the generation prompt before it")
                 pieces += [(prompt[len(written):], False), (answered[len(prompt):], True)]
                 written = answered
+        if add_generation_prompt:
+            prompt = self.render(messages, True)
+            if not prompt.startswith(written):
+                raise ValueError("the last message is not appended to the text before it")
+            pieces.append((prompt[len(written):], False))
         return pieces
 
 

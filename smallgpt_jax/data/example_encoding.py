@@ -16,7 +16,7 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
     Prompt and answer are encoded separately, as in generation. The end-of-text id after the last answer counts.
     """
-    ids, is_answer = encode_pieces(example.pieces, example, tokenizer)
+    ids, is_answer = encode_pieces(example.pieces, example.where, example.contents, tokenizer)
     if ids[-1:] == [tokenizer.end_of_text] and example.contents is not None:
         ids, is_answer = ids[:-1], is_answer[:-1]
     ids, counted = [tokenizer.begin_of_text, *ids], [*is_answer, True]
@@ -25,24 +25,31 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
     return np.array(ids, np.int64), np.array(counted, bool)
 
 
-def encode_pieces(pieces: Sequence[Piece], example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Returns the ids of the first pieces of an example, and which are answers, without the begin-of-text id."""
+def encode_prompt(example: Example, tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids up to the last answer, with the begin-of-text id."""
+    return [tokenizer.begin_of_text, *encode_pieces(example.pieces[:-1], example.where, example.contents, tokenizer)[0]]
+
+
+def encode_pieces(pieces: Sequence[Piece], where: str, contents: Sequence[str] | None, tokenizer: Tokenizer,
+                  ) -> tuple[list[int], list[bool]]:
+    """Returns the ids of the first pieces of an example, and which are answers, without the begin-of-text id.
+
+    `contents` are those of the messages; None: not a conversation. Raises UserError if one names a special token.
+    """
+    for name in tokenizer.special_tokens if contents is not None else ():
+        if any(name in content for content in contents):
+            raise UserError(f"{where}: a message contains {name!r}, which the tokenizer would read as a special token; "
+                            "remove it from the message")
     ids, is_answer = [], []
     for piece in pieces:
-        if example.contents is not None:
-            refuse_special_tokens(example, tokenizer)
+        if contents is not None:
             new = encode_chat(piece.text, tokenizer, continues=bool(ids))
         else:
             new = tokenizer.encode_continuation(piece.text) if ids else tokenizer.encode([piece.text])[0]
         ids.extend(int(i) for i in new)
         is_answer.extend([piece.is_answer] * len(new))
-    wrote_begin = example.contents is not None and ids[:1] == [tokenizer.begin_of_text]
+    wrote_begin = contents is not None and ids[:1] == [tokenizer.begin_of_text]
     return ids[wrote_begin:], is_answer[wrote_begin:]
-
-
-def encode_prompt(example: Example, tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids up to the last answer, with the begin-of-text id."""
-    return [tokenizer.begin_of_text, *encode_pieces(example.pieces[:-1], example, tokenizer)[0]]
 
 
 def encode_chat(text: str, tokenizer: Tokenizer, continues: bool = False) -> list[int]:
@@ -59,13 +66,6 @@ def encode_chat(text: str, tokenizer: Tokenizer, continues: bool = False) -> lis
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {BEGIN: tokenizer.begin_of_text, END: tokenizer.end_of_text, **tokenizer.special_tokens}
-
-
-def refuse_special_tokens(example: Example, tokenizer: Tokenizer) -> None:
-    for name in tokenizer.special_tokens:
-        if any(name in content for content in example.contents):
-            raise UserError(f"{example.where}: a message in the field 'messages' contains {name!r}, which the "
-                            "tokenizer would read as a special token; remove it from the message")
 
 
 def describe_length(example: Example, tokenizer: Tokenizer) -> str:

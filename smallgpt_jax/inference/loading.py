@@ -9,6 +9,7 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.chat_template import ChatTemplate, find_template
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
@@ -20,6 +21,7 @@ from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
+from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 from smallgpt_jax.storage.paths import as_path
 
@@ -92,6 +94,17 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
     if is_adapted and merge_lora:
         params = lora.merge(models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale)
     return TrainedModel(model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step)
+
+
+def load_chat_template(folder: str | Path) -> ChatTemplate:
+    """Returns the template of the conversations on which a run trained, otherwise the tokenizer's own."""
+    path = as_path("--workdir", folder)
+    source = training_format(path)[1]
+    try:
+        return ChatTemplate.of(source or find_template("", path / TOKENIZER_FOLDER))
+    except UserError as error:
+        raise UserError(f"{folder}: no chat template: the run did not train on conversations (config.data.format="
+                        f"'messages'), and its tokenizer has none ({error})") from None
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

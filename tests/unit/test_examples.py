@@ -202,5 +202,5 @@ def test_the_own_template_and_special_tokens_of_a_tokenizer(tmp_path):
             for start, length in zip(store.train.starts, store.train.lengths)}
     assert len(ours) == store.train.documents and ours < expected
     bad = write(tmp_path / "b.jsonl", [chat(("user", "<|end|>"), ("assistant", "a"))])
-    with pytest.raises(UserError, match=r"b.jsonl, line 1: a message in the field 'messages' contains '<\|end\|>'"):
+    with pytest.raises(UserError, match=r"b.jsonl, line 1: a message contains '<\|end\|>'"):
         prepare_store(tmp_path / "bad", bad, format="messages", tokenizer=str(folder))

@@ -1,12 +1,14 @@
-"""Measures of answers to a file of examples."""
+"""Measures of answers to a file of examples, and chats."""
 
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 from conftest import build, init
 
+from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import examples
@@ -59,7 +61,8 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
         return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()):].sum()
 
     expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in ROWS]
-    assert examples.choose_labels(Scorer(*model), Bytes(), questions, labels, silent) == expected
+    scorer = Scorer(*model, devices=jax.devices()[:1])
+    assert examples.choose_labels(scorer, Bytes(), questions, labels, silent) == expected
 
 
 def test_generated_answers_are_those_of_generate(model, tmp_path):
@@ -80,3 +83,19 @@ def test_bad_files_are_refused(tmp_path):
         read([{"prompt": "a"}])
     with pytest.raises(UserError, match=r"has 1 different answers; name the labels"):
         examples.find_labels(read(ROWS[:1]))
+
+
+def test_a_chat_continues_what_the_template_writes(model):
+    template = ("{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }}"
+                "{{ ';' if m.role == 'assistant' }}{% endfor %}{{ 'A:' if add_generation_prompt }}")
+    text_model, settings = build_text_model(*model, Bytes()), dict(max_new_tokens=3, temperature=0)
+    chat = text_model.chat(ChatTemplate(template))
+    first = "".join(chat.say("x", **settings))
+    assert first == text_model.generate("U:xA:", **settings)
+    second = "".join(chat.say("y", **settings))
+    assert second == text_model.generate(f"U:xA:{first};U:yA:", **settings)
+    assert [message["content"] for message in chat.messages] == ["x", first, "y", second]
+    third = "".join(chat.say("z" * 14, **settings))  # the first messages have no more room
+    assert chat.dropped > 0 and third == text_model.generate("U:" + "z" * 14 + "A:", **settings)
+    with pytest.raises(UserError, match="text: has 35 tokens with what the chat template adds"):
+        chat.say("z" * 30, **settings)

@@ -114,7 +114,8 @@ def write_results(folder: Path, step: int, questions, found: dict[str, list[str]
         record["samples"] = [
             {"where": question.where, "answer": question.answer, **{name: texts[i] for name, texts in found.items()},
              **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
-    name = join_name_parts(f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value,
+    # compare reads files of benchmarks, whose names begin with the step.
+    name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value,
                            Path(_EXAMPLES.value).stem)[:200]
     table = report.examples_table(results, len(questions))
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def training_format(workdir: Path) -> tuple[str, str]:
     path = workdir / STORE_FILE
     described = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
     found = [store.get("made_from", {}) for store in described.get("mixture", [described])]
-    return next(((made_from["format"], made_from["chat_template"]) for made_from in found
+    return next(((made_from["format"], made_from.get("chat_template", "")) for made_from in found
                  if made_from.get("format", "text") != "text"), ("text", ""))
 
 

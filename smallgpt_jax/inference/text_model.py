@@ -206,7 +206,7 @@ class Chat:
                 answer += piece
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": answer})
+            self.messages.append({"role": "assistant", "content": answer.strip()})  # templates write spaces around it
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         try:

@@ -49,10 +49,11 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
 
 
 def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
-    """The likelihoods are computed from whole logits, one text at a time."""
-    questions = examples.read_questions(write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, None)
+    """The likelihoods are computed from whole logits, one text at a time. The labels differ little."""
+    rows = [{"prompt": f"question {i}", "completion": f" {letter}"} for i, letter in enumerate("hgfedcbah")]
+    questions = examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)
     labels = examples.find_labels(questions)
-    assert labels == [" maybe", " no", " yes"]
+    assert labels == [f" {letter}" for letter in "abcdefgh"]
 
     def likelihood(prompt, label):
         tokens = np.array([256, *prompt.encode(), *label.encode(), 256])
@@ -60,7 +61,7 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()):].sum()
 
-    expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in ROWS]
+    expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in rows]
     scorer = Scorer(*model, devices=jax.devices()[:1])
     assert examples.choose_labels(scorer, Bytes(), questions, labels, silent) == expected
 
@@ -93,9 +94,13 @@ def test_a_chat_continues_what_the_template_writes(model):
     first = "".join(chat.say("x", **settings))
     assert first == text_model.generate("U:xA:", **settings)
     second = "".join(chat.say("y", **settings))
-    assert second == text_model.generate(f"U:xA:{first};U:yA:", **settings)
-    assert [message["content"] for message in chat.messages] == ["x", first, "y", second]
-    third = "".join(chat.say("z" * 14, **settings))  # the first messages have no more room
-    assert chat.dropped > 0 and third == text_model.generate("U:" + "z" * 14 + "A:", **settings)
+    assert second == text_model.generate(f"U:xA:{first.strip()};U:yA:", **settings)
+    assert [message["content"] for message in chat.messages] == [
+        "x", first.strip(), "y", second.strip()]
+    last = f"U:yA:{second.strip()};"
+    question = "z" * (32 - 3 - len(f"^{last}U:A:".encode()))  # with an answer, there is room for only one pair before
+    third = "".join(chat.say(question, **settings))
+    assert chat.dropped == len(f"U:xA:{first.strip()};".encode())
+    assert third == text_model.generate(f"{last}U:{question}A:", **settings)
     with pytest.raises(UserError, match="text: has 35 tokens with what the chat template adds"):
         chat.say("z" * 30, **settings)

@@ -62,14 +62,14 @@ _EXAMPLES = flags.DEFINE_string("examples", None, "Instead of --tasks: JSON line
                                 "run's text (config.data.format), or with prompt and completion.")
 _METRICS = flags.DEFINE_multi_enum("metrics", ["exact_match"], examples.METRICS, "With --examples; repeatable. "
                                    "accuracy: the answer is the label with the highest likelihood.")
-_LABELS = flags.DEFINE_list("labels", None, "With --metrics=accuracy: the labels, such as positive,negative. Default: "
-                            "the different answers in the file.")
+_LABELS = flags.DEFINE_multi_string("label", None, "With --metrics=accuracy: a possible answer; repeatable. Default: "
+                                    "the different answers in the file.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "With --examples: maximum length of a generated answer.",
                                        lower_bound=1)
 FLAGS = flags.FLAGS
 flags.mark_flag_as_required("workdir")
 OF_TASKS = ("tasks", "data_dir", "num_fewshot", "seed", "gen_kwargs")
-OF_EXAMPLES = ("examples", "metrics", "labels", "max_new_tokens")
+OF_EXAMPLES = ("examples", "metrics", "label", "max_new_tokens")
 
 
 def main() -> None:

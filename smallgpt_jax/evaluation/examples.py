@@ -61,8 +61,8 @@ def find_labels(questions: Sequence[Question]) -> list[str]:
     """Returns the different answers. Raises UserError if there are too many to be labels."""
     labels = sorted({question.answer for question in questions})
     if not 2 <= len(labels) <= MAX_LABELS:
-        raise UserError(f"--labels: the file has {len(labels)} different answers; name the labels, or use "
-                        "--metrics=exact_match")
+        raise UserError(f"--metrics=accuracy: the file has {len(labels)} different answers; name the labels "
+                        "with --label, or use --metrics=exact_match")
     return labels
 
 

@@ -82,9 +82,10 @@ def main() -> None:
 
 
 def evaluate_examples() -> None:
-    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
+    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
+    trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
     config = trained.model.config
-    model = models.LanguageModel(dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
+    model = trained.model.clone(config=dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
     folder, tokenizer = as_path("--workdir", _WORKDIR.value), trained.tokenizer
     form, template = training_format(folder)
     form = "completion" if form == "text" else form
@@ -115,8 +116,9 @@ def write_results(folder: Path, step: int, questions, found: dict[str, list[str]
             {"where": question.where, "answer": question.answer, **{name: texts[i] for name, texts in found.items()},
              **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
     # compare reads files of benchmarks, whose names begin with the step.
-    name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}", _DTYPE.value,
-                           Path(_EXAMPLES.value).stem)[:200]
+    skipped = "_".join(_SKIP_BLOCKS.value)
+    name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
+                           skipped and f"without{skipped}", _DTYPE.value, Path(_EXAMPLES.value).stem)[:200]
     table = report.examples_table(results, len(questions))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")

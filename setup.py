@@ -53,7 +53,7 @@ setup(
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "gcs": ["gcsfs"],  # brings google-cloud-storage
         "gguf": ["gguf>=0.19"],  # the oldest version tried
-        "hf": ["huggingface_hub", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
+        "hf": ["huggingface_hub", "jinja2", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
         "llama-cpp": ["gguf>=0.19", "xllamacpp"],  # some tests and a benchmark run llama.cpp
         "plan": ["libtpu"],
         # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are in nvcc.

@@ -12,6 +12,7 @@ Formats:
     hf              a Hugging Face folder; --from=hf reads GPT-2, Llama and Qwen3 models and the exports of this
                     command, and also accepts the name of a model on the hub
     gguf            a file for llama.cpp (export only), of models with the block of Llama or Qwen3
+    peft            an adapter for the library peft (export only), of a run with LoRA
     gpt_variations  a .pt file of the paper's released code
     run             another workdir, to train its model further on other text, or with matrices of low rank
 
@@ -28,19 +29,22 @@ from typing import NamedTuple
 from absl import flags
 
 from smallgpt_jax import cli, inference, models
-from smallgpt_jax.conversion import gguf_file, gpt_variations, hugging_face, low_rank, model_card
+from smallgpt_jax.conversion import gguf_file, gpt_variations, hugging_face, low_rank, model_card, peft_adapter
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
+from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.atomic import atomic_file, atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
-_TO = flags.DEFINE_enum("to", None, ["hf", "gguf"], "Export the model in --workdir to --output, in this format.")
+_TO = flags.DEFINE_enum("to", None, ["hf", "gguf", "peft"],
+                        "Export the model in --workdir to --output, in this format.")
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
                           "Import the model in --input to --workdir. The value names the format of --input.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
-_OUTPUT = flags.DEFINE_string("output", None, "With --to=hf: the folder to create. With --to=gguf: the file.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --to=hf or peft: the folder to create. With --to=gguf: the "
+                              "file.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder or file to import, or the name of a "
                              "model on the hub.")
 _TOKENIZER = flags.DEFINE_string(
@@ -60,6 +64,7 @@ flags.mark_flag_as_required("workdir")
 FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
     "--to=hf": ("output", "tokenizer", "step", "paths"),
     "--to=gguf": ("output", "step", "dtype"),
+    "--to=peft": ("output", "step"),
     "--from=hf": ("input", "tokenizer"),
     "--from=gpt_variations": ("input", "tokenizer"),
     "--from=run": ("input", "step", "rank_ratio"),
@@ -68,7 +73,7 @@ FLAGS_BY_DIRECTION = {  # flags allowed in addition to --workdir
 
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
-        raise UserError("give either --to=hf|gguf or --from=hf|gpt_variations|run; see --help")
+        raise UserError("give either --to=hf|gguf|peft or --from=hf|gpt_variations|run; see --help")
     direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
     for flag in (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _DTYPE, _RANK_RATIO):
         if flag.present and flag.name not in FLAGS_BY_DIRECTION[direction]:
@@ -145,12 +150,26 @@ def write_gguf(source: Path, output: Path, trained: inference.TrainedModel) -> s
         return gguf_file.write(path, output.stem, trained.model, trained.params, trained.tokenizer, _DTYPE.value)
 
 
+def write_peft(source: Path, output: Path, trained: inference.TrainedModel) -> str:
+    """Returns what the adapter is."""
+    config = read_config(source, _TRUST.value)
+    if not config.optimizer.lora_rank:
+        raise UserError(f"--workdir={source}: was not trained with LoRA (config.optimizer.lora_rank); use --to=hf")
+    if config.model.rank_ratio:
+        raise UserError(f"--workdir={source}: has matrices of low rank; export the merged weights with --to=hf")
+    base = inference.load_trained(source, trained.step, _TRUST.value, merge_lora=False)
+    with atomic_folder(output) as folder:
+        name = peft_adapter.write(folder, trained.model, base.params, trained.params, config.optimizer.lora_rank)
+    return f"an adapter of a {name}"
+
+
 class Export(NamedTuple):
     new_output: Callable[[str, str | None], Path]  # (flag, its value) → path; raises UserError if it cannot be written
     write: Callable[[Path, Path, inference.TrainedModel], str]  # (workdir, output, model) → what was written
 
 
-EXPORTS = {"hf": Export(new_folder, write_hugging_face), "gguf": Export(new_file, write_gguf)}
+EXPORTS = {"hf": Export(new_folder, write_hugging_face), "gguf": Export(new_file, write_gguf),
+           "peft": Export(new_folder, write_peft)}
 
 
 def import_model(source: str, folder: Path) -> None:

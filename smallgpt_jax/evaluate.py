@@ -1,7 +1,8 @@
-"""Evaluates a trained model on benchmarks with lm-evaluation-harness.
+"""Evaluates a trained model on benchmarks with lm-evaluation-harness, or on a file of examples.
 
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=paper
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=hellaswag,piqa --data_dir=eval_data --limit=500
+    python -m smallgpt_jax.evaluate --workdir=runs/tuned --examples=test.jsonl --metrics=accuracy
 
 `paper` stands for the seven tasks of arXiv 2404.14462: HellaSwag, WinoGrande, CommonsenseQA, ANLI r1, PIQA, COPA and
 ARC-Easy. All other task names are the harness's; the tasks lambada_openai and wikitext report perplexity. Prints a
@@ -15,17 +16,19 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 
 from absl import flags
 
 from smallgpt_jax import cli, inference
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.evaluation import report, run
+from smallgpt_jax.evaluation import examples, report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import EVALUATION_FOLDER
+from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.object_storage import is_remote
@@ -55,11 +58,75 @@ _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "Include each question an
 _BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Maximum number of token positions per device in a batch.",
                                      lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype. Default: as in training.")
+_EXAMPLES = flags.DEFINE_string("examples", None, "Instead of --tasks: JSON lines with examples, in the format of the "
+                                "run's text (config.data.format), or with prompt and completion.")
+_METRICS = flags.DEFINE_multi_enum("metrics", ["exact_match"], examples.METRICS, "With --examples; repeatable. "
+                                   "accuracy: the answer is the label with the highest likelihood.")
+_LABELS = flags.DEFINE_multi_string("label", None, "With --metrics=accuracy: a possible answer; repeatable. Default: "
+                                    "the different answers in the file.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "With --examples: maximum length of a generated answer.",
+                                       lower_bound=1)
 FLAGS = flags.FLAGS
-flags.mark_flags_as_required(["workdir", "tasks"])
+flags.mark_flag_as_required("workdir")
+OF_TASKS = ("tasks", "data_dir", "num_fewshot", "seed", "gen_kwargs")
+OF_EXAMPLES = ("examples", "metrics", "label", "max_new_tokens")
 
 
 def main() -> None:
+    if (_TASKS.value is None) == (_EXAMPLES.value is None):
+        raise UserError("give either --tasks or --examples; see --help")
+    for name in OF_TASKS if _EXAMPLES.value else OF_EXAMPLES:
+        if FLAGS[name].present:
+            raise UserError(f"--{name}: cannot be combined with --{'examples' if _EXAMPLES.value else 'tasks'}")
+    evaluate_examples() if _EXAMPLES.value else evaluate_tasks()
+
+
+def evaluate_examples() -> None:
+    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
+    trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
+    config = trained.model.config
+    model = trained.model.clone(config=dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
+    folder, tokenizer = as_path("--workdir", _WORKDIR.value), trained.tokenizer
+    form, template = training_format(folder)
+    form = "completion" if form == "text" else form
+    limit = None if _LIMIT.value is None else max(1, int(_LIMIT.value))
+    questions = examples.read_questions(_EXAMPLES.value, tokenizer, form, template, config.context_length, limit)
+    progress, found, values = ScoringProgress(), {}, {}
+    if "accuracy" in _METRICS.value:
+        scorer = Scorer(model, trained.params, _BATCH_TOKENS.value, model_state=trained.model_state)
+        labels = _LABELS.value or examples.find_labels(questions)
+        found["label"] = examples.choose_labels(scorer, tokenizer, questions, labels, progress)
+        values["accuracy"] = [examples.exact_match(question.answer, label)
+                              for question, label in zip(questions, found["label"])]
+    if set(_METRICS.value) & examples.GENERATED.keys():
+        text_model = inference.build_text_model(model, trained.params, tokenizer, trained.model_state)
+        found["text"] = examples.generate_answers(text_model, questions, _MAX_NEW_TOKENS.value, progress)
+        values |= {name: [examples.GENERATED[name](question.answer, text)
+                          for question, text in zip(questions, found["text"])]
+                   for name in _METRICS.value if name in examples.GENERATED}
+    write_results(folder / EVALUATION_FOLDER, trained.step, questions, found, values)
+
+
+def write_results(folder: Path, step: int, questions, found: dict[str, list[str]], values: dict[str, list]) -> None:
+    results = {name: dict(zip(("mean", "standard_error"), examples.mean_and_error(scores)))
+               for name, scores in values.items()}
+    record = {"step": step, "examples": _EXAMPLES.value, "count": len(questions), "results": results}
+    if _LOG_SAMPLES.value:
+        record["samples"] = [
+            {"where": question.where, "answer": question.answer, **{name: texts[i] for name, texts in found.items()},
+             **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
+    # compare reads files of benchmarks, whose names begin with the step.
+    skipped = "_".join(_SKIP_BLOCKS.value)
+    name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
+                           skipped and f"without{skipped}", _DTYPE.value, Path(_EXAMPLES.value).stem)[:200]
+    table = report.examples_table(results, len(questions))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
+    write_atomically(folder / f"{name}.md", table)
+    print(f"{table}\n{folder / name}.json")
+
+
+def evaluate_tasks() -> None:
     try:
         from smallgpt_jax.evaluation.harness import SmallGPT
     except ImportError:

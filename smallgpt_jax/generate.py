@@ -2,6 +2,7 @@
 
     python -m smallgpt_jax.generate --workdir=runs/pgpt --prompt="def main("
     python -m smallgpt_jax.generate --workdir=runs/pgpt --interactive
+    python -m smallgpt_jax.generate --workdir=runs/tuned --chat
 
 Repeat --prompt for several prompts. Several texts are generated as one batch and printed when all are finished; a
 single text is printed while it is generated. When the model's context is full, its older half is dropped.
@@ -22,9 +23,11 @@ _TRUST = cli.define_trust()
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", None, "Text to continue; repeatable. By default, the model begins a new document.")
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Let the model continue the conversation after each input line.")
+_CHAT = flags.DEFINE_bool("chat", False, "Like --interactive, but each line is a message of the user, and the model's "
+                          "chat template writes the conversation.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive, the default is "
-    "at most a quarter of the context.")
+    "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive and --chat, "
+    "the default is at most a quarter of the context.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts per prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", TEMPERATURE, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Sample only from the top_k most likely tokens. Default: all.")
@@ -51,14 +54,19 @@ def main() -> None:
     new_tokens = _MAX_NEW_TOKENS.value
     if new_tokens is None:
         quarter = max(1, model.model.config.context_length // 4)
-        new_tokens = min(NEW_TOKENS, quarter) if _INTERACTIVE.value else NEW_TOKENS
+        new_tokens = min(NEW_TOKENS, quarter) if _INTERACTIVE.value or _CHAT.value else NEW_TOKENS
     settings = dict(
         max_new_tokens=new_tokens, temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
         repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
-    if _INTERACTIVE.value:
-        if prompts or _SAMPLES.value != 1:
-            raise UserError("--interactive: cannot be combined with --prompt or --samples; omit --prompt and --samples")
-        chat(model.conversation(_SEED.value), settings)
+    if _INTERACTIVE.value or _CHAT.value:
+        flag = "--chat" if _CHAT.value else "--interactive"
+        if prompts or _SAMPLES.value != 1 or (_INTERACTIVE.value and _CHAT.value):
+            raise UserError(f"{flag}: cannot be combined with --prompt, --samples or the other of --interactive and "
+                            "--chat; omit them")
+        if _CHAT.value:
+            chat(model.chat(inference.load_chat_template(_WORKDIR.value), _SEED.value), settings, as_messages=True)
+        else:
+            chat(model.conversation(_SEED.value), settings)
     elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
         texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)
         for prompt, continuations in zip(prompts or [""], texts):
@@ -82,7 +90,8 @@ def print_stream(prompt: str, pieces) -> str:
     return text
 
 
-def chat(conversation: inference.Conversation, settings: dict) -> None:
+def chat(conversation, settings: dict, as_messages: bool = False) -> None:
+    """With `as_messages`, a line is a message of its own, without a newline at its end."""
     if sys.stdin.isatty():
         print("Enter a line; the model continues the conversation by up to --max_new_tokens tokens. Press Ctrl-D to "
               "exit. Earlier turns stay in the context until it is full.", flush=True)
@@ -97,7 +106,7 @@ def chat(conversation: inference.Conversation, settings: dict) -> None:
                 raise
             return
         try:
-            answer = print_stream("", conversation.say(f"{line_end}{line}\n", **settings))
+            answer = print_stream("", conversation.say(line if as_messages else f"{line_end}{line}\n", **settings))
             line_end = "" if answer.endswith("\n") else "\n"
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -142,7 +142,8 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets) at `multiple` context lengths."""
     trained, config = inference.load_trained(folder), read_config(folder)
     config = config.replace(model={"context_length": multiple * config.model.context_length},
-                            data={"packing": "concat"})  # the packing that TextSample uses
+                            data={"packing": "concat"},  # the packing that TextSample uses
+                            optimizer={"lora_rank": 0, "train_only": ""})  # the loaded weights have them merged
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
     # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)

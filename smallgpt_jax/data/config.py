@@ -8,6 +8,7 @@ from smallgpt_jax.data.probes import PROBES, Probe
 from smallgpt_jax.errors import suggestion
 
 SYNTHETIC = "synthetic:"  # prefix of config.data.source for probes
+FORMATS = ("text", "completion", "messages")
 SYMBOLS = "symbols"  # the tokenizer of probes
 
 
@@ -24,9 +25,14 @@ class DataConfig(ConfigGroup):
     text_endings: str = in_store(".txt")
     # JSON field or Parquet column that contains the text
     text_field: str = in_store("text")
+    # "text": the text of text_field. From JSON lines or hf: datasets, for fine-tuning on answers (docs/tuning.md):
+    # "completion": the fields prompt and completion | "messages": the field messages, a conversation
+    format: str = in_store("text")
+    # with "messages": file with a Jinja template that writes conversations as text; "": the tokenizer's own template
+    chat_template: str = in_store("")
     # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     invalid_utf8: str = in_store("refuse", relaxable=True)
-    # if lines or rows are invalid, too long or lack text_field, or if text files are not UTF-8: "refuse" the source |
+    # if lines or rows are invalid, too long or lack a field, or if text files are not UTF-8: "refuse" the source |
     # "skip" them
     invalid_items: str = in_store("refuse", relaxable=True)
     # a longer JSON line or row is invalid
@@ -65,6 +71,9 @@ class DataConfig(ConfigGroup):
         self.validate_range("workers")
         self.validate_range("max_document_bytes", least=1)
         self.validate_choice("packing", ("concat", "best_fit"))
+        self.validate_choice("format", FORMATS)
+        if self.chat_template and self.format != "messages":
+            self.refuse("chat_template", 'needs config.data.format="messages"')
         self.validate_choice("invalid_utf8", ("refuse", "replace"))
         self.validate_choice("invalid_items", ("refuse", "skip"))
         if not 0 < self.validation_fraction < 1:
@@ -78,7 +87,7 @@ class DataConfig(ConfigGroup):
             self.refuse("source", f"no probe {name!r}; choose from {', '.join(PROBES)}{suggestion(name, PROBES)}")
         if self.tokenizer != SYMBOLS:
             self.refuse("tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}")
-        for field, value in (("store", ""), ("packing", "concat"), ("separate_documents", False)):
+        for field, value in (("store", ""), ("packing", "concat"), ("separate_documents", False), ("format", "text")):
             if getattr(self, field) != value:
                 self.refuse(field, f"cannot be combined with {self.source}; set it to {value!r}")
         self.validate_probe(PROBES[name])

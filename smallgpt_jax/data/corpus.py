@@ -12,6 +12,7 @@ import numpy as np
 
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.example_encoding import describe_length, encode_example
 from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
@@ -58,6 +59,9 @@ class Corpus:
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
         """Packs once, because runs that read the same corpus mostly pack it in the same way."""
+        if packing != "best_fit" and any(store.train.has_answers for store in self.stores):
+            raise UserError(f"config.data.packing={packing!r}: cuts examples, which have a prompt and an answer; set "
+                            "--config.data.packing=best_fit")
         arguments = (split, packing, separate, context_length)
         if arguments not in self._packed:
             self._packed[arguments] = Mixture([
@@ -117,6 +121,27 @@ def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
         return open_mixture(data.mixture)
     store = spec.open()
     return Corpus((store,), (1.0,)) if store else None
+
+
+def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> None:
+    """Raises UserError for examples that do not fit into the context, unless config.data.invalid_items skips them."""
+    splits = [split for store in corpus.stores for split in (store.train, store.validation) if split.has_answers]
+    count = sum(int(np.sum(split.lengths > context_length)) for split in splits)
+    if count and data.invalid_items != "skip":
+        raise UserError(
+            f"{find_long_example(data, corpus.tokenizer, context_length)}, more than the "
+            f"config.model.context_length={context_length}, as {count:,} of "
+            f"{sum(split.documents for split in splits):,} examples; shorten them, or skip them with "
+            "--config.data.invalid_items=skip")
+
+
+def find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
+    """Returns the first example of the source that does not fit into the context: its place and length."""
+    spec = StoreSpec.of(data)
+    for example in spec.source.documents(spec.rules) if not data.mixture else ():
+        if len(encode_example(example, tokenizer)[0]) > context_length:
+            return f"{example.where}: {describe_length(example, tokenizer)}"
+    return f"{data.mixture or spec.folder}: an example is too long"
 
 
 def open_mixture(text: str) -> Corpus:

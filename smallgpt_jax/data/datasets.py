@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 
 from smallgpt_jax.data import tfrecord
+from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.text_files import missing_libraries, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
@@ -34,11 +35,10 @@ def hugging_face_parts(source: str) -> list[Part]:
         def items():
             with name_source_in_errors():
                 for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
-                    yield extract_text(row.get(rules.text_field), f"{source}, shard {shard}, row {number}", row,
-                                       rules)
+                    yield extract_document(row, f"{source}, shard {shard}, row {number}", rules)
         return items(), lambda: 0.0
 
-    return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules))
+    return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules), has_fields=True)
             for shard in range(stream.num_shards)]
 
 

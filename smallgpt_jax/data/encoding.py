@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from smallgpt_jax.data.example_encoding import encode_example
+from smallgpt_jax.data.examples import Example
 from smallgpt_jax.data.parts import DocumentBatch
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -25,10 +27,13 @@ class EncodedBatch(NamedTuple):
     tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
     lengths: np.ndarray  # (documents,), in tokens, including the marks
     text_bytes: int
+    counted: np.ndarray | None = None  # (tokens,) bool: whether the loss counts the token after it; None: text
 
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
+    if any(isinstance(text, Example) for text in batch.texts):
+        return encode_examples(batch, tokenizer, dtype, validation_fraction)
     ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
     begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
     if tokenizer.begin_of_text == tokenizer.end_of_text:  # the beginning of the next document marks the end
@@ -42,6 +47,21 @@ def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validatio
                        dtype=dtype, casting="unsafe"),
         np.array([1 + len(document) + len(end) for document in documents], np.int64), text_bytes[name])
         for name, documents in ids.items()}
+
+
+def encode_examples(batch: DocumentBatch, tokenizer: Tokenizer, dtype, validation_fraction: float,
+                    ) -> dict[str, EncodedBatch]:
+    """A batch of examples has no other texts."""
+    encoded, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
+    for example in batch.texts:
+        name = "validation" if is_validation(example, validation_fraction) else "train"
+        encoded[name].append(encode_example(example, tokenizer))
+        text_bytes[name] += len(example.encode())
+    return {name: EncodedBatch(
+        np.concatenate([ids for ids, _ in documents] or [[]]).astype(dtype),
+        np.array([len(ids) for ids, _ in documents], np.int64), text_bytes[name],
+        np.concatenate([counted for _, counted in documents] or [[]]).astype(bool))
+        for name, documents in encoded.items()}
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:

@@ -31,6 +31,8 @@ class HuggingFaceTokenizer:
         if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
         self.unknown = self._find_unknown()
+        self.special_tokens = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
+                               if token.special}
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
         self.begin_of_text = self._find_begin_of_text()

@@ -23,7 +23,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
-VERSION = 3
+VERSION = 4
 
 
 class Entry(NamedTuple):

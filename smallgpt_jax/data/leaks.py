@@ -27,17 +27,13 @@ def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
 
 
 def count_leaks(train: Split, validation: Split) -> int:
-    lengths = np.unique(document_lengths(validation))
+    lengths = np.unique(validation.lengths)
     hashes = set(document_hashes(validation, lengths))
     return sum(digest in hashes for digest in document_hashes(train, lengths))
 
 
-def document_lengths(split: Split) -> np.ndarray:
-    return np.diff(split.starts, append=split.tokens)
-
-
 def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
-    found = np.isin(document_lengths(split), lengths)
-    for start, length in zip(split.starts[found].tolist(), document_lengths(split)[found].tolist()):
+    found = np.isin(split.lengths, lengths)
+    for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
         ids = split.stream[start:start + length].astype(np.uint32)
         yield hashlib.blake2b(ids, digest_size=16).digest()

@@ -40,6 +40,8 @@ class Rules:
     invalid_utf8: str  # "refuse" | "replace"
     invalid_items: str  # "refuse" | "skip"
     max_document_bytes: int
+    format: str = "text"  # config.data.format
+    chat_template: str = ""  # of format "messages"
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
@@ -61,6 +63,7 @@ class Part:
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
+    has_fields: bool = False  # whether items are rows that may have a prompt and a completion, or messages
 
 
 class Member(abc.ABC):
@@ -87,10 +90,10 @@ class Member(abc.ABC):
         return self.name
 
 
-def extract_text(text, where: str, fields, rules: Rules) -> Item:
+def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Item:
     """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError, depending on `rules`.
 
-    The message contains `where` and `fields`, the names of the item's fields.
+    The message contains `where` and `fields`, the names of the item's fields. `field`: "" means `text_field`.
     """
     if isinstance(text, bytes):
         try:
@@ -100,8 +103,8 @@ def extract_text(text, where: str, fields, rules: Rules) -> Item:
                                 "set --config.data.invalid_utf8=replace")
     if not isinstance(text, str):
         return rules.refuse_or_skip(
-            where, f"no string in the field {rules.text_field!r}: the item's fields are named {', '.join(fields)}",
-            "set --config.data.text_field")
+            where, f"no string in the field {field or rules.text_field!r}: the item's fields are named "
+            f"{', '.join(fields)}", "correct the line" if field else "set --config.data.text_field")
     try:
         return rules.refuse_or_skip_long(where) if len(text.encode()) > rules.max_document_bytes else text
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
@@ -133,6 +136,7 @@ class Digest:
         what, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
         self._items.update(f"{what} {len(text)} ".encode())
         self._items.update(text.encode())
+        self._items.update(repr(getattr(item, "pieces", "")).encode())  # of an example
 
     def end_part(self, part: Part) -> None:
         self._parts.update(repr((part.name, part.size, part.version)).encode())

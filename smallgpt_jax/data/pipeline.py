@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax.data import batches
-from smallgpt_jax.data.corpus import Corpus, load_or_prepare
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare, require_room
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
@@ -43,6 +43,7 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
     if corpus.tokenizer.vocab_size > vocab_size:
         raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
                         "vocabulary size of the tokenizer")
+    require_room(data, corpus, context_length)
     distributed.require_equal("the training text", json.dumps(corpus.description))
     train, validation = (corpus.pack(split, data.packing, data.separate_documents, context_length)
                          for split in ("train", "validation"))

@@ -5,6 +5,8 @@ A store is a folder with:
 - `metadata.json` and `tokenizer/`
 - one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for large vocabularies)
 - one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
+- in a store of examples, one file `SPLIT.counted.bin` per split: for each token, whether the loss counts the prediction
+  of the token after it (uint8)
 
 A document is the tokenizer's begin-of-text id followed by the ids of its text. The end-of-text id follows if it is
 another one; `metadata.json` then has the field `begin_of_text`, too. The `.bin` files are flat arrays. Random access to
@@ -13,6 +15,7 @@ them needs no library. They can be truncated at any token, so that an interrupte
 
 import dataclasses
 import hashlib
+import math
 from functools import cached_property
 from pathlib import Path
 
@@ -22,14 +25,25 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.cache import local_copy
-from smallgpt_jax.storage.json_files import ANYTHING, NUMBER, TEXT, Each, find_mismatch, integer, one_of, read_json
+from smallgpt_jax.storage.json_files import (
+    ANYTHING,
+    NUMBER,
+    TEXT,
+    Each,
+    Optional,
+    find_mismatch,
+    integer,
+    one_of,
+    read_json,
+)
 
 FORMAT = 3
 METADATA_FILE = "metadata.json"
 SPLITS = ("train", "validation")
 MADE_FROM = {
     "source": TEXT, "tokenizer": TEXT, "text_field": TEXT, "text_endings": TEXT, "max_document_bytes": integer(1),
-    "invalid_utf8": TEXT, "invalid_items": TEXT, "validation_fraction": NUMBER}
+    "invalid_utf8": TEXT, "invalid_items": TEXT, "validation_fraction": NUMBER,
+    "format": Optional(TEXT), "chat_template": Optional(TEXT)}  # missing in stores of earlier versions
 METADATA = {
     "format": one_of(FORMAT), "made_from": MADE_FROM, "vocab_size": integer(1), "end_of_text": integer(0),
     "begin_of_text": integer(0), "dtype": one_of("uint16", "uint32"), "skipped": Each(integer(1)),
@@ -37,7 +51,8 @@ METADATA = {
     "fingerprints": {name: TEXT for name in SPLITS}}
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
-STORE_FILES = (METADATA_FILE, "tokenizer", *(f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin")))
+STORE_FILES = (METADATA_FILE, "tokenizer", *(
+    f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin", ".counted.bin")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +66,27 @@ class Split:
     dtype: str
     begin_of_text: int  # the first id of each document
     vocab_size: int
+    has_answers: bool = False  # whether the documents are examples
 
     @property
     def bytes_per_token(self) -> float:
-        return self.text_bytes / self.tokens
+        """Returns NaN for examples: their loss is not that of a text."""
+        return math.nan if self.has_answers else self.text_bytes / self.tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Returns the number of tokens of each document, (documents,)."""
+        return np.diff(np.asarray(self.starts), append=self.tokens)
 
     @cached_property
     def stream(self) -> np.ndarray:
         """Returns all token ids, (tokens,)."""
         return np.memmap(tokens_file(self.folder, self.name), self.dtype, "r")
+
+    @cached_property
+    def counted(self) -> np.ndarray | None:
+        """Returns whether the loss counts the token after each token, (tokens,) bool; None: it counts all."""
+        return np.memmap(counted_file(self.folder, self.name), bool, "r") if self.has_answers else None
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -69,7 +96,8 @@ class Split:
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
         for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
-                             (documents_file(self.folder, self.name), self.documents * 8)):
+                             (documents_file(self.folder, self.name), self.documents * 8),
+                             *([(counted_file(self.folder, self.name), self.tokens)] if self.has_answers else [])):
             if not path.is_file():
                 raise UserError(f"{self.shown / path.name}: file of the token store is missing; {FIX}")
             if path.stat().st_size != length:
@@ -77,7 +105,7 @@ class Split:
                                 f"{length:,}; {FIX}")
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
-            raise UserError(f"{self.shown / path.name}: damaged, the documents are not in order; {FIX}")
+            raise UserError(f"{documents_file(self.shown, self.name)}: damaged, the documents are not in order; {FIX}")
         for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
             self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
 
@@ -95,6 +123,10 @@ def tokens_file(folder: Path, split: str) -> Path:
 
 def documents_file(folder: Path, split: str) -> Path:
     return folder / f"{split}.documents.bin"
+
+
+def counted_file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.counted.bin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +151,9 @@ class TokenStore:
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
     digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
-    for path in (tokens_file(folder, split), documents_file(folder, split)):
+    for path in (tokens_file(folder, split), documents_file(folder, split), counted_file(folder, split)):
+        if path == counted_file(folder, split) and not path.exists():
+            continue
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
@@ -141,7 +175,8 @@ def open_store(folder: Path) -> TokenStore:
         raise UserError(f"{path}: {mismatch}; {FIX}")
     local = local_copy(folder)
     splits = {name: Split(local, folder, name, **metadata["splits"][name], dtype=metadata["dtype"],
-                          begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"])
+                          begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"],
+                          has_answers=metadata["made_from"].get("format", "text") != "text")
               for name in SPLITS}
     for split in splits.values():
         split.check_files()

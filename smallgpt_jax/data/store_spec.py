@@ -7,6 +7,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
+from smallgpt_jax.data.chat_template import find_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
@@ -15,6 +16,9 @@ from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import as_path
+
+# Fields that were added later, with their defaults; these do not change the names of stores in the cache.
+ADDED = (("format", "text"), ("chat_template", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +32,11 @@ class StoreSpec:
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        return cls(data.store, Source(data.source, data.text_endings), TokenizerSource(data.tokenizer),
-                   {name: getattr(data, name) for name in MADE_FROM})
+        """Reads the chat template, if the format needs one: a store has the template itself, not its path."""
+        tokenizer, made_from = TokenizerSource(data.tokenizer), {name: getattr(data, name) for name in MADE_FROM}
+        if data.format == "messages" and not data.mixture:
+            made_from["chat_template"] = find_template(data.chat_template, tokenizer.folder)
+        return cls(data.store, Source(data.source, data.text_endings), tokenizer, made_from)
 
     @cached_property
     def rules(self) -> Rules:
@@ -37,7 +44,10 @@ class StoreSpec:
 
     def check_source(self, folder: Path) -> None:
         """Raises UserError for an invalid source, and if it has a folder around `folder`, whose files would be read."""
-        _ = self.source.parts
+        for part in self.source.parts:
+            if self.rules.format != "text" and not part.has_fields:
+                raise UserError(f"config.data.format={self.rules.format!r}: {part.name} is plain text or Parquet; use "
+                                "JSON lines or an hf: dataset")
         if enclosing := self.source.enclosing_folder(folder):
             raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
                             "a folder outside of it")
@@ -65,6 +75,7 @@ class StoreSpec:
             return None
         store = open_store(self.folder)
         found = store.metadata["made_from"]
+        found = {**dict(ADDED), **found}
         if different := [field for field, value in self.made_from.items() if value != found[field]]:
             raise UserError(
                 f"config.data.store={str(self.folder)!r}: was made with "
@@ -74,7 +85,8 @@ class StoreSpec:
         return store
 
     def _settings(self, **marks) -> list:
-        return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)]
+        return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)
+                if (name, self.made_from[name]) not in ADDED]
 
     def _cached(self, identity: list) -> Path:
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]

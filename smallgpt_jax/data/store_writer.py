@@ -10,7 +10,7 @@ import numpy as np
 from smallgpt_jax.data.encoding import EncodedBatch
 from smallgpt_jax.data.journal import Entry, Journal
 from smallgpt_jax.data.parts import DocumentBatch
-from smallgpt_jax.data.store import SPLITS, documents_file, tokens_file
+from smallgpt_jax.data.store import SPLITS, counted_file, documents_file, tokens_file
 from smallgpt_jax.errors import UserError
 
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
@@ -19,9 +19,10 @@ JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 class StoreWriter:
     """Writes the journal after the other files, so it never records more tokens than they contain."""
 
-    def __init__(self, folder: Path, journal: Journal, dtype: np.dtype):
+    def __init__(self, folder: Path, journal: Journal, dtype: np.dtype, has_answers: bool = False):
         self._folder, self._journal = folder, journal
-        self._splits = {name: SplitWriter(folder, name, dtype, **journal.latest.splits[name]) for name in SPLITS}
+        self._splits = {name: SplitWriter(folder, name, dtype, has_answers, **journal.latest.splits[name])
+                        for name in SPLITS}
         self.flush()  # writes the journal, which marks the folder as an unfinished store
 
     def add(self, batch: DocumentBatch, encoded: dict[str, EncodedBatch]) -> None:
@@ -48,16 +49,22 @@ class StoreWriter:
 class SplitWriter:
     """Truncates the files of one split to the sizes recorded in the journal, then appends documents to the files."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, tokens: int, documents: int,
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, tokens: int, documents: int,
                  text_bytes: int):
         self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
         self._tokens_file = open_truncated(tokens_file(folder, name), tokens * dtype.itemsize)
         self._documents_file = open_truncated(documents_file(folder, name), documents * 8)
+        self._files = [self._tokens_file, self._documents_file]
+        if has_answers:
+            self._counted_file = open_truncated(counted_file(folder, name), tokens)
+            self._files.append(self._counted_file)
 
     def add(self, encoded: EncodedBatch) -> None:
         starts = self.tokens + np.cumsum(encoded.lengths) - encoded.lengths
         self._tokens_file.write(encoded.tokens.tobytes())
         self._documents_file.write(starts.tobytes())
+        if encoded.counted is not None:
+            self._counted_file.write(encoded.counted.tobytes())
         self.tokens += len(encoded.tokens)
         self.documents += len(encoded.lengths)
         self.text_bytes += encoded.text_bytes
@@ -66,14 +73,14 @@ class SplitWriter:
         return {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
 
     def flush(self) -> None:
-        for file in (self._tokens_file, self._documents_file):
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
         self.flush()
-        self._tokens_file.close()
-        self._documents_file.close()
+        for file in self._files:
+            file.close()
 
 
 def open_truncated(path: Path, length: int):

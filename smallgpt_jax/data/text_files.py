@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
@@ -62,7 +63,8 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
             items = split_passages(decode_utf8(read_pieces(path, raw), path, rules.invalid_utf8), passage)
         return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
 
-    return Part(str(path), file.size, read, (file.location, file.version, passage))
+    return Part(str(path), file.size, read, (file.location, file.version, passage),
+                has_fields=content_suffix(path) in JSON_SUFFIXES)
 
 
 def open_binary(path: Path):
@@ -203,7 +205,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
         return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
     if not isinstance(item, dict):
         return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")
-    return extract_text(item.get(rules.text_field), where, item, rules)
+    return extract_document(item, where, rules)
 
 
 def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:

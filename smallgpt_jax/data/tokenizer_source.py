@@ -46,16 +46,19 @@ class TokenizerSource:
         """Missing, if the value is not a path."""
         return local_path("config.data.tokenizer", self.value)
 
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
     @cached_property
     def fingerprint(self) -> str:
         """Returns a hash of the tokenizer's files, without its weights; "" if there are none."""
         if not self.path.exists():
             return ""
-        folder = self.path if self.path.is_dir() else self.path.parent
         names = TOKENIZER_FILES if self.path.is_dir() else {
             self.path.name, *(SETTINGS_FILES if self.path.suffix == ".json" else ())}
         digest = hashlib.sha256()
-        for file in sorted(folder / name for name in names if (folder / name).is_file()):
+        for file in sorted(self.folder / name for name in names if (self.folder / name).is_file()):
             digest.update(file.name.encode() + file.read_bytes())
         return digest.hexdigest()
 

@@ -28,6 +28,7 @@ from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, rea
 
 KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 END_OF_TEXT = "<|endoftext|>"
+SHORT_TEXT = 10_000  # characters
 GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -44,6 +45,7 @@ class Tokenizer(Protocol):
     end_of_text: int
     begin_of_text: int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
     unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
+    special_tokens: dict[str, int] = {}  # noqa: RUF012 — ids of the names that a chat template may contain
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, without end-of-text. Thread-safe."""
@@ -129,6 +131,8 @@ class SentencePiece(Tokenizer):
         self.begin_of_text = begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
 
     def encode(self, texts):
+        if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
+            return [np.array(self._processor.encode(texts[0]), np.int32)]
         return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
 
     def encode_continuation(self, text):

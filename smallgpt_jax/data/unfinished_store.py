@@ -13,7 +13,15 @@ from smallgpt_jax.data.encoding import encode_batch, is_validation, map_in_order
 from smallgpt_jax.data.journal import JOURNAL_FILE, Entry, Journal, resume_journal
 from smallgpt_jax.data.parts import Digest, Place, document_batches
 from smallgpt_jax.data.preparation_log import PreparationLog, format_skipped
-from smallgpt_jax.data.store import FORMAT, METADATA_FILE, SPLITS, documents_file, fingerprint, tokens_file
+from smallgpt_jax.data.store import (
+    FORMAT,
+    METADATA_FILE,
+    SPLITS,
+    counted_file,
+    documents_file,
+    fingerprint,
+    tokens_file,
+)
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.store_writer import StoreWriter
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -27,7 +35,8 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
                                validation_fraction=spec.made_from["validation_fraction"])
-    writer, progress = StoreWriter(partial, journal, dtype), PreparationLog(log, journal.latest.done)
+    writer = StoreWriter(partial, journal, dtype, has_answers=spec.made_from["format"] != "text")
+    progress = PreparationLog(log, journal.latest.done)
     try:
         batches = document_batches(spec.source.parts, spec.rules, journal.latest.place)
         for batch, encoded in map_in_order(encode, batches, workers):
@@ -94,7 +103,7 @@ def remove_partial(partial: Path, log) -> None:
     if not partial.exists():
         return
     ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
-            *(file(partial, name).name for file in (tokens_file, documents_file) for name in SPLITS)}
+            *(file(partial, name).name for file in (tokens_file, documents_file, counted_file) for name in SPLITS)}
     if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
         raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
                         "choose another config.data.store")

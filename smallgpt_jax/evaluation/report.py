@@ -26,6 +26,12 @@ FOOTNOTE = (
     "`acc_norm` divides this log-likelihood by the option's length in characters.")
 
 
+def examples_table(results: dict[str, dict[str, float]], count: int) -> str:
+    return "\n".join(["| metric | examples | value |", "|---|---|---|", *(
+        f"| {name} | {count:,} | {found['mean']:.4f} ± {found['standard_error']:.4f} |"
+        for name, found in results.items())]) + "\n"
+
+
 def results_table(results: dict, model_name: str) -> str:
     logged = LOGGED.get(model_name, {})
     lines = [f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",

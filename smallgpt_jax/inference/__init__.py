@@ -9,11 +9,12 @@ from smallgpt_jax.inference.loading import (
     TrainedModel,
     build_text_model,
     load,
+    load_chat_template,
     load_trained,
     require_next_tokens,
     select_paths,
 )
-from smallgpt_jax.inference.text_model import Conversation, TextModel
+from smallgpt_jax.inference.text_model import Chat, Conversation, TextModel
 
-__all__ = ["Conversation", "Detokenizer", "TextModel", "TrainedModel", "build_text_model", "load", "load_trained",
-           "require_next_tokens", "select_paths"]
+__all__ = ["Chat", "Conversation", "Detokenizer", "TextModel", "TrainedModel", "build_text_model", "load",
+           "load_chat_template", "load_trained", "require_next_tokens", "select_paths"]

@@ -9,16 +9,19 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.chat_template import ChatTemplate, find_template
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.single_blocks import without_blocks
 from smallgpt_jax.inference.text_model import TextModel
+from smallgpt_jax.models import lora
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
+from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 from smallgpt_jax.storage.paths import as_path
 
@@ -71,24 +74,45 @@ class TrainedModel(NamedTuple):
         return self._replace(model=without_blocks(self.model, numbers))
 
 
-def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False) -> TrainedModel:
-    """Returns the model of a workdir in the training layout. See `load` for the arguments."""
+def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False,
+                 merge_lora: bool = True) -> TrainedModel:
+    """Returns the model of a workdir in the training layout. See `load` for the arguments.
+
+    Of a run with LoRA, the weights have its matrices merged, or with merge_lora=False are those from before the run.
+    """
     distributed.skip_tpu_search()  # commands call this earlier; other programs that load a model do not
     folder = as_path("--workdir", folder)
     if is_remote(folder):
         require_bucket("--workdir", folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
-    model = models.LanguageModel(read_config(folder, trust_custom_code).model)
+    config = read_config(folder, trust_custom_code)
+    model = models.LanguageModel(config.model)
     step = find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    is_adapted = step and config.optimizer.lora_rank  # the checkpoint of step 0 is that of an imported model
+    pairs = {lora.NAME: lora.abstract_pairs(models.abstract_params(model), config.optimizer.lora_rank,
+                                            config.optimizer.train_only)} if is_adapted else {}
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-        (models.abstract_params(model), models.abstract_model_state(model)))
+        (models.abstract_params(model), models.abstract_model_state(model), pairs))
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
-    params, model_state = checkpoints.restore_model(step, *abstract)
+    params, model_state, heads = checkpoints.restore_model(step, *abstract)
     checkpoints.close()
+    if is_adapted and merge_lora:
+        params = lora.merge(models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale)
     return TrainedModel(model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step)
+
+
+def load_chat_template(folder: str | Path) -> ChatTemplate:
+    """Returns the template of the conversations on which a run trained, otherwise the tokenizer's own."""
+    path = as_path("--workdir", folder)
+    source = training_format(path)[1]
+    try:
+        return ChatTemplate.of(source or find_template("", path / TOKENIZER_FOLDER))
+    except UserError as error:
+        raise UserError(f"{folder}: no chat template: the run did not train on conversations (config.data.format="
+                        f"'messages'), and its tokenizer has none ({error})") from None
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

@@ -2,11 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.chat_template import ChatTemplate
+from smallgpt_jax.data.example_encoding import encode_pieces
+from smallgpt_jax.data.examples import Piece
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer
@@ -80,6 +83,9 @@ class TextModel:
 
     def conversation(self, seed: int = 0) -> "Conversation":
         return Conversation(self, seed)
+
+    def chat(self, template: ChatTemplate, seed: int = 0) -> "Chat":
+        return Chat(self, template, seed)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """If `continues` is true, the text continues an earlier text; otherwise it begins a document."""
@@ -160,6 +166,56 @@ class Conversation:
     @property
     def dropped(self) -> int:
         return self._session.dropped
+
+
+class Chat:
+    """A conversation whose messages a chat template writes, encoded as in fine-tuning.
+
+    When it exceeds the context, its oldest messages are dropped, a question and its answer at a time.
+    """
+
+    def __init__(self, text_model: TextModel, template: ChatTemplate, seed: int = 0):
+        self._model, self._template, self._seed = text_model, template, seed
+        self.messages: list[dict[str, str]] = []
+        self.dropped = 0  # tokens
+
+    def say(self, text: str, max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
+            top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
+            stop: Sequence[str] = ()) -> Iterator[str]:
+        """Appends the question, or raises UserError, at once; appends the answer when the iteration ends."""
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
+        validate_settings(stop, max_new_tokens)
+        context, question = self._model.model.config.context_length, {"role": "user", "content": text}
+        room, before = max(1, context - max_new_tokens), None
+        while len(ids := self._encode([*self.messages, question])) > (room if self.messages else context - 1):
+            if not self.messages:
+                raise UserError(f"text: has {len(ids):,} tokens with what the chat template adds, but the model's "
+                                f"context has room for {context - 1:,}; shorten the text")
+            before, self.messages = before or len(ids), self.messages[2:]
+        self.dropped += before - len(ids) if before else 0
+        session = decoder.DecodeSession(self._model.model, self._model.weights, self._model.tokenizer.vocab_size, [ids],
+                                        self._seed, end_of_text=self._model.tokenizer.end_of_text)
+        self.messages.append(question)
+        pieces = self._model._stream(session, text, max_new_tokens, stop, sampling, decoder.MAX_STEPS)
+        return self._remember(pieces)
+
+    def _remember(self, pieces: Iterator[str]) -> Iterator[str]:
+        answer = ""
+        try:
+            for piece in pieces:
+                answer += piece
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": answer.strip()})  # templates write spaces around it
+
+    def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        try:
+            pieces = self._template.pieces(messages, add_generation_prompt=True)
+        except ValueError as error:
+            raise UserError(f"text: the chat template fails: {error}; correct the text or the template") from None
+        contents = [message["content"] for message in messages[-1:]]  # the others were checked before
+        ids, _ = encode_pieces([Piece(*piece) for piece in pieces], "text", contents, self._model.tokenizer)
+        return [self._model.tokenizer.begin_of_text, *ids]
 
 
 def validate_settings(stop: Sequence[str], max_new_tokens: int) -> None:

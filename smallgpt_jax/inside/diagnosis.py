@@ -20,8 +20,8 @@ from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path, local_path
+from smallgpt_jax.training.compiled_steps import transfer_multipliers
 from smallgpt_jax.training.objectives import make_objective
-from smallgpt_jax.training.program import transfer_multipliers
 from smallgpt_jax.training.transfer import scale_initial
 
 FORMAT = 1

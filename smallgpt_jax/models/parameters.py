@@ -54,6 +54,17 @@ class Parameter:
         return tuple(i for i, axis in enumerate(self.axes) if axis not in STACKS)
 
     @property
+    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the axes of the inputs and of the outputs of a matrix.
+
+        Outputs: the last axis, or all axes after an axis "embed" or "rank". Inputs: the axes before them.
+        """
+        axes = self.own_axes
+        inputs = next((n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in ("embed", "rank")),
+                      len(axes) - 1)
+        return axes[:inputs], axes[inputs:]
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it is a matrix, or a stack of matrices, and neither a bias nor a scale."""
         return self.name not in ("bias", "scale") and len(self.own_axes) >= 2

@@ -187,13 +187,15 @@ class Checkpoints:
     def unlogged_losses(self, step: int) -> list[float]:
         return self._read(step, TrainState(step, {}, None))["check"].get("unlogged_losses", [])
 
-    def restore_model(self, step: int, abstract_params, abstract_model_state):
-        """Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training."""
+    def restore_model(self, step: int, abstract_params, abstract_model_state, abstract_heads=None):
+        """Returns parameters, model state and heads.
+
+        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training."""
         try:
-            saved = self._read(step, TrainState(step, abstract_params, None, abstract_model_state))
+            saved = self._read(step, TrainState(step, abstract_params, None, abstract_model_state, abstract_heads))
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
-            return saved["params"], saved.get("model_state", {})
+            return saved["params"], saved.get("model_state", {}), saved.get("heads", {})
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error, self.folder):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None

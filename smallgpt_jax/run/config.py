@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
@@ -61,8 +62,28 @@ class OptimizerConfig(ConfigGroup):
     # residual stream in proportion to base_depth / (number of blocks in sequence)
     base_depth: int = 0
 
+    # regular expression: only the parameters whose path it matches are trained; "": all. An example is "path=1": of a
+    # pgpt, the path with number 1 (docs/tuning.md)
+    train_only: str = ""
+    # LoRA: rank of the matrices that are trained in place of the weights; 0: no LoRA. train_only then selects the
+    # weights that get such matrices; "": all of attention, MLPs and dense layers
+    lora_rank: int = 0
+    # LoRA: the product of the trained matrices is multiplied by lora_alpha / lora_rank
+    lora_alpha: float = 16.0
+
+    @property
+    def lora_scale(self) -> float:
+        return self.lora_alpha / self.lora_rank
+
     def validate(self) -> None:
-        self.validate_range("learning_rate", "weight_decay", "clip_norm", "base_width", "base_depth")
+        self.validate_range("learning_rate", "weight_decay", "clip_norm", "base_width", "base_depth", "lora_rank",
+                            "lora_alpha")
+        try:
+            re.compile(self.train_only)
+        except re.error as error:
+            self.refuse("train_only", f"not a regular expression ({error})")
+        if self.lora_rank and (self.base_width or self.base_depth):
+            self.refuse("lora_rank", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
         for field in ("beta1", "beta2", "warmup_fraction", "final_fraction"):
             if not 0 <= getattr(self, field) < 1:
                 self.refuse(field, "must be at least 0 and below 1")

@@ -91,7 +91,9 @@ def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, 
     if math.isnan(bits_per_byte) and math.isfinite(nats):
         return f"validation loss {nats:.4f} of masked tokens"
     measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
-                if name.startswith(EXACT_MATCH)] or [f"{bits_per_byte:.4f} bits per byte"]
+                if name.startswith(EXACT_MATCH)]
+    if not measures and not math.isnan(bits_per_byte):  # examples have none
+        measures = [f"{bits_per_byte:.4f} bits per byte"]
     return ", ".join([f"validation loss {nats:.4f}", *measures])
 
 

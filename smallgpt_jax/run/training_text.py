@@ -34,6 +34,15 @@ def read_identity(workdir: Path) -> dict[str, Any]:
             "tokenizer": tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER))}
 
 
+def training_format(workdir: Path) -> tuple[str, str]:
+    """Returns config.data.format of the run's text, and the chat template of "messages"; ("text", "") by default."""
+    path = workdir / STORE_FILE
+    described = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
+    found = [store.get("made_from", {}) for store in described.get("mixture", [described])]
+    return next(((made_from["format"], made_from.get("chat_template", "")) for made_from in found
+                 if made_from.get("format", "text") != "text"), ("text", ""))
+
+
 def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns how two identities of texts differ, or "" if the tokens are the same."""
     if same_text(before["description"], now["description"]) and before["tokenizer"] == now["tokenizer"]:

@@ -15,8 +15,10 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.models import lora
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training import trainable
 from smallgpt_jax.training.future_tokens import future_terms
 from smallgpt_jax.training.objectives import Objective, make_objective
 from smallgpt_jax.training.optimizer import make_optimizer
@@ -98,6 +100,10 @@ class CompiledSteps:
     def eval_step(self) -> jax.stages.Compiled:
         return self.lower_eval_step().compile()
 
+    def evaluated(self, state: TrainState) -> dict:
+        """Returns the parameters that validation reads: the model's and LoRA's, but not those of terms of the loss."""
+        return {**state.params, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
+
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
@@ -105,7 +111,7 @@ class CompiledSteps:
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(state.params, state.model_state, self.abstract_batch(evaluates=True))
+            return jitted.lower(self.evaluated(state), state.model_state, self.abstract_batch(evaluates=True))
 
 
 def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
@@ -116,12 +122,17 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     objective = make_objective(config.train, model, **future_terms(config.train, model),
                                **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
-    params, heads = models.abstract_params(model), objective.abstract_heads()
+    params = models.abstract_params(model)
+    objective = dataclasses.replace(objective, adapters=trainable.make_adapters(params, config.optimizer))
+    heads = objective.abstract_heads()
     if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
     trained = {**params, **heads}
     scales = transfer_multipliers(config, trained)
-    optimizer = make_optimizer(trained, config.optimizer, scales)
+    masks = trainable.make_masks(params, heads, config.optimizer)
+    objective = dataclasses.replace(objective, weights=trainable.weights_of(masks, params, config.optimizer))
+    optimizer = trainable.only(
+        lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
     shardings = TrainState(
         sharding.replicated(mesh), sharding.param_shardings(mesh, params),

@@ -62,10 +62,7 @@ def scale_by_muon(params) -> optax.GradientTransformation:
 
 
 def dimension_numbers(p: Parameter) -> optax.contrib.MuonDimensionNumbers:
-    """Outputs: the last axis, or all axes after an axis "embed" or "rank". Inputs: the axes before them."""
-    axes = p.own_axes
-    inputs = next((n for n, i in enumerate(axes[:-1], start=1) if p.axes[i] in ("embed", "rank")), len(axes) - 1)
-    return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
+    return optax.contrib.MuonDimensionNumbers(*p.matrix_axes)
 
 
 class QKV(NamedTuple):

@@ -14,11 +14,12 @@ import flax.linen as nn
 import jax
 
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models import LanguageModel, lora
 from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.training.examples import Examples, continuations, masked_tokens, next_tokens
+from smallgpt_jax.training.trainable import Adapters
 
 
 class Outputs(NamedTuple):
@@ -70,6 +71,9 @@ class Objective:
     # (whole batch, key) → examples. The key differs from step to step; in validation, it is always the same.
     examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
+    adapters: Adapters | None = None  # of LoRA, which are trained like the parameters of terms
+    # trained parameters → the model's, and further ones that it does not read
+    weights: Callable[[dict], dict] = dict
 
     def cross_entropy(self, outputs: Outputs, examples: Examples, weights_BxT, z_loss: float = 0.0):
         return cross_entropy(
@@ -99,6 +103,8 @@ class Objective:
         key = jax.random.key(seed)
         heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
                  for name, term in self.terms.items()}
+        if self.adapters:
+            heads[lora.NAME] = self.adapters.init(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Program:
         return self.steps.train_step
 
     def compile_eval_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
-        """Returns (params, model_state, batch) → sums; see `eval_step`."""
+        """Returns (`CompiledSteps.evaluated`, model_state, batch) → sums; see `eval_step`."""
         return self.steps.lower_eval_step().compile(compiler_options) if compiler_options else self.steps.eval_step
 
     def bind(self, train_step: jax.stages.Compiled):
@@ -163,6 +163,9 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     train.validate_choice("tracker", ("", *TRACKERS))
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
+    if train.objective != "causal" and config.data.format != "text":
+        train.refuse("objective", f"must be 'causal' with config.data.format={config.data.format!r}, whose answers are "
+                     "next tokens")
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
         train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
                      "for its heads")

@@ -112,7 +112,7 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
                     constants, step_key, total, microbatches: int):
     """Returns loss and (model state, metrics, loads); `total` is the number of targets of all microbatches."""
     weights_BxT = examples.weights(total)
-    outputs = forward(model, trained, model_state, examples, jax.random.fold_in(step_key, index),
+    outputs = forward(model, objective.weights(trained), model_state, examples, jax.random.fold_in(step_key, index),
                       (*SOWN, *objective.sown))
     collections = outputs.collections
     loss = objective.cross_entropy(outputs, examples, weights_BxT, objective.z_loss)
@@ -171,7 +171,7 @@ def named_values(collection) -> list[tuple[str, str, jax.Array]]:
     return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
 
 
-def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,
+def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,
               counts_answers: bool = False):
     """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number.
 
@@ -186,7 +186,7 @@ def eval_step(params, model_state, batch, *, model: LanguageModel, objective: Ob
             found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
         return jax.tree.map(jnp.add, sums, found), None
 
-    examples = objective.examples(batch, jax.random.key(0))
+    examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(trained)
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
     total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
     if examples.selected_BxT is not None:

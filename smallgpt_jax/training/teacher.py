@@ -38,7 +38,7 @@ class Teacher(Term):
     def constants(self):
         """Raises UserError if the checkpoint cannot be read."""
         checkpoints = Checkpoints(self.folder / CHECKPOINT_FOLDER)
-        params, state = checkpoints.restore_model(
+        params, state, _ = checkpoints.restore_model(
             self.step, self.abstract_constants["params"], self.abstract_constants["state"])
         checkpoints.close()
         return {"params": params, "state": state}
@@ -77,6 +77,8 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
     try:
         step = find_checkpoint(folder, None if train.teacher_step == AT_START else train.teacher_step)
         own = read_teacher(folder, student.config)
+        if read_config(folder).optimizer.lora_rank:
+            raise UserError(f"{folder}: was trained with LoRA; merge it with smallgpt_jax.convert --from=run")
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     model = models.LanguageModel(dataclasses.replace(

@@ -42,8 +42,8 @@ def numbered(lengths):
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
-    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), begin_of_text=0,
-                           check_ids=lambda ids: None)
+    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), begin_of_text=0, has_answers=False,
+                           lengths=np.diff(starts, append=len(stream)), counted=None, check_ids=lambda ids: None)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -128,7 +128,7 @@ def test_best_fit_decreasing(room):
                 left[min(fitting)[1]] -= piece
             else:
                 left.append(room - piece)
-        packed = packing.pack_best_fit(np.cumsum(lengths) - lengths, lengths.sum(), room)
+        packed = packing.pack_best_fit(np.cumsum(lengths) - lengths, lengths, room)
         filled = np.add.reduceat(packed.lengths, packed.first_piece[:-1])
         assert sorted(room - filled) == sorted(left)
 

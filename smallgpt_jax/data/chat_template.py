@@ -1,0 +1,103 @@
+"""Chat templates: Jinja templates that write the messages of a conversation as one text, as in transformers.
+
+A template gets `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. The last two are written as characters
+that no text contains, so that a message cannot contain them; `encoding.encode_chat` turns them into ids.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
+from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.json_files import OBJECT, read_json
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
+MARKS = (BEGIN, END)
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class ChatTemplate:
+    def __init__(self, source: str):
+        """Raises ValueError for a template with wrong syntax."""
+        try:
+            import jinja2.sandbox
+        except ImportError:
+            raise UserError(f"jinja2 is not installed; run {install_command('hf')}") from None
+        self._error = jinja2.TemplateError
+
+        def raise_exception(message: str):
+            raise jinja2.TemplateError(message)
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(short_reason(error)) from None
+
+    @classmethod
+    @functools.cache
+    def of(cls, source: str) -> "ChatTemplate":
+        return cls(source)
+
+    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
+        """Raises ValueError if the template fails."""
+        if any(mark in str(value) for message in messages for value in message.values() for mark in MARKS):
+            raise ValueError("a message contains U+FDD0 or U+FDD1, which stand for special tokens")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt,
+                                         bos_token=BEGIN, eos_token=END)
+        except (self._error, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise ValueError(short_reason(error)) from None
+
+    def pieces(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> list[tuple[str, bool]]:
+        """Returns (text, whether it is an answer). An answer is what an assistant's message adds to the generation
+        prompt. Text after the last answer is left out, unless `add_generation_prompt` asks for another answer.
+
+        Raises ValueError if the template does not write a longer conversation by appending to a shorter one.
+        """
+        pieces, written = [], ""
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt, answered = self.render(messages[:i], True), self.render(messages[:i + 1])
+                if not prompt.startswith(written) or not answered.startswith(prompt) or answered == prompt:
+                    raise ValueError(f"message {i + 1} is not appended to the generation prompt before it")
+                pieces += [(prompt[len(written):], False), (answered[len(prompt):], True)]
+                written = answered
+        if add_generation_prompt:
+            prompt = self.render(messages, True)
+            if not prompt.startswith(written):
+                raise ValueError("the last message is not appended to the text before it")
+            pieces.append((prompt[len(written):], False))
+        return pieces
+
+
+def find_template(field: str, tokenizer_folder: Path) -> str:
+    """Returns the template in the file `field`, config.data.chat_template; if it is "", that of the tokenizer."""
+    if field:
+        try:
+            return checked(Path(field).expanduser().read_text(), f"config.data.chat_template={field!r}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); expected a "
+                            "file with a Jinja template") from None
+    if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
+        return checked(own.read_text(), str(own))
+    if (settings := tokenizer_folder / SETTINGS_FILES[0]).is_file():
+        found = read_json(settings, OBJECT, "restore it").get("chat_template")
+        if isinstance(found, list):  # several templates, by name
+            found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+        if isinstance(found, str):
+            return checked(found, f"{settings}: chat_template")
+    raise UserError(f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} nor a "
+                    f"chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template")
+
+
+def checked(source: str, where: str) -> str:
+    try:
+        ChatTemplate.of(source)
+    except ValueError as error:
+        raise UserError(f"{where}: not a Jinja template ({error}); correct it") from None
+    return source

@@ -1,0 +1,59 @@
+"""LoRA (Hu et al., arXiv 2106.09685): W + (alpha / rank)·A·B in place of W. Only A and B are trained.
+
+Each matrix of attention, MLPs and dense layers has a pair A (*stack, *inputs, rank), B (*stack, rank, *outputs), where
+`stack` are the axes along which layers and paths are stacked. The pairs are a tree beside the model's parameters, which
+is merged into them before the model is applied, so that layers do not know of it.
+"""
+
+import math
+import re
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.models.initializers import normal, zeros
+from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter, unboxed
+
+NAME = "lora"  # of the tree, among the heads of a train state
+NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MODULE_STACKS}
+
+
+def is_adapted(p: Parameter) -> bool:
+    return p.is_matrix and not NOT_ADAPTED & set(p.axes)
+
+
+def init(params, rank: int, pattern: str, key):
+    """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the products are 0."""
+    pairs = {}
+    for number, p in enumerate(jax.tree.leaves(params)):
+        if is_adapted(p) and re.search(pattern, "/".join(p.path)):
+            stack, (inputs, outputs) = range(p.module_stacks), p.matrix_axes
+            shape_a, axes_a = ([*(values[i] for i in (*stack, *inputs)), last]
+                               for values, last in ((p.shape, rank), (p.axes, "rank")))
+            shape_b, axes_b = ([*(values[i] for i in stack), first, *(values[i] for i in outputs)]
+                               for values, first in ((p.shape, rank), (p.axes, "rank")))
+            std = 1 / math.sqrt(math.prod(p.shape[i] for i in inputs))
+            pairs[p.path] = {"a": normal(std, *axes_a)(jax.random.fold_in(key, number), tuple(shape_a)),
+                             "b": zeros(*axes_b)(key, tuple(shape_b))}
+    return flax.traverse_util.unflatten_dict(pairs)
+
+
+def abstract_pairs(params, rank: int, pattern: str):
+    return jax.eval_shape(lambda: unboxed(init(params, rank, pattern, jax.random.key(0))))
+
+
+def merge(abstract, params, pairs, scale: float):
+    """Returns `params` with W + scale·A·B, in float32, for each W with a pair. `abstract` is a tree of `Parameter`."""
+    weights, factors = (flax.traverse_util.flatten_dict(tree) for tree in (params, pairs))
+    for p in jax.tree.leaves(abstract):
+        if (*p.path, "a") in factors:
+            weights[p.path] += scale * product(p, factors[*p.path, "a"], factors[*p.path, "b"])
+    return flax.traverse_util.unflatten_dict(weights)
+
+
+def product(p: Parameter, a, b):
+    """Returns A·B in the shape of `p`."""
+    stack, rank = p.shape[:p.module_stacks], a.shape[-1]
+    return jnp.matmul(a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1),
+                      precision=jax.lax.Precision.HIGHEST).reshape(p.shape)

@@ -1,0 +1,113 @@
+"""Which parameters are trained: those that config.optimizer.train_only selects, or the pairs of LoRA.
+
+A mask of a parameter has the length of its stacked axes (layers, paths), and 1 elsewhere. Frozen parameters have no
+gradient and no update, and none of them decays. Those that are frozen as a whole have no optimizer state.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import Parameter, lora
+from smallgpt_jax.run.config import OptimizerConfig
+
+FROZEN = -0.0  # an update; x + 0.0 would change −0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The pairs of LoRA for a model; see `models.lora`."""
+
+    params: Any  # of the model, a tree of `Parameter`
+    config: OptimizerConfig
+
+    def init(self, key):
+        pairs = lora.init(self.params, self.config.lora_rank, self.config.train_only, key)
+        if not pairs:
+            raise no_match(self.params, self.config, "a matrix of attention, MLP or dense layer")
+        return pairs
+
+
+def make_adapters(params, config: OptimizerConfig) -> Adapters | None:
+    return Adapters(params, config) if config.lora_rank else None
+
+
+def make_masks(params, heads, config: OptimizerConfig):
+    """Returns a tree of masks, or None if everything is trained. Raises UserError if nothing would be trained."""
+    if config.lora_rank:
+        return jax.tree.map(lambda p: np.zeros((1,) * len(p.shape), bool), params) | jax.tree.map(
+            lambda p: np.ones((1,) * len(p.shape), bool), heads)
+    if not config.train_only:
+        return None
+    masks = jax.tree.map(lambda p: mask(p, config.train_only), {**params, **heads})
+    if not any(mask.any() for mask in jax.tree.leaves(masks)):
+        raise no_match(params, config, "a parameter")
+    return masks
+
+
+def mask(p: Parameter, pattern: str) -> np.ndarray:
+    stacks = p.shape[:p.module_stacks]
+    matches = [bool(re.search(pattern, name(p, index))) for index in itertools.product(*map(range, stacks))]
+    return np.array(matches).reshape(*stacks, *(1,) * (len(p.shape) - len(stacks)))
+
+
+def name(p: Parameter, index: tuple[int, ...] = ()) -> str:
+    """Returns the path of a parameter, and its indices in stacks: "trunk/paths/dense/kernel path=1"."""
+    return " ".join(["/".join(p.path), *(f"{axis}={i}" for axis, i in zip(p.axes, index))])
+
+
+def no_match(params, config: OptimizerConfig, what: str) -> UserError:
+    named = [name(p, (0,) * p.module_stacks) for p in jax.tree.leaves(params)]
+    return UserError(f"config.optimizer.train_only={config.train_only!r}: matches no path of {what}; paths are such as "
+                     + ", ".join(map(repr, named[-6:])))
+
+
+def weights_of(masks, params, config: OptimizerConfig) -> Callable:
+    """Returns the function trained parameters → the model's: frozen ones without gradient, LoRA's pairs merged."""
+    def weights(trained):
+        if masks is None:
+            return trained
+        frozen = jax.tree.map(lambda x, m: x if m.all() else jnp.where(m, x, jax.lax.stop_gradient(x)) if m.any() else
+                              jax.lax.stop_gradient(x), trained, {name: masks[name] for name in trained})
+        if not config.lora_rank:
+            return frozen
+        return lora.merge(params, {name: frozen[name] for name in params}, frozen[lora.NAME], config.lora_scale)
+
+    return weights
+
+
+def only(make: Callable, params, masks, multipliers) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer `make(params, multipliers)` for the selected parameters."""
+    if masks is None:
+        return make(params, multipliers)
+    optimizer = optax.with_extra_args_support(make(prune(params, masks), multipliers and prune(multipliers, masks)))
+
+    def update(gradients, state, trained=None, **further):
+        chosen = prune(jax.tree.map(lambda g, m: jnp.where(m, g, 0), gradients, masks), masks)
+        updates, state = optimizer.update(chosen, state, prune(trained, masks), **further)
+        return fill(updates, masks, trained), state
+
+    return optax.GradientTransformationExtraArgs(lambda trained: optimizer.init(prune(trained, masks)), update)
+
+
+def prune(tree, masks):
+    """Returns the tree without the parameters that are frozen as a whole."""
+    if not isinstance(masks, Mapping):
+        return tree
+    return {name: prune(tree[name], below) for name, below in masks.items()
+            if any(mask.any() for mask in jax.tree.leaves(below))}
+
+
+def fill(updates, masks, trained):
+    """Returns updates of all parameters."""
+    if isinstance(masks, Mapping):
+        return {name: fill((updates or {}).get(name), below, trained[name]) for name, below in masks.items()}
+    return jnp.full_like(trained, FROZEN) if updates is None else jnp.where(masks, updates, FROZEN)

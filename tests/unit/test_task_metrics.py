@@ -1,0 +1,108 @@
+"""Measures of answers to a file of examples, and chats."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import build, init
+
+from smallgpt_jax.data.chat_template import ChatTemplate
+from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import examples
+from smallgpt_jax.evaluation.scoring import Scorer
+from smallgpt_jax.inference import build_text_model
+
+
+def silent(*_):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=257, context_length=32)
+    params = init(model)
+    times_V = np.where(np.arange(257) == 256, 100, 1)  # the likelihood of the end varies more than that of letters
+    return model, {**params, "head": params["head"] * times_V[:, None].astype(np.float32)}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS = [{"prompt": f"question {i}", "completion": answer} for i, answer in enumerate([" yes", " no", " no", " maybe"])]
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
+    def subsequences(words):
+        return {chosen for count in range(len(words) + 1) for chosen in itertools.combinations(words, count)}
+
+    rng, words = np.random.default_rng(0), ["the", "The", "cat", "sat,", "on", "mat-2", "é", "!"]
+    for _ in range(20):
+        texts = [" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(2)]
+        one, other = (tuple(text.lower().replace("-", " ").replace(",", "").replace("é", "").replace("!", "").split())
+                      for text in texts)
+        common = max(map(len, subsequences(one) & subsequences(other)))
+        expected = 2 * common / (len(one) + len(other)) if common else 0.0
+        assert examples.rouge_l(*texts) == pytest.approx(expected)
+
+
+def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
+    """The likelihoods are computed from whole logits, one text at a time. The labels differ little."""
+    rows = [{"prompt": f"question {i}", "completion": f" {letter}"} for i, letter in enumerate("hgfedcbah")]
+    questions = examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)
+    labels = examples.find_labels(questions)
+    assert labels == [f" {letter}" for letter in "abcdefgh"]
+
+    def likelihood(prompt, label):
+        tokens = np.array([256, *prompt.encode(), *label.encode(), 256])
+        logits = np.asarray(model[0].apply({"params": model[1]}, tokens[None, :-1]), np.float64)[0]
+        log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()):].sum()
+
+    expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in rows]
+    scorer = Scorer(*model, devices=jax.devices()[:1])
+    assert examples.choose_labels(scorer, Bytes(), questions, labels, silent) == expected
+
+
+def test_generated_answers_are_those_of_generate(model, tmp_path):
+    questions = examples.read_questions(write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2)
+    text_model = build_text_model(*model, Bytes())
+    assert examples.generate_answers(text_model, questions, 4, silent) == [
+        text_model.generate(row["prompt"], 4, temperature=0) for row in ROWS[:2]]
+    assert [examples.exact_match(" yes\n", text) for text in ("yes", "yes.")] == [1.0, 0.0]
+
+
+def test_bad_files_are_refused(tmp_path):
+    def read(rows):
+        return examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)
+
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: the prompt has 41 tokens"):
+        read([{"prompt": "p" * 40, "completion": "a"}])
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: no string in the field 'completion'"):
+        read([{"prompt": "a"}])
+    with pytest.raises(UserError, match=r"has 1 different answers; name the labels"):
+        examples.find_labels(read(ROWS[:1]))
+
+
+def test_a_chat_continues_what_the_template_writes(model):
+    template = ("{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }}"
+                "{{ ';' if m.role == 'assistant' }}{% endfor %}{{ 'A:' if add_generation_prompt }}")
+    text_model, settings = build_text_model(*model, Bytes()), dict(max_new_tokens=3, temperature=0)
+    chat = text_model.chat(ChatTemplate(template))
+    first = "".join(chat.say("x", **settings))
+    assert first == text_model.generate("U:xA:", **settings)
+    second = "".join(chat.say("y", **settings))
+    assert second == text_model.generate(f"U:xA:{first.strip()};U:yA:", **settings)
+    assert [message["content"] for message in chat.messages] == [
+        "x", first.strip(), "y", second.strip()]
+    last = f"U:yA:{second.strip()};"
+    question = "z" * (32 - 3 - len(f"^{last}U:A:".encode()))  # with an answer, there is room for only one pair before
+    third = "".join(chat.say(question, **settings))
+    assert chat.dropped == len(f"U:xA:{first.strip()};".encode())
+    assert third == text_model.generate(f"{last}U:{question}A:", **settings)
+    with pytest.raises(UserError, match="text: has 35 tokens with what the chat template adds"):
+        chat.say("z" * 30, **settings)

@@ -21,6 +21,8 @@ class Context:
     length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
     segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
     prefix_lengths_B: jax.Array | None = None  # None in decoding; length of each row's bidirectional prefix (prefix LM)
+    tokens_BxT: jax.Array | None = None  # the model's inputs, for value embeddings
+    stack_input_BxTxD: jax.Array | None = None  # the first block's input, x0, with config.model.input_mix
     loss_mask_BxT: jax.Array | None = None  # False at padding, which is no load for experts; None: all True
 
     @property

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -57,14 +58,15 @@ class Program:
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
         initialize = functools.partial(
-            init_state, self.model, self.objective, self.optimizer, self.config.train.seed, self.multipliers)
+            init_state, self.model, self.objective, self.optimizer, self.config.train.seed, self.multipliers,
+            self.config.train.ema)
         return jax.jit(initialize, out_shardings=self.shardings).trace()
 
     def initial_opt_state(self, trained) -> optax.OptState:
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
 
     def restore_or_initialize(self, checkpoints) -> TrainState:
-        """The checkpoint of an imported model has neither heads nor optimizer state; they are initialized."""
+        """The checkpoint of an imported model has neither heads, optimizer state nor average; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
             def initialize():
@@ -72,6 +74,8 @@ class Program:
 
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
             state = state._replace(opt_state=self.initial_opt_state(state.trained))
+            if self.config.train.ema:
+                state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
         return state
 
     def start_compilation(self) -> tuple[Future, Future]:
@@ -93,7 +97,8 @@ class Program:
         c, constants = self.config, self.objective.abstract_constants
         step = functools.partial(
             train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
-            schedule=learning_rate_schedule(c.optimizer), microbatches=c.train.microbatches, seed=c.train.seed)
+            schedule=learning_rate_schedule(c.optimizer), microbatches=c.train.microbatches, seed=c.train.seed,
+            ema=c.train.ema)
         arguments = (self.abstract_state, self.abstract_batch(), *([constants] if constants else []))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
@@ -166,9 +171,10 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
     if teacher:  # it has the step of its newest checkpoint, if the config gives none
         config = config.replace(train={"teacher_step": teacher.step})
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
+    placed = sharding.param_shardings(mesh, params)
     shardings = TrainState(
-        sharding.replicated(mesh), sharding.param_shardings(mesh, params),
-        sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
+        sharding.replicated(mesh), placed, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
+        sharding.param_shardings(mesh, heads), placed if config.train.ema else {})
     return Program(config, model, objective, mesh, optimizer, shardings, teacher, scales)
 
 

@@ -24,12 +24,12 @@ EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbat
 
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed: int, multipliers=None) -> TrainState:
+               seed: int, multipliers=None, ema: float = 0.0) -> TrainState:
     """`multipliers` are those of `transfer.multipliers`."""
     variables = init_variables(model, seed)
     params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
     state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
-    return state._replace(opt_state=optimizer.init(state.trained))
+    return state._replace(opt_state=optimizer.init(state.trained), ema=jax.tree.map(jnp.copy, params) if ema else {})
 
 
 def split_microbatches(batch, microbatches: int):
@@ -39,7 +39,7 @@ def split_microbatches(batch, microbatches: int):
 
 
 def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel, objective: Objective, optimizer,
-               schedule, microbatches: int, seed: int):
+               schedule, microbatches: int, seed: int, ema: float = 0.0):
     """Returns the next state and the metrics of one update.
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
@@ -66,10 +66,12 @@ def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel
 
     grad_norm = optax.tree.norm(gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.trained)
-    updated = (optax.apply_updates(state.trained, updates), opt_state, model_state)
+    trained = optax.apply_updates(state.trained, updates)
+    updated = (trained, opt_state, model_state, moved_average(state, trained, ema))
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    trained, opt_state, model_state = jax.tree.map(
-        lambda new, old: jnp.where(is_applied, new, old), updated, (state.trained, state.opt_state, state.model_state))
+    trained, opt_state, model_state, average = jax.tree.map(
+        lambda new, old: jnp.where(is_applied, new, old), updated,
+        (state.trained, state.opt_state, state.model_state, state.ema))
     # The number of updates applied so far; skipped updates do not advance the schedule.
     count = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(count),
@@ -78,7 +80,16 @@ def train_step(state: TrainState, batch, constants=None, *, model: LanguageModel
         raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
-    return TrainState(state.step + 1, params, opt_state, model_state, heads), metrics
+    return TrainState(state.step + 1, params, opt_state, model_state, heads, average), metrics
+
+
+def moved_average(state: TrainState, trained, ema: float):
+    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early weights fade soon."""
+    if not ema:
+        return {}
+    rest = 1 - jnp.minimum(ema, (1 + state.step) / (10 + state.step))
+    return {name: jax.tree.map(lambda average, x: average + rest * (x - average), tree, trained[name])
+            for name, tree in state.ema.items()}
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):

@@ -101,17 +101,17 @@ def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "bloc
     """
     period = period_of(configs)
     if period == 1:
-        stack = block(configs[0], name=name)
+        stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
     elif period < len(configs):
-        stack = Pattern(tuple(configs[:period]), block, name=name)
+        pattern = Pattern(tuple(configs[:period]), block, name=name)
+        stack = functools.partial(apply_stack, pattern, len(configs) // period)
     else:
         stack = BlockRuns(tuple(configs), block, name=name)
 
     def apply(x_BxTxD):
         own = context.replace(stack_input_BxTxD=x_BxTxD) if configs[0].input_mix else context
         for _ in range(configs[0].loops):
-            x_BxTxD = (stack(x_BxTxD, own) if isinstance(stack, BlockRuns) else
-                       apply_stack(stack, len(configs) // period, x_BxTxD, own))
+            x_BxTxD = stack(x_BxTxD, own)
         return x_BxTxD
 
     return apply

@@ -40,11 +40,13 @@ def test_training_with_all_options(tmp_path):
     A restored state continues bit for bit. The average follows its formula.
     """
     tokens, results = np.random.default_rng(0).integers(0, 64, (4, 17)), []
-    for plan in (program(1, {}), program(4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2,
-                                         mesh__tensor=2)):
-        state, step = plan.initial_state(), plan.compile_train_step()
+    programs = program(1, {}), program(4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2,
+                                       mesh__tensor=2)
+    initial = jax.device_get(programs[0].initial_state())
+    for plan in programs:
+        state, step = jax.device_put(initial, plan.shardings), plan.compile_train_step()
         batch = Batch(jax.device_put(tokens, sharding.batch_sharding(plan.mesh)))
-        weights, losses = [jax.device_get(state.params)], []
+        weights, losses = [initial.params], []
         for i in range(3):
             if i == 2:
                 checkpoints = Checkpoints(tmp_path / str(plan.mesh.size), keep=1)

@@ -47,7 +47,7 @@ OPTION_FIELDS = {  # drawn after all others, for the same reason; a repeated def
     "logit_softcap": (0.0, 2.0), "value_embeddings": ((), (1,), (0, 1), (1, 1, 0)), "input_mix": (False, True),
     "residual_scales": (False, True), "parallel_block": (False, True), "attention_gate": (False, True),
     "canon_taps": (0, 0, 3), "smear": (False, False, True), "loops": (1, 1, 2)}
-NOT_EXPORTED = {"canon_taps": 0, "loops": 1, "smear": False, "rank_ratio": 0.0}  # fields → values of exported models
+NOT_EXPORTED = {"canon_taps": 0, "smear": False, "loops": 1, "rank_ratio": 0.0}  # in the order of refusals
 OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
 MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
 

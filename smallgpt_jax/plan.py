@@ -174,7 +174,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 def format_memory(result: Estimate) -> list[str]:
     """Compares the compiler's figures per device with the formula of analysis/memory.py."""
     formula = result.account
-    arguments = {name: formula[name] for name in ("weights", "moments", "teacher") if name in formula}
+    arguments = {name: formula[name] for name in ("weights", "moments", "average", "teacher") if name in formula}
     state = sum(arguments.values())
     rest = sum(formula.values()) - state
     rows = [(f"state ({', '.join(arguments)}) and batch", result.argument_bytes, state),

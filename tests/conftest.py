@@ -155,7 +155,8 @@ def init(model, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def draw(p):
-        center = {"scale": 1.0, "path_logits": 0.5}.get(p.name, 0.0)
+        centers = {"scale": 1.0, "path_logits": 0.5, "residual_scales": 1.0, "input_mix": 0.7, "strength": 0.8}
+        center = centers.get(p.name, 0.0)
         return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(p.shape)))
 
     return jax.tree.map(draw, models.abstract_params(model))
@@ -242,7 +243,7 @@ def copy_of(trained_run, tmp_path):
     return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
 
 
-def save_run(folder: Path, config, params) -> Path:
+def save_run(folder: Path, config, params, ema=()) -> Path:
     """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
     corpus, steps = load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
@@ -251,7 +252,7 @@ def save_run(folder: Path, config, params) -> Path:
         {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2),
          "targets": 64}) + "\n")
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER, keep=1)
-    checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}))
+    checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}, ema=ema))
     checkpoints.close()
     return folder
 

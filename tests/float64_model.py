@@ -20,17 +20,20 @@ def plain_logits(config, params, tokens_T, model_state=None):
     """Returns the logits of one text, (T, V). `model_state` contains the biases of routers."""
     params = full_matrices(merge(jax.tree.map(np.float64, params), jax.tree.map(np.float64, model_state or {})))
     x = params["token_embedding"][tokens_T]
+    if config.smear:  # x_t + λ·σ(w·x_t)·x_(t−1)
+        gates = params["smear"]["strength"] / (1 + np.exp(-x @ params["smear"]["gate"]))
+        x = x + gates[:, None] * np.concatenate([np.zeros_like(x[:1]), x[:-1]])
     if config.position == "learned":
         x = x + params["position_embedding"][:len(tokens_T)]
     trunk = params["trunk"]
     if config.architecture == "gpt":
-        x = plain_blocks(config, trunk["blocks"], x)
+        x = plain_blocks(config, trunk["blocks"], x, tokens_T)
     elif config.architecture == "pgpt":
         paths = []
         for p in range(config.num_paths):
             path = jax.tree.map(lambda w: w[p], trunk["paths"])
             h = x @ path["dense"]["kernel"] + path["dense"]["bias"]
-            paths.append(plain_blocks(config, path["blocks"], h))
+            paths.append(plain_blocks(config, path["blocks"], h, tokens_T))
         weights = softmax(np.append(trunk.get("path_logits", []), 0.0))
         if config.path_weights == "equal":
             weights = np.full(config.num_paths, 1 / config.num_paths)
@@ -38,12 +41,13 @@ def plain_logits(config, params, tokens_T, model_state=None):
     else:
         for i in range(config.num_layers // config.blocks_per_stage):
             heads = config.num_heads // (2**i if config.stage_heads == "scaled" else 1)
-            x = plain_blocks(config, trunk[f"stage_{i}"], x, heads, i * config.blocks_per_stage)
+            x = plain_blocks(config, trunk[f"stage_{i}"], x, tokens_T, heads, i * config.blocks_per_stage)
             if f"compress_{i}" in trunk:
                 x = plain_compression(config, trunk[f"compress_{i}"], x)
     if config.norm_position == "pre" or getattr(config, "compress_last_stage", False):
         x = plain_norm(config, params["final_norm"], x)
-    return x @ params["token_embedding" if config.tie_embeddings else "head"].T
+    logits = x @ params["token_embedding" if config.tie_embeddings else "head"].T
+    return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
 def merge(tree, other):
@@ -86,7 +90,7 @@ def plain_compression(config, layer, x):
 def plain_layers(stack):
     """Returns the parameters of each block of a stack, from first to last."""
     if "mlp" in stack:
-        length = len(stack["mlp_norm"]["scale"])
+        length = len(jax.tree.leaves(stack["mlp"])[0])
         return [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(length)]
     parts = [plain_layers(stack[name]) for name in sorted(stack)]
     # Parts of equal length belong to a repeated sequence of blocks (a `Pattern`). The first part contains the first
@@ -96,30 +100,46 @@ def plain_layers(stack):
     return [block for part in parts for block in part]  # each part contains consecutive blocks with the same config
 
 
-def plain_blocks(config, stack, x, num_heads=None, first=0):
+def plain_blocks(config, stack, x, tokens_T, num_heads=None, first=0):
     num_heads = num_heads or config.num_heads
     windows = config.attention_windows or (0,)
     depth = config.num_layers // getattr(config, "num_paths", 1)
-    alpha = (2 * depth) ** 0.25 if config.norm_position == "deepnorm" else 1
+    alpha = (2 * config.loops * depth) ** 0.25 if config.norm_position == "deepnorm" else 1
+    x0 = x
 
-    def norm(name, x, is_before):
-        return plain_norm(config, block[name], x) if (config.norm_position == "pre") == is_before else x
+    def add(name, x, f):
+        """Returns the sum of x and f, with a norm and a Canon layer (arXiv 2512.17351: h + conv(h))."""
+        h = plain_norm(config, block[f"{name}_norm"], x) if config.norm_position == "pre" else x
+        if config.canon_taps:
+            h = h + plain_short_convolution(block[f"{name}_canon"]["convolution"]["taps"], h)
+        if config.norm_position == "pre":
+            return x + f(h)
+        return plain_norm(config, block[f"{name}_norm"], alpha * x + f(h))
 
-    for number, block in enumerate(plain_layers(stack), start=first):
+    for number, block in [*enumerate(plain_layers(stack), start=first)] * config.loops:
         window = windows[number % len(windows)] or len(x)
-        if "attention" in block:
-            y = plain_attention(config, block["attention"], norm("attention_norm", x, True), num_heads, window)
-            x = norm("attention_norm", alpha * x + y, False)
-        else:
-            mixer = plain_gated_deltanet if "beta" in block["mixer"] else plain_mamba2
-            y = mixer(config, block["mixer"], norm("mixer_norm", x, True))
-            x = norm("mixer_norm", alpha * x + y, False)
-        mlp = plain_experts if config.mlp == "moe" else plain_mlp
-        x = norm("mlp_norm", alpha * x + mlp(config, block["mlp"], norm("mlp_norm", x, True)), False)
+        name = "attention" if "attention" in block else "mixer"
+        s_mixer, s_mlp = block["residual_scales"] if config.residual_scales else (1, 1)
+        if config.input_mix:
+            x = block["input_mix"][0] * x + block["input_mix"][1] * x0
+
+        def mixer(h):
+            if name == "attention":
+                table = config.value_embeddings and config.value_embeddings[number % len(config.value_embeddings)]
+                assert bool(table) == ("value_embedding" in block["attention"])
+                return s_mixer * plain_attention(config, block["attention"], h, num_heads, window, tokens_T)
+            rule = plain_gated_deltanet if "beta" in block["mixer"] else plain_mamba2
+            return s_mixer * rule(config, block["mixer"], h)
+
+        def mlp(h):
+            return s_mlp * (plain_experts if config.mlp == "moe" else plain_mlp)(config, block["mlp"], h)
+
+        x = add(name, x, (lambda h: mixer(h) + mlp(h)) if config.parallel_block else mixer)
+        x = x if config.parallel_block else add("mlp", x, mlp)
     return x
 
 
-def plain_attention(config, weights, h, num_heads, window):
+def plain_attention(config, weights, h, num_heads, window, tokens_T):
     qkv, y = weights["qkv"]["kernel"], weights["out"].get("bias", 0)
     per_group = qkv.shape[2] - 2
     assert qkv.shape[1] * per_group == num_heads
@@ -127,6 +147,9 @@ def plain_attention(config, weights, h, num_heads, window):
     for head in range(num_heads):
         group = head // per_group
         q, k, v = (h @ qkv[:, group, j] + bias[group, j] for j in (head % per_group, per_group, per_group + 1))
+        if "value_embedding" in weights:
+            width = v.shape[1]
+            v = v + weights["value_embedding"][tokens_T, group * width:(group + 1) * width]
         if config.qk_norm:
             q, k = (x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + config.norm_epsilon)
                     * weights[name]["scale"] for x, name in ((q, "q_norm"), (k, "k_norm")))
@@ -138,7 +161,10 @@ def plain_attention(config, weights, h, num_heads, window):
                 scores[i, j] -= 2 ** (-8 * (head + 1) / num_heads) * abs(i - j)
             if (j > i and config.attention_mask == "causal") or abs(i - j) >= window:
                 scores[i, j] = -np.inf
-        y = y + softmax(scores, axis=1) @ v @ weights["out"]["kernel"][head]
+        o = softmax(scores, axis=1) @ v
+        if config.attention_gate:  # arXiv 2505.06708, equation 5, with one gate per head
+            o = o / (1 + np.exp(-h @ weights["gate"]["kernel"][:, [head]]))
+        y = y + o @ weights["out"]["kernel"][head]
     return y
 
 

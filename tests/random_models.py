@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import init, load_config
 from conversion_helpers import export, load_in_torch, torch
 from float64_model import plain_logits
@@ -42,6 +43,11 @@ MIXER_FIELDS = {  # drawn last, so that the other fields of a seed are those fro
     "mixers": (("attention",), ("delta", "attention"), ("delta",), ("delta", "delta", "attention"), ("mamba",),
                ("mamba", "attention"), ("mamba", "delta")),
     "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1)}
+OPTION_FIELDS = {  # drawn after all others, for the same reason; a repeated default is drawn more often
+    "logit_softcap": (0.0, 2.0), "value_embeddings": ((), (1,), (0, 1), (1, 1, 0)), "input_mix": (False, True),
+    "residual_scales": (False, True), "parallel_block": (False, True), "attention_gate": (False, True),
+    "canon_taps": (0, 0, 3), "smear": (False, False, True), "loops": (1, 1, 2)}
+NOT_EXPORTED = {"canon_taps": 0, "smear": False, "loops": 1, "rank_ratio": 0.0}  # in the order of refusals
 OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
 MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
 
@@ -52,7 +58,7 @@ def random_fields(seed: int) -> dict:
     architecture = sorted(OWN_FIELDS)[seed % len(OWN_FIELDS)]
     while True:
         drawn = {name: rng.choice((values[0], rng.choice(values[1:])))
-                 for name, values in (FIELDS | OWN_FIELDS[architecture] | MIXER_FIELDS).items()}
+                 for name, values in (FIELDS | OWN_FIELDS[architecture] | MIXER_FIELDS | OPTION_FIELDS).items()}
         fields = {**load_config(architecture).model, **drawn, "architecture": architecture, "context_length": TIME,
                   "vocab_size": VOCABULARY, "dtype": "float32"}
         try:
@@ -81,8 +87,11 @@ def check(seed: int, folder: Path) -> None:
 
     check_packed_rows(model, params, state, (tokens, segments), expected_rows, seed)
     check_decoding(model, params, state, [documents[5], documents[1]], [expected[5], expected[1]])
-    if model.config.rank_ratio:  # such models cannot be exported
-        return
+    for field, default in NOT_EXPORTED.items():
+        if getattr(model.config, field) != default:
+            with pytest.raises(UserError, match=f"config.model.{field}="):
+                export(folder, model, params)
+            return
     theirs = load_in_torch(export(folder, model, params, model_state=jax.tree.map(jnp.asarray, state)))
     with torch.no_grad():
         np.testing.assert_allclose(theirs(torch.tensor(documents[5][None])).logits[0], expected[5], **TOLERANCE)

@@ -16,6 +16,7 @@ A training step of a GPT needs these bytes per device:
     weights                4·N / (fsdp·T)
     gradients              4·N / (fsdp·T)
     Adam's moments         8·N / (fsdp·T)
+    average of weights     4·N / (fsdp·T), with train.ema
     gathered weights       e·N / T, with fsdp > 1 and without rematerialization
     block activations      L·S·B·D·e·(4 + (4 + 2F)/T)
       with remat "dots"    L·S·B·D·e·(3 + (4 + F)/T)
@@ -71,9 +72,10 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
             activations += layers.count * positions * keys * layers.heads * element / tensor
     if c.remat != "full":
         activations += positions * element * sum_of_ranks(model) / mesh.shape["path"]
-    weights = bytes_on_device(state.trained)
+    weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
+            **({"average": average} if average else {}),
             "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
@@ -123,7 +125,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
             dtype=c.dtype, mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
             has_alibi=c.position == "alibi",
             per_group=sizes["qkv"] - 2)
-        count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        count = c.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
         found.append(AttentionLayers(
             count, sizes["embed"], heads, sizes["heads"], sizes["head_width"], window, backend, fallback_reason))
@@ -145,7 +147,7 @@ def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
         # The mixer may have no weights, so the weights of the whole block show how many are stacked.
         weight = next(p for p in params if p.path[:len(path) - 1] == path[:-1])
         sizes = dict(zip(weight.axes, weight.shape))
-        count = sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        count = model.config.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         found.append((count, mixer.config.d_model))
     return found
 
@@ -179,9 +181,12 @@ def components(model: LanguageModel) -> dict[str, int]:
 
 
 def component_of(names: list[str]) -> str:
-    components = {"token_embedding": "token embedding", "position_embedding": "position embedding",
-             "attention": "attention", "mlp": "MLP", "head": "head"}
-    if component := next((components[name] for name in names if name in components), None):
+    components = {
+        "value_embedding": "value embeddings", "residual_scales": "scalars of blocks", "input_mix": "scalars of blocks",
+        "attention_canon": "convolutions", "mixer_canon": "convolutions", "mlp_canon": "convolutions", "smear": "smear",
+        "token_embedding": "token embedding", "position_embedding": "position embedding", "attention": "attention",
+        "mlp": "MLP", "head": "head"}  # the first that is in `names`
+    if component := next((component for name, component in components.items() if name in names), None):
         return component
     if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
         return "LayerNorms"

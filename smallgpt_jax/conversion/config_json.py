@@ -101,6 +101,8 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
         "vocab_size": config.vocab_size * width, "num_heads": config.num_heads * config.head_width * width,
         "mlp_ratio": config.mlp_width * width * experts, "conv_kernel": getattr(config, "conv_kernel", 0) * width,
         "context_length": config.context_length * width if config.position == "learned" else 0}
+    if any(config.value_embeddings):
+        sizes["value_embeddings"] = config.vocab_size * config.kv_heads * config.head_width
     if "delta" in config.mixers:
         sizes |= {"delta_head_dim": config.num_heads * config.delta_key_width * width,
                   "delta_value_ratio": config.num_heads * config.delta_value_width * width}
@@ -139,4 +141,5 @@ def with_defaults(config: ModelConfig) -> ModelConfig:
         num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
         head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,
         mixers=tuple(dict.fromkeys(config.mixers)) if len(set(config.mixers)) == 1 else config.mixers,
-        attention_windows=config.attention_windows if any(config.attention_windows) else ())
+        attention_windows=config.attention_windows if any(config.attention_windows) else (),
+        value_embeddings=config.value_embeddings if any(config.value_embeddings) else ())

@@ -23,7 +23,7 @@ from smallgpt_jax.models.block import block_numbers, layer_configs
 from smallgpt_jax.models.router import ROUTER_AXES
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
-TABLES = ("token_embedding", "position_embedding", "head")  # parameters without a module of their own
+TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")  # parameters without an own module
 
 
 class TensorSlot(NamedTuple):

@@ -165,7 +165,7 @@ def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
     The first number is None if the step does not fit into memory. The second number includes the optimizer state, which
     stays in memory during evaluation.
     """
-    optimizer_bytes = memory.bytes_on_device(state.opt_state)
+    optimizer_bytes = memory.bytes_on_device((state.opt_state, state.ema))
     try:
         memory_stats = program.compile_eval_step(compiler_options(program)).memory_analysis()
     except jax.errors.JaxRuntimeError as error:

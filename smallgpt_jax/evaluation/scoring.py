@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.ops.cross_entropy import cap
 
 STATIC_LENGTHS = 6
 LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
@@ -116,7 +117,7 @@ def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.Langu
         first, log_p_S, is_best_S = carry
         positions_C = jax.lax.dynamic_slice(scored_S, (first,), (CHUNK,))
         x_CxW, targets_C = x_RxW.at[positions_C].get(mode="clip"), targets_R.at[positions_C].get(mode="clip")
-        logits_CxV = jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32)
+        logits_CxV = cap(jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32), model.config.logit_softcap)
         target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
         log_p_C = target_C - jax.nn.logsumexp(logits_CxV, axis=1)
         return (first + CHUNK, jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),

@@ -1,5 +1,6 @@
 """Loading a trained model from its workdir."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +99,8 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
         (models.abstract_params(model), models.abstract_model_state(model), pairs))
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
     params, model_state, heads = checkpoints.restore_model(step, *abstract)
+    if checkpoints.has_average(step):
+        print(f"{folder}: step {step}, the moving average of the weights (config.train.ema)", file=sys.stderr)
     checkpoints.close()
     if is_adapted and merge_lora:
         params = lora.merge(models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale)

@@ -8,9 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, project, residual_std, rms_norm, zeros
+from smallgpt_jax.models.layers import (
+    INIT_STD,
+    Dense,
+    deepnorm_gain,
+    normal,
+    project,
+    residual_std,
+    rms_norm,
+    zeros,
+)
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
@@ -22,6 +32,8 @@ from smallgpt_jax.ops.key_value_cache import (
 )
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 from smallgpt_jax.ops.xla_attention import QUERIES
+
+TABLE_AXES = ("vocab", "embed")  # as of the token embedding
 
 
 class QKVProjection(Dense):
@@ -101,6 +113,8 @@ class Attention(nn.Module):
             INIT_STD, c.use_bias, c.dtype, c.rank_ratio, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
         if c.qk_norm:
             q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
+        if c.has_value_embedding:
+            v += self.value_embeddings(context)
         if c.position == "rope":
             positions_BxT = context.positions(x_BxTxD.shape[1])
             q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
@@ -110,9 +124,21 @@ class Attention(nn.Module):
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
             y_BxHxTxK = attention(q, k, v, mask, slopes_H, backend=c.attention)
+        if c.attention_gate:
+            gate_BxTxH = Dense((c.num_heads,), ("embed", "heads"), INIT_STD, False, c.dtype, name="gate")(
+                x_BxTxD, context)
+            y_BxHxTxK *= jnp.swapaxes(nn.sigmoid(gate_BxTxH), 1, 2)[..., None]
         return OutputProjection(
             (c.d_model,), ("heads", "head_width", "embed"),
             residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)
+
+    def value_embeddings(self, context: Context):
+        """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V, G·K)."""
+        c = self.config
+        table_VxE = self.param(
+            "value_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.kv_heads * c.head_width))
+        rows_BxTxE = jnp.take(sharding.gather_fsdp(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0).astype(c.dtype)
+        return jnp.swapaxes(rows_BxTxE.reshape(*context.tokens_BxT.shape, c.kv_heads, c.head_width), 1, 2)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys and values to it.

@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.convolution import Canon
+from smallgpt_jax.models.initializers import ones
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.models.mixers import make_mixer
 from smallgpt_jax.ops.flash_attention import OUTPUT
@@ -43,40 +46,75 @@ class Block(nn.Module):
         c = self.config
         dropout = nn.Dropout(c.dropout, deterministic=not context.train)
         mixer, mlp = make_mixer(c), MLPS[c.mlp](c, name="mlp")
-        x_BxTxD = self.add(x_BxTxD, norm(c, f"{mixer.name}_norm"), lambda x: dropout(mixer(x, context)))
-        x_BxTxD = self.add(x_BxTxD, norm(c, "mlp_norm"), lambda x: dropout(mlp(x, context)))
+        scales = self.param("residual_scales", ones("branch"), (2,)) if c.residual_scales else None
+
+        def branch(number: int, part: nn.Module, x_BxTxD):
+            y_BxTxD = part(x_BxTxD, context)
+            return dropout(y_BxTxD if scales is None else (scales[number] * y_BxTxD).astype(y_BxTxD.dtype))
+
+        mix, transform = functools.partial(branch, 0, mixer), functools.partial(branch, 1, mlp)
+        if c.input_mix:
+            x_BxTxD = self.with_stack_input(x_BxTxD, context)
+        if c.parallel_block:
+            x_BxTxD = self.add(x_BxTxD, mixer.name, lambda x: mix(x) + transform(x), context)
+        else:
+            x_BxTxD = self.add(x_BxTxD, mixer.name, mix, context)
+            x_BxTxD = self.add(x_BxTxD, "mlp", transform, context)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         self.sow("features", "output", x_BxTxD)
         return x_BxTxD
 
-    def add(self, x_BxTxD, norm: nn.Module, f):
+    def add(self, x_BxTxD, name: str, f: Callable, context: Context):
         """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼ for N blocks in
         sequence (Wang et al., arXiv 2203.00555, decoder-only models).
         """
         c = self.config
+        normalize, before = norm(c, f"{name}_norm"), lambda x: x
+        if c.canon_taps:
+            canon = Canon(c.canon_taps, name=f"{name}_canon")
+            before = functools.partial(canon, context=context)
         if c.norm_position == "pre":
-            return x_BxTxD + f(norm(x_BxTxD))
-        alpha = (2 * c.depth) ** 0.25 if c.norm_position == "deepnorm" else 1
-        return norm(alpha * x_BxTxD + f(x_BxTxD))
+            return x_BxTxD + f(before(normalize(x_BxTxD)))
+        alpha = (2 * c.blocks_in_sequence) ** 0.25 if c.norm_position == "deepnorm" else 1
+        return normalize(alpha * x_BxTxD + f(before(x_BxTxD)))
+
+    def with_stack_input(self, x_BxTxD, context: Context):
+        """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b is 0."""
+        initial = nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",))
+        a, b = self.param("input_mix", initial)
+        return (a * x_BxTxD + b * context.stack_input_BxTxD).astype(x_BxTxD.dtype)
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` blocks from block `first` on; they differ in mixer and attention window."""
+    """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window, value embeddings."""
     mixers, windows = config.mixers, config.attention_windows or (0,)
-    own = [(mixers[i % len(mixers)], windows[i % len(windows)]) for i in range(first, first + length)]
-    return [dataclasses.replace(config, mixers=(mixer,), attention_windows=(window,) if window else ())
-            for mixer, window in own]
+    tables = config.value_embeddings or (0,)
+    own = [(mixers[i % len(mixers)], windows[i % len(windows)], tables[i % len(tables)])
+           for i in range(first, first + length)]
+    return [dataclasses.replace(config, mixers=(mixer,), attention_windows=(window,) if window else (),
+                                value_embeddings=(1,) if table else ()) for mixer, window, table in own]
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function (B, T, D) → (B, T, D) that applies one block per config. Call it in a compact method."""
+    """Returns a function (B, T, D) → (B, T, D) that applies one block per config, `loops` times. Call it in a compact
+    method.
+    """
     period = period_of(configs)
     if period == 1:
-        return stack_equal_blocks(block(configs[0], name=name), len(configs), context)
-    if period < len(configs):
-        return stack_equal_blocks(Pattern(tuple(configs[:period]), block, name=name), len(configs) // period, context)
-    block_runs = BlockRuns(tuple(configs), block, name=name)
-    return lambda x_BxTxD: block_runs(x_BxTxD, context)
+        stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
+    elif period < len(configs):
+        pattern = Pattern(tuple(configs[:period]), block, name=name)
+        stack = functools.partial(apply_stack, pattern, len(configs) // period)
+    else:
+        stack = BlockRuns(tuple(configs), block, name=name)
+
+    def apply(x_BxTxD):
+        own = context.replace(stack_input_BxTxD=x_BxTxD) if configs[0].input_mix else context
+        for _ in range(configs[0].loops):
+            x_BxTxD = stack(x_BxTxD, own)
+        return x_BxTxD
+
+    return apply
 
 
 def block_numbers(configs: list[ModelConfig]) -> list[range]:
@@ -124,14 +162,14 @@ class BlockRuns(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         for number, (start, end) in enumerate(runs_of_equal_configs(self.configs)):
             block = self.block(self.configs[start], name=str(number))
-            x_BxTxD = stack_equal_blocks(block, end - start, context)(x_BxTxD)
+            x_BxTxD = apply_stack(block, end - start, x_BxTxD, context)
         return x_BxTxD
 
 
-def stack_equal_blocks(block: nn.Module, length: int, context: Context):
-    """Returns a function (B, T, D) → (B, T, D) that applies `length` copies of `block`, stacked along `layers`."""
+def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
+    """Applies `length` copies of `block`, stacked along `layers`."""
     if context.decode:
-        return lambda x_BxTxD: functools.reduce(
+        return functools.reduce(
             lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
     config = block.config
 
@@ -146,7 +184,7 @@ def stack_equal_blocks(block: nn.Module, length: int, context: Context):
         step, length=length, unroll=unroll,
         variable_axes=PER_LAYER, split_rngs={"params": True, "dropout": True},
         metadata_params={nn.PARTITION_NAME: "layers"})
-    return lambda x_BxTxD: scanned(block, x_BxTxD)[0]
+    return scanned(block, x_BxTxD)[0]
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):

@@ -58,6 +58,25 @@ class ModelConfig(ConfigGroup):
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     norm_position: str = "pre"
+    # each block begins with x ← a·x + b·x0, where x0 is the first block's input, and a and b are learned numbers
+    input_mix: bool = False
+    # multiply the outputs of mixer and MLP by a learned number each
+    residual_scales: bool = False
+    # mixer and MLP have the same input: x + mixer(norm(x)) + MLP(norm(x)), and so with the other norm_position
+    parallel_block: bool = False
+    # taps of causal convolutions per channel, added to the inputs of mixer and MLP (Canon layers A and C); 0: none
+    canon_taps: int = 0
+    # add a learned, gated part of the previous token's embedding to each embedding
+    smear: bool = False
+    # "attention": multiply each head's output by sigmoid(x·w), with a learned vector w per head
+    attention_gate: bool = False
+    # "attention": 1: each token has a learned vector, a row of the block's own table, which is added to its values |
+    # 0: none. Fewer numbers than blocks are repeated, as windows are: (0, 1)
+    value_embeddings: tuple[int, ...] = ()
+    # times that the blocks (of a path, or a stage) are applied, one pass after the other, with the same weights
+    loops: int = 1
+    # logits z become c·tanh(z/c), with this c; 0: no cap
+    logit_softcap: float = 0.0
     # ε of all norms, which is added to the variance
     norm_epsilon: float = 1e-5
     # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of experts, which are
@@ -135,8 +154,18 @@ class ModelConfig(ConfigGroup):
 
     @property
     def depth(self) -> int:
-        """The number of blocks in sequence."""
+        """The number of blocks in sequence, without loops."""
         return self.num_layers
+
+    @property
+    def blocks_in_sequence(self) -> int:
+        """The number of blocks in sequence, with loops."""
+        return self.loops * self.depth
+
+    @property
+    def has_value_embedding(self) -> bool:
+        """Of a block's config."""
+        return any(self.value_embeddings)
 
     @property
     def ends_with_norm(self) -> bool:
@@ -164,6 +193,12 @@ class ModelConfig(ConfigGroup):
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
             self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
+        if not set(self.value_embeddings) <= {0, 1}:
+            self.refuse("value_embeddings", "must be 0 or 1 for each block")
+        if self.canon_taps < 0 or self.canon_taps == 1:
+            self.refuse("canon_taps", "must be 0, or at least 2")
+        self.validate_range("logit_softcap")
+        self.validate_range("loops", least=1)
         if not self.mixers:
             self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:

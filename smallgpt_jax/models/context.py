@@ -22,6 +22,8 @@ class Context:
     segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
     # bool; positions in their text's bidirectional prefix (prefix LM). In decoding, only with a new cache
     prefix_BxT: jax.Array | None = None
+    tokens_BxT: jax.Array | None = None  # the model's inputs, for value embeddings
+    stack_input_BxTxD: jax.Array | None = None  # the first block's input, x0, with config.model.input_mix
     loss_mask_BxT: jax.Array | None = None  # False at padding, which is no load for experts; None: all True
 
     @property

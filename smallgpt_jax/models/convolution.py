@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.initializers import normal
+from smallgpt_jax.models.initializers import normal, zeros
 
 
 class ShortConvolution(nn.Module):
@@ -23,6 +23,29 @@ class ShortConvolution(nn.Module):
             past_BxTxC = in_text(padded[:, j:j + time], self.num_taps - 1 - j, context)
             y_BxTxC += taps_JxC[j][None, None] * past_BxTxC
         return y_BxTxC
+
+
+class Canon(nn.Module):
+    """x + conv(x), (B, T, D) → (B, T, D) (Canon layers: Allen-Zhu, arXiv 2512.17351)."""
+
+    num_taps: int
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        convolution = ShortConvolution(self.num_taps, "channel", name="convolution")
+        return (x_BxTxD + convolution(x_BxTxD, context)).astype(x_BxTxD.dtype)
+
+
+class Smear(nn.Module):
+    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], with λ = 0 at first (github.com/KellerJordan/modded-nanogpt)."""
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        w_D = self.param("gate", zeros("channel"), x_BxTxD.shape[-1:])
+        strength = self.param("strength", zeros(), ())
+        gate_BxT = strength * nn.sigmoid(jnp.einsum("btd,d->bt", x_BxTxD.astype(jnp.float32), w_D))
+        previous_BxTxD = in_text(with_past(self, x_BxTxD, 1, context)[:, :-1], 1, context)
+        return (x_BxTxD + gate_BxT[..., None] * previous_BxTxD).astype(x_BxTxD.dtype)
 
 
 def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):

@@ -17,13 +17,17 @@ def zeros(*axes: str):
     return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
+def ones(*axes: str):
+    return nn.with_logical_partitioning(nn.initializers.ones, axes)
+
+
 def deepnorm_gain(config: ModelConfig) -> float:
     """Returns (8N)^−¼ for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models), or 1."""
-    return (8 * config.depth) ** -0.25 if config.norm_position == "deepnorm" else 1.0
+    return (8 * config.blocks_in_sequence) ** -0.25 if config.norm_position == "deepnorm" else 1.0
 
 
 def residual_std(config: ModelConfig) -> float:
     """Returns 0.02/√(2N) for N pre-norm blocks: 2N projections sum to the variance of one (GPT-2, section 2.3)."""
     if config.norm_position == "pre":
-        return INIT_STD / math.sqrt(2 * config.num_layers)
+        return INIT_STD / math.sqrt(2 * config.loops * config.num_layers)
     return INIT_STD * deepnorm_gain(config)

@@ -7,7 +7,9 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.architectures import find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.convolution import Smear
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
+from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
@@ -41,6 +43,8 @@ class LanguageModel(nn.Module):
             self.position_embedding = self.param(
                 "position_embedding", normal(INIT_STD, "position", "embed"),
                 (c.context_length, c.d_model))
+        if c.smear:
+            self.smear = Smear()
         self.trunk = find_architecture(c.architecture)(c)
         if not c.ends_with_norm:
             self.final_norm = norm(c)
@@ -50,11 +54,13 @@ class LanguageModel(nn.Module):
         """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
         dtype = self.config.dtype
         x_BxTxD = embed(self.token_embedding, tokens_BxT, dtype)
+        if self.config.smear:
+            x_BxTxD = self.smear(x_BxTxD, context)
         if self.config.position == "learned":
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
-        x_BxTxW = self.trunk(x_BxTxD, context)
+        x_BxTxW = self.trunk(x_BxTxD, context.replace(tokens_BxT=tokens_BxT))
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
         # The sharding constraint also applies to the gradient of `x_BxTxW`. Without the constraint, XLA's partitioner
@@ -93,7 +99,7 @@ class LanguageModel(nn.Module):
     def logits(self, x_BxTxW):
         batch, time, width = x_BxTxW.shape
         logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
-        return logits_RxV.reshape(batch, time, -1)
+        return cap(logits_RxV, self.config.logit_softcap).reshape(batch, time, -1)
 
 
 def build(**fields) -> LanguageModel:

@@ -17,7 +17,8 @@ from smallgpt_jax.models.mamba import Mamba2
 MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2}  # names in config.model.mixers
 # Field that only attention reads → its values without attention
 WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none"), "qk_norm": (False,),
-                     "num_kv_heads": (0,), "attention_windows": ((),)}
+                     "num_kv_heads": (0,), "attention_windows": ((),), "attention_gate": (False,),
+                     "value_embeddings": ((),)}
 
 
 def find_mixer(name: str) -> type[nn.Module]:

@@ -16,14 +16,22 @@ from smallgpt_jax.ops import bfloat16
 MAX_DIFFERENCE = 70.0
 
 
-def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_loss: float = 0.0):
-    """Returns Σ weight · −log softmax(x·headᵀ)[target], a float32 scalar. `chunks` must divide T.
+def cross_entropy(x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, z_loss: float = 0.0,
+                  softcap: float = 0.0):
+    """Returns Σ weight · −log softmax(logits)[target], a float32 scalar. `chunks` must divide T. The logits are
+    x·headᵀ, capped if `softcap` is not 0.
 
     (batch, time, vocabulary) logits are never materialized. The forward pass also computes the gradients, with three
     matmuls per chunk; the backward pass would need a fourth for the logits. `z_loss` · log(Σ exp(logits))² is added to
     each loss (Chowdhery et al., arXiv 2204.02311, section 5).
     """
-    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks), _in_chunks(weights_BxT, chunks), z_loss)
+    return _cross_entropy(x_BxTxW, head_VxW, _in_chunks(targets_BxT, chunks), _in_chunks(weights_BxT, chunks), z_loss,
+                          softcap)
+
+
+def cap(logits, softcap: float):
+    """Returns c·tanh(z/c) of logits z (Gemma 2, arXiv 2408.00118, section 2), or the logits if c = `softcap` is 0."""
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def most_probable(x_BxTxW, head_VxW, chunks: int):
@@ -45,11 +53,11 @@ def _rows(x_BxCxW):
     return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
 
 
-def _chunk_loss(chunk, head_VxW, z_loss: float):
+def _chunk_loss(chunk, head_VxW, z_loss: float, softcap: float):
     x_BxCxW, _, weights_BxC = chunk
-    logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
+    logits_RxV = cap(_logits(_rows(x_BxCxW), head_VxW), softcap)
     log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
-    losses_R = log_sums_R - _target_logits(chunk, head_VxW)
+    losses_R = log_sums_R - cap(_target_logits(chunk, head_VxW), softcap)
     if z_loss:
         losses_R += z_loss * jnp.square(log_sums_R)
     return jnp.sum(weights_BxC.reshape(-1) * losses_R)
@@ -67,14 +75,15 @@ def _target_logits(chunk, head_VxW):
                       preferred_element_type=jnp.float32)
 
 
-def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
-    """Returns the sum and its gradient by the logits. The loss is log Σⱼ exp(lⱼ − l), where l is the target's logit: to
-    subtract l, not the maximum, saves a pass over the logits, but needs clipping, which a z-loss does not allow.
+def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float, softcap: float):
+    """Returns the sum and its gradient by the logits before the cap. The loss is log Σⱼ exp(lⱼ − l), where l is the
+    target's logit: to subtract l, not the maximum, saves a pass over the logits, but needs clipping, which a z-loss
+    does not allow.
     """
     x_BxCxW, targets_BxC, weights_BxC = chunk
     targets, weights = targets_BxC.reshape(-1), weights_BxC.reshape(-1)
-    logits_RxV = _logits(_rows(x_BxCxW), head_VxW)
-    target_logits_R = _target_logits(chunk, head_VxW)
+    logits_RxV = cap(_logits(_rows(x_BxCxW), head_VxW), softcap)
+    target_logits_R = cap(_target_logits(chunk, head_VxW), softcap)
     shifts_R = jnp.max(logits_RxV, axis=1) if z_loss else target_logits_R
     differences_RxV = logits_RxV - shifts_R[:, None]
     # jnp.where instead of jnp.minimum, because jnp.minimum drops NaN on CPUs.
@@ -88,19 +97,21 @@ def _chunk_loss_and_gradient(chunk, head_VxW, z_loss: float):
     is_target_RxV = targets[:, None] == jnp.arange(len(head_VxW))[None]
     ratios_RxV = ratios_RxV.astype(x_BxCxW.dtype)  # only the ratios are stored, not the float32 logits
     d_logits_RxV = factors_R[:, None] * ratios_RxV - weights[:, None] * is_target_RxV
+    if softcap:  # d tanh(u) = 1 − tanh(u)²
+        d_logits_RxV *= 1 - jnp.square(logits_RxV / softcap)
     return jnp.sum(weights * losses_R), d_logits_RxV.astype(x_BxCxW.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float, softcap: float):
     def add_chunk(total, chunk):
-        return total + _chunk_loss(chunk, head_VxW, z_loss), None
+        return total + _chunk_loss(chunk, head_VxW, z_loss, softcap), None
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
 
 
-def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float):
+def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float, softcap: float):
     # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
     # devices are summed.
     shards = sharding.num_batch_shards()
@@ -112,7 +123,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
     def add_chunk(carry, chunk):
         total, d_head = carry
         x_BxCxW = chunk[0]
-        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss)
+        loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss, softcap)
         x_PxRxW, d_logits_PxRxV = (
             rows.reshape(shards, -1, rows.shape[-1]) for rows in (x_BxCxW, d_logits))
         if bfloat16.applies(x_BxCxW.dtype):
@@ -135,7 +146,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
     return total, (d_x, d_head_VxW.astype(head_VxW.dtype))
 
 
-def _cross_entropy_backward(z_loss: float, gradients, cotangent):
+def _cross_entropy_backward(z_loss: float, softcap: float, gradients, cotangent):
     d_x, d_head = gradients
     return *(cotangent.astype(d.dtype) * d for d in (d_x, d_head)), None, None
 

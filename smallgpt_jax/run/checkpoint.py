@@ -8,7 +8,7 @@ number. Only imported models have a checkpoint of step 0; it has no optimizer st
 
 A checkpoint has these items:
 
-- `params`, `opt_state`, `model_state`, `heads`: separate items, so that inference reads only what it needs.
+- `params`, `opt_state`, `model_state`, `heads`, `ema`: separate items, so that inference reads only what it needs.
 - `check`: JSON with a checksum per array, and with the losses of steps that are not in metrics.jsonl yet. Checksums are
   needed because orbax does not checksum every file.
 """
@@ -155,8 +155,8 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        At step 0, `opt_state` is None, and `heads` is {}. Moves newer, damaged checkpoints to DAMAGED_FOLDER. Raises
-        UserError if all checkpoints are damaged, or if the machine fails to read one.
+        At step 0, `opt_state` is None, and `heads` and `ema` are {}. Moves newer, damaged checkpoints to
+        DAMAGED_FOLDER. Raises UserError if all checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in map(str, reversed(self.steps())):
@@ -177,7 +177,7 @@ class Checkpoints:
             self._reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
             return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}),
-                              saved.get("heads", {}))
+                              saved.get("heads", {}), saved.get("ema", {}))
         if damaged:
             listed = "; ".join(f"step {name}: {reason}" for name, reason in damaged.items())
             raise UserError(f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use another "
@@ -188,14 +188,17 @@ class Checkpoints:
         return self._read(step, TrainState(step, {}, None))["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state, abstract_heads=None):
-        """Returns parameters, model state and heads.
+        """Returns the moving average, if the checkpoint has one, or else the parameters; model state; heads.
 
-        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training."""
+        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training.
+        """
         try:
-            saved = self._read(step, TrainState(step, abstract_params, None, abstract_model_state, abstract_heads))
+            item = "ema" if self.has_average(step) else "params"
+            abstract = TrainState(step, {}, None, abstract_model_state, abstract_heads)
+            saved = self._read(step, abstract._replace(**{item: abstract_params}))
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
-            return saved["params"], saved.get("model_state", {}), saved.get("heads", {})
+            return saved[item], saved.get("model_state", {}), saved.get("heads", {})
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error, self.folder):
                 raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
@@ -205,6 +208,9 @@ class Checkpoints:
             raise UserError(
                 f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
                 "smallgpt_jax.main, which resumes from an older checkpoint") from None
+
+    def has_average(self, step: int) -> bool:
+        return (self.folder / str(step) / "ema").exists()
 
     def _is_being_removed(self, step: int) -> bool:
         """Another process may take a while to remove all files."""
@@ -218,7 +224,7 @@ class Checkpoints:
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         try:
-            return self._read(step, abstract if step else abstract._replace(opt_state=None, heads={})), None
+            return self._read(step, abstract if step else abstract._replace(opt_state=None, heads={}, ema={})), None
         except Exception as error:
             return None, error
 

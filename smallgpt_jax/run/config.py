@@ -121,6 +121,9 @@ class TrainConfig(ConfigGroup):
     # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common weight is 1e-4. The z-loss
     # is added in training, but not in evaluation
     z_loss: float = 0.0
+    # decay rate per step of a moving average of the weights, such as 0.999; 0: no average. Validation, and all commands
+    # that read the run, use the average. At step t, the rate is at most (1 + t)/(10 + t)
+    ema: float = 0.0
     # workdir of a trained model of the same architecture and sizes; "": none. With a teacher, the distance between the
     # outputs of both models' blocks is added to the training loss (docs/conversion.md)
     teacher: str = ""
@@ -187,6 +190,8 @@ class TrainConfig(ConfigGroup):
         self.validate_range("pseudo_length", least=1)
         if not 0 < self.future_discount <= 1:
             self.refuse("future_discount", "must be above 0 and at most 1")
+        if not 0 <= self.ema < 1:
+            self.refuse("ema", "must be at least 0 and below 1")
         if not all(type(step) is int and step >= 1 for step in self.kept_steps):
             self.refuse("kept_steps", "must be integers, at least 1")
         if not 0 <= self.seed < 2**32:

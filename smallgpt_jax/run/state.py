@@ -14,6 +14,13 @@ class TrainState(NamedTuple):
     # Parameters that the objective trains beside the model's, {name of the term: tree}; {} for most objectives.
     heads: Any = {}  # noqa: RUF012
 
+    ema: Any = {}  # noqa: RUF012 — moving average of `params`; {} without config.train.ema
+
+    @property
+    def evaluated(self):
+        """The parameters that validation, generation and exports use."""
+        return self.ema or self.params
+
     @property
     def trained(self) -> dict:
         """The parameters of model and heads in one tree, which gradients and optimizer share."""

@@ -71,7 +71,7 @@ class CompiledSteps:
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
         def initialize(seed):
-            return init_state(self.model, self.objective, self.optimizer, seed, self.multipliers)
+            return init_state(self.model, self.objective, self.optimizer, seed, self.multipliers, self.config.train.ema)
 
         return jax.jit(initialize, out_shardings=self.shardings).trace(self.abstract_number("uint32"))
 
@@ -89,7 +89,7 @@ class CompiledSteps:
     def lowered_train_step(self) -> jax.stages.Lowered:
         constants = self.objective.abstract_constants
         step = functools.partial(train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
-                                 microbatches=self.config.train.microbatches)
+                                 microbatches=self.config.train.microbatches, ema=self.config.train.ema)
         hyperparameters = Hyperparameters(*map(self.abstract_number, ("uint32", "float32", "float32")))
         arguments = (self.abstract_state, self.abstract_batch(), hyperparameters, *([constants] if constants else []))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
@@ -101,8 +101,10 @@ class CompiledSteps:
         return self.lower_eval_step().compile()
 
     def evaluated(self, state: TrainState) -> dict:
-        """Returns the parameters that validation reads: the model's and LoRA's, but not those of terms of the loss."""
-        return {**state.params, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
+        """Returns the parameters that validation reads: the model's, or their moving average, and LoRA's; but not those
+        of terms of the loss.
+        """
+        return {**state.evaluated, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(
@@ -134,9 +136,10 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     optimizer = trainable.only(
         lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
+    placed = sharding.param_shardings(mesh, params)
     shardings = TrainState(
-        sharding.replicated(mesh), sharding.param_shardings(mesh, params),
-        sharding.optimizer_shardings(mesh, optimizer, trained), model_state, sharding.param_shardings(mesh, heads))
+        sharding.replicated(mesh), placed, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
+        sharding.param_shardings(mesh, heads), placed if config.train.ema else {})
     return CompiledSteps(config, model, objective, mesh, optimizer, shardings, teacher, scales)
 
 

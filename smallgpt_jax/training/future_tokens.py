@@ -25,10 +25,13 @@ from smallgpt_jax.training.objectives import Outputs, Term
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts."""
+    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts, and without
+    what it would read besides its input.
+    """
     width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
     last, = layer_configs(config, 1, first=config.num_layers - 1)
     block = dataclasses.replace(last, d_model=width, num_heads=heads, dropout=0.0, rank_ratio=0.0,
+                                value_embeddings=(), input_mix=False, loops=1,
                                 num_kv_heads=last.num_kv_heads if heads == last.num_heads else 0)
     if block.mlp != "moe":
         return block
@@ -100,7 +103,7 @@ class MultiToken(FutureTokens):
         embedded = [self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)]
         found = self.head.apply({"params": variables}, outputs.x_BxTxW, embedded, examples.context())
         return sum(cross_entropy(x_BxTxW, outputs.head_VxW, ahead(targets_BxT, k),
-                                 weights_ahead(examples, weights_BxT, k), self.chunks)
+                                 weights_ahead(examples, weights_BxT, k), self.chunks, 0.0, outputs.logit_softcap)
                    for k, x_BxTxW in enumerate(found, start=1)) / self.count
 
 
@@ -184,7 +187,8 @@ class PseudoSequence(FutureTokens):
             for k, share in enumerate(shares)], axis=-1)
         scale = time / positions_BxS.shape[1]  # each position stands for about N positions
         return cross_entropy(y_RxNxW, outputs.head_VxW, targets_BxSxN.reshape(-1, count),
-                             scale * weights_BxSxN.reshape(-1, count), math.gcd(count, self.chunks))
+                             scale * weights_BxSxN.reshape(-1, count), math.gcd(count, self.chunks), 0.0,
+                             outputs.logit_softcap)
 
 
 def ahead(x_BxT, count: int):

@@ -27,6 +27,7 @@ class Outputs(NamedTuple):
     head_VxW: jax.Array  # weights of the output head
     embedding_VxD: jax.Array  # token embedding, in float32
     collections: Mapping[str, Any]  # the variable collections that modules wrote to
+    logit_softcap: float = 0.0  # as config.model.logit_softcap
 
 
 def forward(model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()) -> Outputs:
@@ -36,7 +37,7 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
         {"params": params, "state": model_state},
         method=lambda model: (model.hidden(examples.inputs_BxT, examples.context(trains)), model.head_weight()),
         rngs={"dropout": dropout_key} if trains else {}, mutable=["state", *sown] if trains else [])
-    return Outputs(x_BxTxW, head_VxW, params["token_embedding"], collections)
+    return Outputs(x_BxTxW, head_VxW, params["token_embedding"], collections, model.config.logit_softcap)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class Objective:
 
     def cross_entropy(self, outputs: Outputs, examples: Examples, weights_BxT, z_loss: float = 0.0):
         return cross_entropy(
-            outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss)
+            outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
+            outputs.logit_softcap)
 
     def term_values(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> dict[str, jax.Array]:
         """Returns {name: value before multiplication by its weight}."""

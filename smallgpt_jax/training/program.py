@@ -61,7 +61,7 @@ class Program:
         return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
 
     def restore_or_initialize(self, checkpoints) -> TrainState:
-        """The checkpoint of an imported model has neither heads nor optimizer state; they are initialized."""
+        """The checkpoint of an imported model has neither heads, optimizer state nor average; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
         if state.opt_state is None:
             def initialize():
@@ -69,6 +69,8 @@ class Program:
 
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
             state = state._replace(opt_state=self.initial_opt_state(state.trained))
+            if self.config.train.ema:
+                state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
         return state
 
     def start_compilation(self) -> tuple[Future, Future]:
@@ -169,6 +171,8 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
         train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
                      "for its heads")
+    if train.ema and config.optimizer.lora_rank:
+        train.refuse("ema", "must be 0 with config.optimizer.lora_rank, which does not train the weights")
     parts = batch_shards * train.microbatches
     if train.batch_size % parts:
         train.refuse("batch_size", f"must be a multiple of {parts}, which is {batch_shards} devices "

@@ -32,12 +32,12 @@ class Hyperparameters(NamedTuple):
 
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed, multipliers=None) -> TrainState:
+               seed, multipliers=None, ema: float = 0.0) -> TrainState:
     """`multipliers` are those of `transfer.multipliers`."""
     variables = init_variables(model, seed)
     params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
     state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
-    return state._replace(opt_state=optimizer.init(state.trained))
+    return state._replace(opt_state=optimizer.init(state.trained), ema=jax.tree.map(jnp.copy, params) if ema else {})
 
 
 def split_microbatches(batch, microbatches: int):
@@ -47,7 +47,8 @@ def split_microbatches(batch, microbatches: int):
 
 
 def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, constants=None, *, model: LanguageModel,
-               objective: Objective, optimizer: optax.GradientTransformationExtraArgs, microbatches: int):
+               objective: Objective, optimizer: optax.GradientTransformationExtraArgs, microbatches: int,
+               ema: float = 0.0):
     """Returns the next state and the metrics of one update.
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
@@ -76,10 +77,12 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
     updates, opt_state = optimizer.update(
         gradients, state.opt_state, state.trained, learning_rate=hyperparameters.learning_rate,
         weight_decay=hyperparameters.weight_decay)
-    updated = (optax.apply_updates(state.trained, updates), opt_state, model_state)
+    trained = optax.apply_updates(state.trained, updates)
+    updated = (trained, opt_state, model_state, moved_average(state, trained, ema))
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    trained, opt_state, model_state = jax.tree.map(
-        lambda new, old: jnp.where(is_applied, new, old), updated, (state.trained, state.opt_state, state.model_state))
+    trained, opt_state, model_state, average = jax.tree.map(
+        lambda new, old: jnp.where(is_applied, new, old), updated,
+        (state.trained, state.opt_state, state.model_state, state.ema))
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": hyperparameters.learning_rate,
                "is_finite": is_applied & all_finite(trained),
                "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied}
@@ -87,7 +90,16 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
         raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
-    return TrainState(state.step + 1, params, opt_state, model_state, heads), metrics
+    return TrainState(state.step + 1, params, opt_state, model_state, heads, average), metrics
+
+
+def moved_average(state: TrainState, trained, ema: float):
+    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early weights fade soon."""
+    if not ema:
+        return {}
+    rest = 1 - jnp.minimum(ema, (1 + state.step) / (10 + state.step))
+    return {name: jax.tree.map(lambda average, x: average + rest * (x - average), tree, trained[name])
+            for name, tree in state.ema.items()}
 
 
 def updates_applied(opt_state) -> jax.Array:

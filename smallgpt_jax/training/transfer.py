@@ -73,6 +73,11 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
 def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if model.rank_ratio:
         model.refuse("rank_ratio", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
+    if optimizer.base_width and model.smear:
+        model.refuse("smear", "cannot be combined with config.optimizer.base_width; set it to False")
+    for field, allowed in (("input_mix", False), ("loops", 1)):
+        if optimizer.base_depth and getattr(model, field) != allowed:
+            model.refuse(field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}")
     if optimizer.base_depth and model.norm_position != "pre":
         model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
                      "0")
@@ -119,7 +124,7 @@ def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
 
 def in_block(found: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float) -> Multipliers:
     found = found._replace(epsilon=found.epsilon / (width_ratio * depth_ratio))
-    if p.axes[-1] != "embed":
+    if p.axes[-1] != "embed" or "vocab" in p.axes:  # value embeddings are no residual branch
         return found
     # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N) for N blocks; the
     # rule starts from the std of the base model.

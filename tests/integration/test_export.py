@@ -36,18 +36,20 @@ VARIANTS = {
         head_dim=12, num_layers=4, attention_windows=(6, 6, 3))),
     "gpt with Gated DeltaNet": ("gpt", dict(
         position="rope", mixers=("delta", "delta", "delta", "attention"), num_layers=4, use_bias=True,
-        norm_epsilon=1e-3, norm_position="post")),
+        norm_epsilon=1e-3, norm_position="post", input_mix=True, residual_scales=True, attention_gate=True)),
     "pgpt with Gated DeltaNet only": ("pgpt", dict(
         mixers=("delta",), delta_head_dim=6, delta_value_ratio=1, context_length=72)),
     "lgpt with Mamba-2 only": ("lgpt", dict(mixers=("mamba",), mamba_state=5, norm_epsilon=1e-3, use_bias=True)),
     "cgpt with Mamba-2 and Gated DeltaNet": ("cgpt", dict(
         mixers=("mamba", "delta"), mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms")),
-    "pgpt with four paths and biases": ("pgpt", dict(num_layers=4, num_paths=4, use_bias=True)),
+    "pgpt with four paths and biases": ("pgpt", dict(
+        num_layers=4, num_paths=4, use_bias=True, parallel_block=True, value_embeddings=(1,))),
     "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
     "DeepNorm pgpt with equal path weights and RoPE": ("pgpt", dict(
         path_weights="equal", position="rope", tie_embeddings=True, norm_position="deepnorm", norm="rms", num_layers=6,
         attention_windows=(4, 0), **EXPERTS, expert_mlp="gated", num_shared_experts=2, balance_loss=0.01)),
-    "lgpt": ("lgpt", {}),
+    "lgpt with options": ("lgpt", dict(
+        input_mix=True, parallel_block=True, value_embeddings=(0, 1), num_kv_heads=2, logit_softcap=2.0)),
     "post-norm lgpt with scaled stage heads and ALiBi": ("lgpt", dict(
         position="alibi", stage_heads="scaled", compress_last_stage=False, norm_position="post", num_kv_heads=2,
         head_dim=6, qk_norm=True, num_layers=8, blocks_per_stage=4, attention_windows=(4, 4, 0, 0, 4, 0, 4, 0))),

@@ -52,25 +52,28 @@ def test_cross_entropy_and_its_gradients(chunks):
         d_head, 3 * np.einsum("btw,btv->vw", x, d_logits), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("chunks, logit_scale", [(1, 1), (4, 1), (4, 30)])
-def test_z_loss(chunks, logit_scale):
+@pytest.mark.parametrize("chunks, logit_scale, z, cap", [
+    (1, 1, 0.03, 0), (4, 1, 0.03, 0), (4, 30, 0.03, 0), (4, 2, 0.03, 3.0), (4, 2, 0.0, 3.0)])
+def test_z_loss_and_softcap(chunks, logit_scale, z, cap):
     """Compares the loss and its gradients with the formula −log p + z·log(Σ exp(logits))² in float64.
 
-    In the formula, p is the probability of the target token, and z is the coefficient of the z-loss. With large logits,
-    the targets' probabilities are below exp(−70).
+    In the formula, p is the probability of the target token, and z is the coefficient of the z-loss. Logits may be
+    capped to c·tanh(logit/c). With large logits, the targets' probabilities are below exp(−70).
     """
-    rng, z = np.random.default_rng(0), 0.03
+    rng = np.random.default_rng(0)
     x, head, weights = rng.standard_normal((3, 16, 8)), rng.standard_normal((50, 8)), rng.random((3, 16))
     targets = rng.integers(0, 50, (3, 16))
     head *= logit_scale
-    logits = x @ head.T
+    logits = cap * np.tanh(x @ head.T / cap) if cap else x @ head.T
     log_sums = logsumexp(logits, axis=-1)
     losses = log_sums - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] + z * log_sums**2
     probabilities = np.exp(logits - log_sums[..., None])
     d_logits = weights[..., None] * ((1 + 2 * z * log_sums)[..., None] * probabilities - np.eye(50)[targets])
+    if cap:
+        d_logits /= np.cosh(np.arctanh(logits / cap)) ** 2  # the derivative of tanh
 
     def loss(x, head):
-        return cross_entropy(x, head, targets, weights, chunks, z)
+        return cross_entropy(x, head, targets, weights, chunks, z, cap)
 
     x, head, weights = (np.float32(array) for array in (x, head, weights))
     value, (d_x, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, head)

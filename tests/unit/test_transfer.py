@@ -99,6 +99,15 @@ def test_experts_and_router():
     np.testing.assert_allclose(mlp["down"], np.float64(BLOCK["mlp/down/kernel"])[:, None])
 
 
+def test_block_options():
+    """Value embeddings are embeddings. A gate is a score: the number of heads does not grow without `head_dim`."""
+    found = numbers(program("gpt", **TRANSFER, model__num_layers=2, model__value_embeddings=(1,), model__canon_taps=2,
+                            model__attention_gate=True, model__residual_scales=True).multipliers)
+    for path, values in {"attention/value_embedding": (1, 1, 1 / 8), "attention/gate/kernel": (1 / 4, 1 / 4, 1 / 2),
+                         "mlp_canon/convolution/taps": (1, 1, 1 / 8), "residual_scales": (1, 1, 1 / 8)}.items():
+        assert found[f"trunk/blocks/{path}"] == tuple([value] for value in values), path
+
+
 def test_a_tied_head_leaves_its_factor_to_the_final_norm():
     found = program("gpt", **TRANSFER, model__tie_embeddings=True).multipliers
     assert found["token_embedding"] == (1, 1, 1)
@@ -204,6 +213,9 @@ def test_the_head_of_a_wide_model_starts_from_the_std_of_the_base():
     ({"optimizer__base_depth": 2, "model__norm_position": "post"}, "config.model.norm_position='post': must be 'pre'"),
     ({"optimizer__base_width": 32, "model__norm_position": "post", "model__tie_embeddings": True},
      "config.model.tie_embeddings=True: cannot be combined"),
+    ({"optimizer__base_width": 32, "model__smear": True}, "config.model.smear=True: cannot be combined"),
+    ({"optimizer__base_depth": 2, "model__input_mix": True}, "config.model.input_mix=True: cannot be combined"),
+    ({"optimizer__base_depth": 2, "model__loops": 2}, "config.model.loops=2: cannot be combined"),
     ({"optimizer__base_width": 24, "model__head_dim": 16}, "the base model would have 4 · 24 / 64 heads"),
 ])
 def test_models_without_rules_are_refused(fields, message):

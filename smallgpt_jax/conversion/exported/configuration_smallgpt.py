@@ -21,8 +21,9 @@ class SmallGPTConfig(PretrainedConfig):
                  norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_mask="causal", attention_windows=(),
                  mixers=("attention",),
                  delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2, position="learned",
-                 rope_base=10_000.0, use_bias=False, num_experts=16, experts_per_token=3, num_shared_experts=1,
-                 expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
+                 rope_base=10_000.0, use_bias=False, input_mix=False, residual_scales=False, parallel_block=False,
+                 attention_gate=False, value_embeddings=(), logit_softcap=0.0, num_experts=16, experts_per_token=3,
+                 num_shared_experts=1, expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
                  num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
                  stage_heads=None, conv_kernel=None,
                  training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False,
@@ -52,6 +53,10 @@ class SmallGPTConfig(PretrainedConfig):
         self.position = position
         self.rope_base = rope_base
         self.use_bias = use_bias
+        self.input_mix, self.residual_scales = input_mix, residual_scales
+        self.parallel_block, self.attention_gate = parallel_block, attention_gate
+        self.value_embeddings = list(value_embeddings)
+        self.logit_softcap = logit_softcap
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.num_shared_experts = num_shared_experts
@@ -65,8 +70,7 @@ class SmallGPTConfig(PretrainedConfig):
         self.compress_last_stage = compress_last_stage
         self.stage_heads = stage_heads
         self.conv_kernel = conv_kernel
-        self.training_dtype = training_dtype
-        self.training_dropout = training_dropout
+        self.training_dtype, self.training_dropout = training_dtype, training_dropout
         self.use_cache = use_cache
         kwargs.pop("num_hidden_layers", None)
         self.num_hidden_layers = num_layers + (self.num_compressions if (conv_kernel or 1) > 1 else 0)
@@ -115,3 +119,7 @@ class SmallGPTConfig(PretrainedConfig):
     def window(self, number: int) -> int:
         """Returns the attention window of block `number`, in positions; 0: full attention."""
         return self.attention_windows[number % len(self.attention_windows)] if self.attention_windows else 0
+
+    def has_value_embedding(self, number: int) -> bool:
+        """Returns whether the attention of block `number` adds a vector per token to its values."""
+        return bool(self.value_embeddings and self.value_embeddings[number % len(self.value_embeddings)])

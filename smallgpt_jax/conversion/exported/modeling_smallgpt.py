@@ -19,8 +19,9 @@ from .recurrent_smallgpt import RECURRENT
 
 
 class MixerInputs(NamedTuple):
-    """The attention mask, positions and padding of a forward pass."""
+    """The tokens, attention mask, positions and padding of a forward pass."""
 
+    tokens: torch.Tensor | None  # (B, T)
     mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
     distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
@@ -59,14 +60,19 @@ class Attention(nn.Module):
     query attends to its own position and the w − 1 positions before, in an encoder also to the w − 1 positions after.
     """
 
-    def __init__(self, config, layer, window, stage):
+    def __init__(self, config, layer, number, stage):
         super().__init__()
         width, self.heads, self.kv_heads, head_width = config.stage(stage)
-        self.layer, self.window, self.position, self.rope_base = layer, window, config.position, config.rope_base
+        self.layer, self.window = layer, config.window(number)
+        self.position, self.rope_base = config.position, config.rope_base
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * head_width, bias=config.use_bias)
         self.q_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(self.heads * head_width, width, bias=config.use_bias)
+        self.gate = nn.Linear(width, self.heads, bias=False) if config.attention_gate else None
+        self.value_embedding = None
+        if config.has_value_embedding(number):
+            self.value_embedding = nn.Embedding(config.vocab_size, self.kv_heads * head_width)
 
     def forward(self, x, inputs, cache):  # (B, T, D)
         batch, time, _ = x.shape
@@ -74,6 +80,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1).transpose(1, 2)  # (B, G, T, H/G + 2, K)
         q = self.q_norm(qkv[..., :-2, :].transpose(2, 3).flatten(1, 2))  # (B, H, T, K)
         k, v = self.k_norm(qkv[..., -2, :]), qkv[..., -1, :]  # (B, G, T, K)
+        if self.value_embedding is not None:
+            v = v + self.value_embedding(inputs.tokens).view(batch, time, self.kv_heads, -1).transpose(1, 2)
         if self.position == "rope":
             q, k = (apply_rope(x, inputs.positions, self.rope_base) for x in (q, k))
         if cache is not None:
@@ -84,13 +92,17 @@ class Attention(nn.Module):
         if self.position == "alibi":
             mask = alibi_bias(mask, inputs.distances, self.heads).to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        y = y.transpose(1, 2)  # (B, T, H, K)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x))[..., None]
+        return self.out(y.reshape(batch, time, -1))
 
 
 class Block(nn.Module):
     """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a norm.
 
-    `layer` is the number of the block's cache, `number` its place in the patterns of mixers and attention windows.
+    `layer` is the number of the block's cache, `number` its place in the patterns of mixers, windows and value
+    embeddings.
     """
 
     def __init__(self, config, layer, number, stage=0):
@@ -101,17 +113,25 @@ class Block(nn.Module):
         self.has_attention = config.mixer(number) == "attention"
         if self.has_attention:
             self.attention_norm = make_norm(config, width)
-            self.attention = Attention(config, layer, config.window(number), stage)
+            self.attention = Attention(config, layer, number, stage)
         else:
             self.mixer_norm = make_norm(config, width)
             self.mixer = RECURRENT[config.mixer(number)](config, layer, stage)
-        self.mlp_norm = make_norm(config, width)
+        self.mlp_norm = None if config.parallel_block else make_norm(config, width)
         self.mlp = MLPS[config.mlp](config, width, round(config.mlp_ratio * width))
+        self.input_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if config.input_mix else None
+        self.residual_scales = nn.Parameter(torch.ones(2)) if config.residual_scales else None
 
-    def forward(self, x, inputs, cache):
+    def forward(self, x, first, inputs, cache):
+        """Returns the next x; `first` is the first block's input."""
         norm, mixer = (self.attention_norm, self.attention) if self.has_attention else (self.mixer_norm, self.mixer)
-        x = self.add(x, norm, lambda x: mixer(x, inputs, cache))
-        return self.add(x, self.mlp_norm, self.mlp)
+        if self.input_mix is not None:
+            x = self.input_mix[0] * x + self.input_mix[1] * first
+        mixer_scale, mlp_scale = (1, 1) if self.residual_scales is None else self.residual_scales
+        if self.mlp_norm is None:
+            return self.add(x, norm, lambda x: mixer_scale * mixer(x, inputs, cache) + mlp_scale * self.mlp(x))
+        x = self.add(x, norm, lambda x: mixer_scale * mixer(x, inputs, cache))
+        return self.add(x, self.mlp_norm, lambda x: mlp_scale * self.mlp(x))
 
     def add(self, x, norm, f):
         """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post", "deepnorm")."""
@@ -138,6 +158,13 @@ class CausalConv(nn.Conv1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
+def apply_blocks(blocks, x, inputs, cache):
+    first = x
+    for block in blocks:
+        x = block(x, first, inputs, cache)
+    return x
+
+
 class Path(nn.Module):
     """One path of a ParallelGPT."""
 
@@ -148,10 +175,7 @@ class Path(nn.Module):
             Block(config, first_layer + i, i) for i in range(length))
 
     def forward(self, x, inputs, cache):
-        x = self.dense(x)
-        for block in self.blocks:
-            x = block(x, inputs, cache)
-        return x
+        return apply_blocks(self.blocks, self.dense(x), inputs, cache)
 
 
 class Trunk(nn.Module):
@@ -184,8 +208,7 @@ class Trunk(nn.Module):
 
     def forward(self, x, inputs, cache):
         if self.architecture == "gpt":
-            for block in self.blocks:
-                x = block(x, inputs, cache)
+            x = apply_blocks(self.blocks, x, inputs, cache)
         elif self.architecture == "pgpt":
             paths = [path(x, inputs, cache) for path in self.paths]
             if len(paths) == 1:
@@ -196,8 +219,7 @@ class Trunk(nn.Module):
             x = sum(weight * path for weight, path in zip(weights, paths))
         else:
             for s, stage in enumerate(self.stage):
-                for block in stage:
-                    x = block(x, inputs, cache)
+                x = apply_blocks(stage, x, inputs, cache)
                 if s < len(self.compress):
                     compress = self.compress[s]
                     x = compress(x) if self.architecture == "lgpt" else compress(x, inputs.is_text, cache)
@@ -260,8 +282,11 @@ class SmallGPT(PreTrainedModel):
             here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]
             mask = mask & (attention_mask[:, None, None].bool() | here)
             is_text = attention_mask[:, -time:, None].to(x.dtype)
+        if input_ids is None and any(self.config.value_embeddings):
+            raise ValueError("a model with value_embeddings needs input_ids, not inputs_embeds")
         distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
-        return self.final_norm(self.trunk(x, MixerInputs(mask, distances, position_ids, is_text), past_key_values))
+        return self.final_norm(self.trunk(x, MixerInputs(input_ids, mask, distances, position_ids, is_text),
+                                          past_key_values))
 
 
 class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
@@ -278,6 +303,8 @@ class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
         x = self.hidden(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, keep])
+        if cap := self.config.logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

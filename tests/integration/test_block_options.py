@@ -1,0 +1,109 @@
+"""Tests of the small options of models: training, sharding, moving averages of weights, counts.
+
+random_models.py checks logits by formulas, packed rows, decoding and export.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build, forward, init, load_config, save_run
+from conversion_helpers import assert_bitwise_equal
+from float64_model import plain_logits
+
+from smallgpt_jax import inference, models
+from smallgpt_jax.analysis import memory
+from smallgpt_jax.analysis.flops import forward_operations
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.training.program import build_program
+
+SIZES = dict(d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32")
+OPTIONS = dict(
+    input_mix=True, residual_scales=True, parallel_block=True, canon_taps=3, smear=True, attention_gate=True,
+    value_embeddings=(1,), loops=2, logit_softcap=2.0)
+EMA = 0.15
+
+
+def program(devices: int, model: dict, **fields):
+    return build_program(load_config(
+        "gpt", **{f"model__{name}": value for name, value in {**SIZES, **OPTIONS, **model}.items()},
+        train__batch_size=4, train__ema=EMA, train__z_loss=0.01, optimizer__warmup_steps=0, **fields),
+        jax.devices()[:devices])
+
+
+@pytest.mark.slow
+def test_training_with_all_options(tmp_path):
+    """Four devices, with scanned and rematerialized blocks, train like one device.
+
+    A restored state continues bit for bit. The average follows its formula.
+    """
+    tokens, results = np.random.default_rng(0).integers(0, 64, (4, 17)), []
+    programs = program(1, {}), program(4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2,
+                                       mesh__tensor=2)
+    initial = jax.device_get(programs[0].initial_state())
+    for plan in programs:
+        state, step = jax.device_put(initial, plan.shardings), plan.compile_train_step()
+        batch = Batch(jax.device_put(tokens, sharding.batch_sharding(plan.mesh)))
+        weights, losses = [initial.params], []
+        for i in range(3):
+            if i == 2:
+                checkpoints = Checkpoints(tmp_path / str(plan.mesh.size), keep=1)
+                checkpoints.save(2, state)
+                checkpoints.wait_until_finished()
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            weights.append(jax.device_get(state.params))
+        restored, _ = step(plan.restore_or_initialize(checkpoints), batch)
+        assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
+        checkpoints.close()
+        assert losses[0] > losses[1] > losses[2]
+        results.append((losses, weights[-1], jax.device_get(state.ema)))
+        assert state.ema["trunk"]["blocks"]["mlp"]["up"]["kernel"].sharding == (
+            state.params["trunk"]["blocks"]["mlp"]["up"]["kernel"].sharding)
+    for path, change in jax.tree_util.tree_leaves_with_path(jax.tree.map(
+            lambda new, old: np.abs(new - old).max(), weights[-1], weights[0])):
+        assert change > 1e-5, path
+    average = weights[0]
+    for t, new in enumerate(weights[1:]):
+        decay = min(EMA, (1 + t) / (10 + t))  # the second rate is above EMA
+        average = jax.tree.map(lambda a, x, d=decay: d * np.float64(a) + (1 - d) * np.float64(x), average, new)
+    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6),
+                 results[1][2], average)
+    jax.tree.map(lambda one, four: np.testing.assert_allclose(one, four, rtol=1e-3, atol=2e-5), *results)
+
+
+def test_commands_use_the_average(text_file, tmp_path, capsys):
+    config = load_config("gpt", data__source=str(text_file), train__ema=0.9)
+    model = models.build(**config.model)
+    params, average = init(model), init(model, 1)
+    folder = save_run(tmp_path / "run", config, params, ema=average)
+    assert_bitwise_equal(jax.device_get(inference.load_trained(folder).params), jax.device_get(average))
+    assert "the moving average of the weights" in capsys.readouterr().err
+    step_folder = next((folder / "checkpoints").glob("*/ema"))
+    step_folder.rename(tmp_path / "ema")  # as in a run without averages
+    assert_bitwise_equal(jax.device_get(inference.load_trained(folder).params), jax.device_get(params))
+    assert not capsys.readouterr().err
+
+
+def test_all_options_in_bfloat16():
+    model, tokens = build("gpt", **{**SIZES, **OPTIONS, "dtype": "bfloat16"}), np.arange(16)[None] % 7
+    params = init(model)
+    np.testing.assert_allclose(
+        forward(model, params, tokens)[0], plain_logits(model.config, params, tokens[0]), atol=0.05)
+    hidden = jax.eval_shape(lambda: model.apply({"params": params}, tokens, method="hidden"))
+    assert hidden.dtype == jnp.bfloat16
+
+
+def test_counts_of_loops():
+    """Passes count in FLOPs and activations, but not in parameters."""
+    once, twice = (build("gpt", **SIZES, loops=loops) for loops in (1, 2))
+    assert models.num_parameters(once) == models.num_parameters(twice)
+    head = 2 * 16 * 16 * 64
+    assert forward_operations(twice).products - head == 2 * (forward_operations(once).products - head)
+    layers = [memory.attention_layers(model, program(1, {}).mesh, False)[0].count for model in (once, twice)]
+    assert layers == [2, 4]
+    parts = memory.components(build("gpt", **SIZES, **OPTIONS))
+    assert parts["value embeddings"] == 2 * 64 * 16 and parts["scalars of blocks"] == 2 * 4
+    assert parts["convolutions"] == 2 * 3 * 16 and parts["smear"] == 17

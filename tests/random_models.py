@@ -40,8 +40,9 @@ OWN_FIELDS = {
              "stage_heads": ("fixed", "scaled")}}
 MIXER_FIELDS = {  # drawn last, so that the other fields of a seed are those from before these existed
     "mixers": (("attention",), ("delta", "attention"), ("delta",), ("delta", "delta", "attention"), ("mamba",),
-               ("mamba", "attention"), ("mamba", "delta")),
-    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1)}
+               ("mamba", "attention"), ("mamba", "delta"), ("conv", "attention"), ("conv", "delta")),
+    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1),
+    "conv_taps": (3, 2)}
 OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
 MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
 

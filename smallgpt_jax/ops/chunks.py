@@ -78,8 +78,8 @@ states_before_chunks.defvjp(_forward, _backward)
 def run_chunks(kept, erased, added, state, reverse: bool = False):
     """Returns what `states_before_chunks` returns; if `reverse`, of the recurrence from the last chunk to the first.
 
-    Except on CPUs, groups of chunks are computed side by side, each from a state of 0. A group makes of a state what a chunk
-    makes of it, so the states before the groups follow from the same recurrence.
+    Except on CPUs, groups of chunks are computed side by side, each from a state of 0. A group makes of a state what a
+    chunk makes of it, so the states before the groups follow from the same recurrence.
     """
     number = len(kept)
     if number <= GROUP or platform() == "cpu":

@@ -31,6 +31,7 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
+from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.muon import dimension_numbers, uses_muon
 
@@ -73,6 +74,9 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
 def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if model.rank_ratio:
         model.refuse("rank_ratio", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
+    if optimizer.base_width and set(model.mixers) & set(MIXERS) - {"attention"}:
+        model.refuse("mixers", "cannot be combined with config.optimizer.base_width, whose rules were only checked with "
+                     "attention; set it to 0")
     if optimizer.base_depth and model.norm_position != "pre":
         model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
                      "0")

@@ -75,8 +75,8 @@ def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) 
     if model.rank_ratio:
         model.refuse("rank_ratio", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
     if optimizer.base_width and set(model.mixers) & set(MIXERS) - {"attention"}:
-        model.refuse("mixers", "cannot be combined with config.optimizer.base_width, whose rules were only checked with "
-                     "attention; set it to 0")
+        model.refuse("mixers", "cannot be combined with config.optimizer.base_width, whose rules were checked only "
+                     "with attention; set base_width to 0")
     if optimizer.base_depth and model.norm_position != "pre":
         model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
                      "0")

@@ -128,7 +128,7 @@ def plain_blocks(config, stack, x, tokens_T, num_heads=None, first=0):
                 table = config.value_embeddings and config.value_embeddings[number % len(config.value_embeddings)]
                 assert bool(table) == ("value_embedding" in block["attention"])
                 return s_mixer * plain_attention(config, block["attention"], h, num_heads, window, tokens_T)
-            rule = plain_gated_deltanet if "beta" in block["mixer"] else plain_mamba2
+            rule, = (rule for name, rule in RECURRENT.items() if name in block["mixer"])
             return s_mixer * rule(config, block["mixer"], h)
 
         def mlp(h):
@@ -220,6 +220,18 @@ def plain_mamba2(config, weights, h):
     y = y.reshape(len(h), -1) * silu(z)
     y = y / np.sqrt(np.mean(y**2, axis=1, keepdims=True) + config.norm_epsilon) * weights["out_norm"]["scale"]
     return y @ weights["out"]["kernel"].reshape(y.shape[1], -1) + weights["out"].get("bias", 0)
+
+
+def plain_gated_convolution(config, weights, h):
+    """Returns C ⊙ conv(B ⊙ h̃) of the products B, C, h̃ of h, times a matrix (LFM2, arXiv 2511.23404)."""
+    b, c, inner = (h @ weights[name]["kernel"] + weights[name].get("bias", 0)
+                   for name in ("input_gate", "output_gate", "value"))
+    z = plain_short_convolution(weights["convolution"]["taps"], b * inner)
+    return (c * z) @ weights["out"]["kernel"] + weights["out"].get("bias", 0)
+
+
+# A parameter that only this mixer has → the mixer.
+RECURRENT = {"beta": plain_gated_deltanet, "D": plain_mamba2, "output_gate": plain_gated_convolution}
 
 
 def plain_state_space(c, b, v, decays):

@@ -41,8 +41,9 @@ OWN_FIELDS = {
              "stage_heads": ("fixed", "scaled")}}
 MIXER_FIELDS = {  # drawn last, so that the other fields of a seed are those from before these existed
     "mixers": (("attention",), ("delta", "attention"), ("delta",), ("delta", "delta", "attention"), ("mamba",),
-               ("mamba", "attention"), ("mamba", "delta")),
-    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1)}
+               ("mamba", "attention"), ("mamba", "delta"), ("conv", "attention"), ("conv", "delta")),
+    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1),
+    "conv_taps": (3, 2)}
 OPTION_FIELDS = {  # drawn after all others, for the same reason; a repeated default is drawn more often
     "logit_softcap": (0.0, 2.0), "value_embeddings": ((), (1,), (0, 1), (1, 1, 0)), "input_mix": (False, True),
     "residual_scales": (False, True), "parallel_block": (False, True), "attention_gate": (False, True),

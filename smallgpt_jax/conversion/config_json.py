@@ -109,6 +109,8 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
     if "mamba" in config.mixers:
         sizes |= {"mamba_state": config.mamba_state * width,
                   "mamba_expand": config.num_heads * config.mamba_head_width * width}
+    if "conv" in config.mixers:
+        sizes |= {"conv_taps": config.conv_taps * width}
     for field, size in sizes.items():
         if size > num_weights:
             raise UserError(f"{path}: config.model.{field}={getattr(config, field)}: the model would have a tensor of "

@@ -19,7 +19,8 @@ CODE = ("configuration_smallgpt.py", "mlp_smallgpt.py", "modeling_smallgpt.py", 
 ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
 # Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be extended.
 SUPPORTED_VALUES = {"norm": ("layer", "rms"), "mlp": ("dense", "gated", "moe"),
-                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "mixers": ("attention", "delta", "mamba")}
+                    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), 
+                    "mixers": ("attention", "delta", "mamba", "conv")}
 RENAMED_FIELDS = {"tie_embeddings": "tie_word_embeddings", "dtype": "training_dtype",
                   "dropout": "training_dropout"}  # our names of the fields → their names in config.json
 

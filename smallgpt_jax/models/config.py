@@ -43,8 +43,8 @@ class ModelConfig(ConfigGroup):
     # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
     # repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
-    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | package.module:Class. Fewer mixers
-    # than blocks are repeated, as windows are: ("delta", "delta", "delta", "attention")
+    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | conv (gated short convolution) |
+    # package.module:Class. Fewer mixers than blocks are repeated, as windows are: ("delta", "delta", "attention")
     mixers: tuple[str, ...] = ("attention",)
     # "delta": width of each head's queries and keys; 0: as in attention. If set, all stages of lgpt and cgpt use it
     delta_head_dim: int = 0
@@ -54,6 +54,8 @@ class ModelConfig(ConfigGroup):
     mamba_state: int = 128
     # "mamba": (width of each head's values) / (head width of attention)
     mamba_expand: int = 2
+    # "conv": taps of the convolution, the positions that a token of one block sees
+    conv_taps: int = 3
     # norm in blocks and before the head: "layer" | "rms"
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
@@ -209,6 +211,7 @@ class ModelConfig(ConfigGroup):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
         self.validate_range("delta_value_ratio", "mamba_state", "mamba_expand", least=1)
+        self.validate_range("conv_taps", least=2)  # with one tap, nothing moves between positions
         if self.mlp == "moe":
             self.validate_experts()
         self.validate_block()

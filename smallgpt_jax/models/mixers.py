@@ -11,10 +11,12 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
+from smallgpt_jax.models.gated_convolution import GatedConvolution
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.models.mamba import Mamba2
 
-MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2}  # names in config.model.mixers
+# Names in config.model.mixers
+MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}
 # Field that only attention reads → its values without attention
 WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none"), "qk_norm": (False,),
                      "num_kv_heads": (0,), "attention_windows": ((),), "attention_gate": (False,),

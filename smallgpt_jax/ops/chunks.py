@@ -1,11 +1,15 @@
-"""Chunks of positions, and the decays inside them, for recurrences with a state.
+"""Chunks of positions, the decays inside them, and the states between them, for recurrences with a state.
 
 Shapes: B batch, T time, H heads; N chunks of C positions.
 """
 
+import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.devices.platform import platform
+
 CHUNK = 64  # largest number of positions per chunk; a power of two
+GROUP = 16  # chunks per group
 
 
 def chunk_length(time: int) -> int:
@@ -27,21 +31,98 @@ def joined(y_NxBxHxCxV, time: int):
 
 
 def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
-    """Returns Γ, (N, B, H, C, C), and γ, (N, B, H, C), which are 0 across the beginning of a text.
+    """Returns Γ, (N, B, H, C, C), and γ and ω, (N, B, H, C), which are 0 across the beginning of a text.
 
-    Γ_ij is the decay from token j to token i ≥ j, and γ_i that from before the chunk to token i. log Γ_ij is a sum over
-    the tokens between j and i only. As a difference of two sums from the start of the chunk, it would lose its last
-    digits to a strong decay, or to another text.
+    Γ_ij is the decay from token j to token i ≥ j, γ_i that from before the chunk to token i, and ω_j that from token j
+    to the end of the chunk. Each logarithm is a sum over the tokens between only. As a difference of two sums from the
+    start of the chunk, it would lose its last digits to a strong decay, or to another text.
     """
     length = log_decay_NxBxHxC.shape[-1]
-    until_i = jnp.tri(length, dtype=bool)[None, None, None]
-    after_j = jnp.tri(length, k=-1)
-    log_decays = product(jnp.where(until_i, log_decay_NxBxHxC[..., None, :], 0.0), after_j)
+    until_i, after_j = jnp.tri(length, dtype=bool), jnp.tri(length, k=-1)
     texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
-    is_same = texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
-    decays = jnp.where(until_i & is_same, jnp.exp(log_decays), 0.0)
-    first = jnp.where(begins_NxBx1xC[..., :1], 0.0, jnp.exp(log_decay_NxBxHxC[..., :1]))
-    return decays, first * decays[..., 0]
+    is_same = until_i[None, None, None] & (texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :])
+    log_decays = product(jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0), after_j)
+    # The last row and the first column of Γ, computed apart: the gradient of a slice is a slow sum on TPUs.
+    from_start = product(log_decay_NxBxHxC, until_i.T.astype(jnp.float32))
+    to_end = product(log_decay_NxBxHxC, after_j)
+    return (jnp.where(is_same, jnp.exp(log_decays), 0.0), jnp.where(texts_NxBx1xC == 0, jnp.exp(from_start), 0.0),
+            jnp.where(texts_NxBx1xC == texts_NxBx1xC[..., -1:], jnp.exp(to_end), 0.0))
+
+
+@jax.custom_vjp
+def states_before_chunks(kept_NxBxH, erased_NxBxHxKxK, added_NxBxHxKxV, state_BxHxKxV):
+    """Returns the state before each chunk, (N, B, H, K, V), and the last state, (B, H, K, V).
+
+    A chunk makes kept·S − erased·S + added of a state S; without `erased` (None), kept·S + added.
+    """
+    return run_chunks(kept_NxBxH, erased_NxBxHxKxK, added_NxBxHxKxV, state_BxHxKxV)
+
+
+def _forward(kept, erased, added, state):
+    states, last = states_before_chunks(kept, erased, added, state)
+    return (states, last), (kept, erased, states)
+
+
+def _backward(residuals, cotangents):
+    """The states' gradients obey the transposed recurrence, from the last chunk to the first."""
+    kept, erased, states = residuals
+    transposed = None if erased is None else jnp.swapaxes(erased, -1, -2)
+    by_added, by_state = run_chunks(kept, transposed, *cotangents, reverse=True)
+    by_erased = None if erased is None else -by_added @ jnp.swapaxes(states, -1, -2)
+    return jnp.sum(by_added * states, axis=(-2, -1)), by_erased, by_added, by_state
+
+
+states_before_chunks.defvjp(_forward, _backward)
+
+
+def run_chunks(kept, erased, added, state, reverse: bool = False):
+    """Returns what `states_before_chunks` returns; if `reverse`, of the recurrence from the last chunk to the first.
+
+    Except on CPUs, groups of chunks are computed side by side, each from a state of 0. A group makes of a state what a
+    chunk makes of it, so the states before the groups follow from the same recurrence.
+    """
+    number = len(kept)
+    if number <= GROUP or platform() == "cpu":
+        return scan(kept, erased, added, state, reverse)
+    kept, erased, added = in_groups(kept, 1), in_groups(erased), in_groups(added)
+    kept_before = before(kept, reverse)[..., None, None]
+    both = (added, None if erased is None else kept_before * erased)
+    (added, erased), (added_by_group, erased_by_group) = scan(
+        kept, erased, both, jax.tree.map(lambda x: jnp.zeros_like(x[0]), both), reverse)
+    groups, state = run_chunks(jnp.prod(kept, axis=0), erased_by_group, added_by_group, state, reverse)
+    added += kept_before * groups[None]
+    if erased is not None:
+        added -= erased @ groups[None]
+    return jnp.swapaxes(added, 0, 1).reshape(-1, *state.shape)[:number], state
+
+
+def in_groups(x, padding: float = 0):
+    """(N, …) → (GROUP, N / GROUP, …)"""
+    if x is None:
+        return None
+    x = jnp.pad(x, [(0, -len(x) % GROUP), *((0, 0),) * (x.ndim - 1)], constant_values=padding)
+    return jnp.swapaxes(x.reshape(-1, GROUP, *x.shape[1:]), 0, 1)
+
+
+def before(kept, reverse: bool):
+    """Returns the products of all earlier ones, or later ones if `reverse`, along the first axis."""
+    one = jnp.ones_like(kept[:1])
+    return jax.lax.cumprod(jnp.concatenate([kept[1:], one] if reverse else [one, kept[:-1]]), reverse=reverse)
+
+
+def scan(kept, erased, added, state, reverse: bool):
+    """Runs the recurrence with one state, or with a tree of states; each has its tree of `added`."""
+    def next_chunk(state, chunk):
+        kept, erased, added = chunk
+
+        def after(state, added):
+            after = kept[..., None, None] * state + added
+            return after if erased is None else after - erased @ state
+
+        return jax.tree.map(after, state, added), state
+
+    last, states = jax.lax.scan(next_chunk, state, (kept, erased, added), reverse=reverse)
+    return states, last
 
 
 def product(a, b):

@@ -10,7 +10,8 @@ token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·
 
     (I + A)·U = diag(β)·(V − diag(γ)·K·S)        A_ij = β_i·Γ_ij·(k_i·k_j) for j < i, otherwise 0
 
-(section 3.3). So a chunk is a few matrix products, and only the states between chunks are computed one after another.
+(section 3.3). With (I + A)⁻¹·diag(β)·V and (I + A)⁻¹·diag(β)·diag(γ)·K, a chunk is a few matrix products, and only the
+states between chunks are computed one after another (`states_before_chunks`).
 
 Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
 """
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product
+from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product, states_before_chunks
 
 SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
@@ -38,20 +39,16 @@ def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, be
         return y_BxHxV[:, None], state_BxHxKxV
     length = chunk_length(time)
     q, k, v, log_decay, beta = (in_chunks(x, length) for x in inputs)
-    decays, kept = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
+    decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
     earlier, identity = jnp.tri(length, k=-1)[None, None, None], jnp.eye(length)[None, None, None]
     inverse = unit_lower_inverse(identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2)))
-    values, reads = inverse @ (beta[..., None] * v), inverse @ ((beta * kept)[..., None] * k)
-    scores = decays * (q @ jnp.swapaxes(k, -1, -2))
-
-    def next_chunk(state_BxHxKxV, chunk):
-        values, reads, queries, scores, keys, kept_BxHx1x1 = chunk
-        u_BxHxCxV = values - reads @ state_BxHxKxV
-        y_BxHxCxV = queries @ state_BxHxKxV + scores @ u_BxHxCxV
-        return kept_BxHx1x1 * state_BxHxKxV + jnp.swapaxes(keys, -1, -2) @ u_BxHxCxV, y_BxHxCxV
-
-    state_BxHxKxV, y_NxBxHxCxV = jax.lax.scan(next_chunk, state_BxHxKxV, (
-        values, reads, kept[..., None] * q, scores, decays[..., -1, :, None] * k, kept[..., -1:, None]))
+    solved = inverse @ jnp.concatenate([beta[..., None] * v, (beta * kept)[..., None] * k], axis=-1)
+    keys, scores = until_end[..., None] * k, decays * (q @ jnp.swapaxes(k, -1, -2))
+    split = v.shape[-1:]
+    added, erased = jnp.split(jnp.swapaxes(keys, -1, -2) @ solved, split, axis=-1)
+    y_NxBxHxCxV, reads = jnp.split(scores @ solved, split, axis=-1)
+    states, state_BxHxKxV = states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
+    y_NxBxHxCxV += (kept[..., None] * q - reads) @ states
     return joined(y_NxBxHxCxV, time), state_BxHxKxV
 
 

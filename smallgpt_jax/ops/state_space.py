@@ -11,10 +11,9 @@ Shapes: B batch, T time, H heads, G = 1 or H heads of keys and queries, K state 
 positions.
 """
 
-import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined
+from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, states_before_chunks
 
 
 def state_space(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, state_BxHxKxV):
@@ -32,14 +31,8 @@ def state_space(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, st
         return jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)[:, None], state_BxHxKxV
     length = chunk_length(time)
     c, b, v, log_decay = (in_chunks(x, length) for x in inputs)
-    decays, kept = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
+    decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
     y_NxBxHxCxV = (decays * (c @ jnp.swapaxes(b, -1, -2))) @ v
-    added_NxBxHxKxV = jnp.swapaxes(decays[..., -1, :, None] * b, -1, -2) @ v
-
-    def next_chunk(state_BxHxKxV, chunk):
-        added_BxHxKxV, kept_BxHx1x1 = chunk
-        return kept_BxHx1x1 * state_BxHxKxV + added_BxHxKxV, state_BxHxKxV
-
-    state_BxHxKxV, states_NxBxHxKxV = jax.lax.scan(
-        next_chunk, state_BxHxKxV, (added_NxBxHxKxV, kept[..., -1:, None]))
+    added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * b, -1, -2) @ v
+    states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV)
     return joined(y_NxBxHxCxV + kept[..., None] * (c @ states_NxBxHxKxV), time), state_BxHxKxV

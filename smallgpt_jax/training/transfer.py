@@ -31,6 +31,7 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
+from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.muon import dimension_numbers, uses_muon
 
@@ -78,6 +79,9 @@ def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) 
     for field, allowed in (("input_mix", False), ("loops", 1)):
         if optimizer.base_depth and getattr(model, field) != allowed:
             model.refuse(field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}")
+    if optimizer.base_width and set(model.mixers) & set(MIXERS) - {"attention"}:
+        model.refuse("mixers", "cannot be combined with config.optimizer.base_width, whose rules were checked only "
+                     "with attention; set base_width to 0")
     if optimizer.base_depth and model.norm_position != "pre":
         model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
                      "0")

@@ -112,10 +112,11 @@ def test_plan_counts_delta(architecture, widths):
         found[length] = train_flops_per_token(model) - (train_flops_per_token(plain) - attention)
     heads, key, value, chunk = 2, 6, 12, 64
     matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
-    # Multiplications per chunk and head: three products of queries and keys, two with values, three with the state, the
-    # sums of decays, and two products for each halving of the matrix to invert; blocks of 16 have four such levels.
-    rule = (chunk**2 * (3 * key + 2 * value) + 3 * chunk * key * value + chunk**3
-            + 2 * (32**3 + 2 * 16**3 + 4 * 4 * 16**3))
+    # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices with keys and values,
+    # one of keys with these, those of queries and of a (K, K) matrix with the state, the sums of decays, and two
+    # products for each halving of the matrix to invert; blocks of 16 have four such levels.
+    rule = (chunk**2 * (4 * key + 2 * value) + chunk * key * (key + 2 * value) + key**2 * value
+            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 4 * 16**3))
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
     parts = memory.components(model)
     assert parts["GatedDeltaNet"] == matrices + len(widths) * (4 * heads * (2 * key + value) + 2 * heads + value)
@@ -152,8 +153,8 @@ def test_refuses_a_prefix():
 
 
 def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]:
-    """Returns the losses of three steps. Each path and each stage has two blocks."""
-    sizes = {**SIZES, "num_layers": 4 if architecture == "pgpt" else 2}
+    """Returns the losses of three steps. Each path has three blocks, and each stage two."""
+    sizes = {**SIZES, "num_layers": 6 if architecture == "pgpt" else 4}
     config = load_config(
         architecture, train__batch_size=8, optimizer__warmup_steps=0,
         **{f"model__{name}": value for name, value in {**sizes, **fields}.items()},
@@ -169,8 +170,9 @@ def losses(architecture: str, devices: int, fields: dict, **axes) -> list[float]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, mixers, axes", [
-    ("gpt", ("delta", "attention"), dict(data=2, fsdp=2)), ("pgpt", ("delta", "mamba"), dict(tensor=2, path=2)),
-    ("lgpt", ("mamba", "delta"), dict(fsdp=2, tensor=2))])
+    ("gpt", ("delta", "mamba", "conv", "attention"), dict(data=2, fsdp=2)),
+    ("pgpt", ("delta", "mamba", "conv"), dict(tensor=2, path=2)),
+    ("lgpt", ("mamba", "delta", "conv", "attention"), dict(fsdp=2, tensor=2))])
 def test_training_does_not_depend_on_devices_or_scanning(architecture, mixers, axes):
     one = losses(architecture, 1, {"mixers": mixers, "scan_layers": True})
     assert one[0] > one[1] > one[2]

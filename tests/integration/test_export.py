@@ -40,8 +40,8 @@ VARIANTS = {
     "pgpt with Gated DeltaNet only": ("pgpt", dict(
         mixers=("delta",), delta_head_dim=6, delta_value_ratio=1, context_length=72)),
     "lgpt with Mamba-2 only": ("lgpt", dict(mixers=("mamba",), mamba_state=5, norm_epsilon=1e-3, use_bias=True)),
-    "cgpt with Mamba-2 and Gated DeltaNet": ("cgpt", dict(
-        mixers=("mamba", "delta"), mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms")),
+    "cgpt with Mamba-2 and gated convolutions": ("cgpt", dict(
+        mixers=("mamba", "conv"), conv_taps=2, mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms")),
     "pgpt with four paths and biases": ("pgpt", dict(
         num_layers=4, num_paths=4, use_bias=True, parallel_block=True, value_embeddings=(1,))),
     "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),

@@ -53,10 +53,13 @@ def test_sizes_and_flops():
     matrices = 16 * (3 * heads * value + 2 * state + heads)
     # Multiplications per chunk: C·Bᵀ once; per head, the sums of decays, the product with the values, and two with the
     # state.
-    rule = chunk**2 * state + heads * (chunk**3 + chunk**2 * value + 2 * chunk * state * value)
+    rule = chunk**2 * state + heads * (chunk**3 + 2 * chunk**2 + chunk**2 * value + 2 * chunk * state * value)
     rest = 6 * (4 * 8 * 16**2 + 16 * 64)
-    for length in (64, 256):
-        flops = train_flops_per_token(build("gpt", **{**SIZES, "context_length": length, "position": "none"}))
+    for length, kind in ((64, "cpu"), (2048, "cpu"), (2048, "tpu")):
+        model = build("gpt", **{**SIZES, "context_length": length, "position": "none"})
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(
+                (), (), abstract_device=jax.sharding.AbstractDevice(kind, None, kind))):
+            flops = train_flops_per_token(model)
         assert flops - rest == 6 * 4 * (matrices + rule / chunk)
     assert memory.components(model)["Mamba2"] == 4 * (
         matrices + 4 * (heads * value + 2 * state) + 3 * heads + heads * value)

@@ -210,6 +210,8 @@ def test_the_head_of_a_wide_model_starts_from_the_std_of_the_base():
     ({"optimizer__base_width": -1}, "config.optimizer.base_width=-1: must be at least 0"),
     ({"optimizer__base_width": 30}, "config.optimizer.base_width=30: no such base model"),
     ({"optimizer__base_width": 32, "model__rank_ratio": 0.5}, "config.model.rank_ratio=0.5: cannot be combined"),
+    ({"optimizer__base_width": 32, "model__mixers": ("attention", "conv")},
+     "config.model.mixers=('attention', 'conv'): cannot be combined"),
     ({"optimizer__base_depth": 2, "model__norm_position": "post"}, "config.model.norm_position='post': must be 'pre'"),
     ({"optimizer__base_width": 32, "model__norm_position": "post", "model__tie_embeddings": True},
      "config.model.tie_embeddings=True: cannot be combined"),

@@ -19,10 +19,10 @@ class SmallGPTConfig(PretrainedConfig):
     def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
                  num_kv_heads=0, head_dim=0, d_model=768, mlp="dense", mlp_ratio=4, activation="gelu", norm="layer",
                  norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_mask="causal", attention_windows=(),
-                 mixers=("attention",),
-                 delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2, position="learned",
-                 rope_base=10_000.0, use_bias=False, input_mix=False, residual_scales=False, parallel_block=False,
-                 attention_gate=False, value_embeddings=(), logit_softcap=0.0, num_experts=16, experts_per_token=3,
+                 mixers=("attention",), delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2,
+                 conv_taps=3, position="learned", rope_base=10_000.0, use_bias=False, input_mix=False,
+                 residual_scales=False, parallel_block=False, attention_gate=False, value_embeddings=(),
+                 logit_softcap=0.0, num_experts=16, experts_per_token=3,
                  num_shared_experts=1, expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
                  num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
                  stage_heads=None, conv_kernel=None,
@@ -50,6 +50,7 @@ class SmallGPTConfig(PretrainedConfig):
         self.delta_value_ratio = delta_value_ratio
         self.mamba_state = mamba_state
         self.mamba_expand = mamba_expand
+        self.conv_taps = conv_taps
         self.position = position
         self.rope_base = rope_base
         self.use_bias = use_bias
@@ -107,7 +108,7 @@ class SmallGPTConfig(PretrainedConfig):
         return width, heads, self.num_kv_heads // divisor or heads, self.head_dim or width // heads
 
     def mixer(self, number: int) -> str:
-        """Returns the mixer of block `number`: "attention", "delta" or "mamba"."""
+        """Returns the mixer of block `number`: "attention", "delta", "mamba" or "conv"."""
         return self.mixers[number % len(self.mixers)]
 
     def cache_types(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""The recurrent mixers of smallgpt_jax in PyTorch: Gated DeltaNet (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
+"""The mixers of smallgpt_jax with a state of constant size, in PyTorch: Gated DeltaNet (arXiv 2412.06464), Mamba-2
+(arXiv 2405.21060) and the gated short convolution of LFM2 (arXiv 2511.23404).
 
 The cache of layer `layer` has the states and the last inputs of the convolutions. It also has one number per position,
 because transformers takes the length of the text from the first layer.
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-TAPS = 4  # of the convolutions
+TAPS = 4  # of the convolutions of Gated DeltaNet and Mamba-2
 CHUNK = 64  # positions per chunk
 
 
@@ -89,25 +90,45 @@ class Mamba2(nn.Module):
         return self.out(self.out_norm(y.to(x.dtype)))
 
 
-class ShortConvolution(nn.Module):
-    """A convolution with TAPS taps per channel, in float32: (B, T + TAPS − 1, C) → (B, T, C)."""
+class GatedConvolution(nn.Module):
+    """y = W_out·(c ⊙ convolution(b ⊙ v)), where b, c and v are products of x with matrices."""
 
-    def __init__(self, channels):
+    def __init__(self, config, layer, stage):
         super().__init__()
-        self.taps = nn.Parameter(TAPS**-0.5 * torch.randn(TAPS, channels))
+        width, self.layer, self.num_taps = config.stage(stage)[0], layer, config.conv_taps
+        self.value = nn.Linear(width, width, bias=config.use_bias)
+        self.input_gate = nn.Linear(width, width, bias=config.use_bias)
+        self.output_gate = nn.Linear(width, width, bias=config.use_bias)
+        self.out = nn.Linear(width, width, bias=config.use_bias)
+        self.convolution = ShortConvolution(width, self.num_taps)
+
+    def forward(self, x, inputs, cache):  # x (B, T, D)
+        v = self.input_gate(x) * self.value(x)
+        y = self.convolution(with_past(v, inputs.is_text, cache, self.layer, self.num_taps)).to(x.dtype)
+        count_positions(x, cache, self.layer)
+        return self.out(self.output_gate(x) * y)
+
+
+class ShortConvolution(nn.Module):
+    """A convolution with J taps per channel, in float32: (B, T + J − 1, C) → (B, T, C)."""
+
+    def __init__(self, channels, num_taps=TAPS):
+        super().__init__()
+        self.taps = nn.Parameter(num_taps**-0.5 * torch.randn(num_taps, channels))
 
     def forward(self, x):
-        time = x.shape[1] - TAPS + 1
-        return sum(self.taps[j].float() * x[:, j:j + time] for j in range(TAPS))
+        time = x.shape[1] - len(self.taps) + 1
+        return sum(taps.float() * x[:, j:j + time] for j, taps in enumerate(self.taps))
 
 
-def with_past(x, is_text, cache, layer):
-    """Returns (B, T + TAPS − 1, C) float32: the last inputs and the new ones; 0 at padding and before the text."""
-    length = x.shape[1] + TAPS - 1
+def with_past(x, is_text, cache, layer, num_taps=TAPS):
+    """Returns (B, T + J − 1, C) float32: the last inputs and the new ones; 0 at padding and before the text."""
+    length = x.shape[1] + num_taps - 1
     if is_text is not None:
         x = x * is_text
     if cache is not None:
-        x = cache.update_conv_state(x.transpose(1, 2), layer, conv_kernel_size=TAPS - 1).transpose(1, 2)[:, -length:]
+        past_and_new = cache.update_conv_state(x.transpose(1, 2), layer, conv_kernel_size=num_taps - 1)
+        x = past_and_new.transpose(1, 2)[:, -length:]
     return F.pad(x.float(), (0, 0, length - x.shape[1], 0))
 
 
@@ -119,6 +140,11 @@ def old_state(cache, layer):
 def save_state(state, x, cache, layer):
     if cache is not None:
         cache.update_recurrent_state(state, layer)
+        count_positions(x, cache, layer)
+
+
+def count_positions(x, cache, layer):
+    if cache is not None:
         cache.update(x[:, None, :, :1], x[:, None, :, :0], layer)
 
 
@@ -173,4 +199,4 @@ def state_space(c, b, v, log_decay, state):
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
-RECURRENT = {"delta": GatedDeltaNet, "mamba": Mamba2}
+RECURRENT = {"delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}

@@ -53,7 +53,7 @@ def training(mixers: tuple[str, ...], context: int):
     """Returns a function that runs a training step and returns its seconds."""
     config = recipe(mixers, context)
     program = build_program(config, jax.devices()[:1])
-    step, state = program.compile_train_step(), [program.initial_state()]
+    step, state = program.bind(program.compile_train_step()), [program.initial_state()]
     tokens = random_tokens(config, config.train.batch_size, context + 1)
     batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
 

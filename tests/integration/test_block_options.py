@@ -44,7 +44,7 @@ def test_training_with_all_options(tmp_path):
                                        mesh__tensor=2)
     initial = jax.device_get(programs[0].initial_state())
     for plan in programs:
-        state, step = jax.device_put(initial, plan.shardings), plan.compile_train_step()
+        state, step = jax.device_put(initial, plan.shardings), plan.bind(plan.compile_train_step())
         batch = Batch(jax.device_put(tokens, sharding.batch_sharding(plan.mesh)))
         weights, losses = [initial.params], []
         for i in range(3):

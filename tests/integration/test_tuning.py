@@ -112,7 +112,7 @@ def test_train_only_freezes_all_but_one_path():
     state = state._replace(params=jax.device_put(before, program.shardings.params))
     batch = program.abstract_batch()._replace(
         tokens_BxT1=np.random.default_rng(0).integers(0, 100, (2, 9), np.int32))
-    step = program.compile_train_step()
+    step = program.bind(program.compile_train_step())
     for _ in range(2):
         state, metrics = step(state, batch)
     changed = {"/".join(p.path): (old.view(np.uint32) != np.asarray(new).view(np.uint32))

@@ -66,8 +66,14 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
     def intercept(call, arguments, keywords, method):
         name = method.module, method.method_name
         match name:
+            case Block(), "join":
+                skipped_BxTxD, change_BxTxD = arguments
+                return call(parts.skips * skipped_BxTxD, change_BxTxD)
             case Block(), "add":
-                return add(method.module, call, parts, *arguments)
+                x_BxTxD, branch, *_ = arguments
+                return jnp.where(parts.mlps, call(*arguments), x_BxTxD) if branch == "mlp" else call(*arguments)
+            case module, "__call__" if module.name == "mlp" and is_parallel(module.parent):
+                return parts.mlps * call(*arguments, **keywords)
             case Attention(), "attend_with_cache":
                 records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
             case Router(), "__call__":
@@ -81,14 +87,8 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
     return records
 
 
-def add(block: Block, call, parts: Parts, x_BxTxD, norm: nn.Module, f):
-    """Calls Block.add with x times `parts.skips` as the residual; what norm and f read does not change."""
-    residual_BxTxD = parts.skips * x_BxTxD
-    if block.config.norm_position == "pre":
-        y_BxTxD = call(residual_BxTxD, lambda _: norm(x_BxTxD), f)
-    else:
-        y_BxTxD = call(residual_BxTxD, norm, lambda _: f(x_BxTxD))
-    return jnp.where(parts.mlps, y_BxTxD, x_BxTxD) if norm.name == "mlp_norm" else y_BxTxD
+def is_parallel(parent) -> bool:
+    return isinstance(parent, Block) and parent.config.parallel_block
 
 
 def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):

@@ -74,9 +74,13 @@ class Block(nn.Module):
             canon = Canon(c.canon_taps, name=f"{name}_canon")
             before = functools.partial(canon, context=context)
         if c.norm_position == "pre":
-            return x_BxTxD + f(before(normalize(x_BxTxD)))
+            return self.join(x_BxTxD, f(before(normalize(x_BxTxD))))
         alpha = (2 * c.blocks_in_sequence) ** 0.25 if c.norm_position == "deepnorm" else 1
-        return normalize(alpha * x_BxTxD + f(before(x_BxTxD)))
+        return normalize(self.join(alpha * x_BxTxD, f(before(x_BxTxD))))
+
+    def join(self, skipped_BxTxD, change_BxTxD):
+        """A method of its own, so that `inside.observation` can scale the skip connection."""
+        return skipped_BxTxD + change_BxTxD
 
     def with_stack_input(self, x_BxTxD, context: Context):
         """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b is 0."""

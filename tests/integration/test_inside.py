@@ -81,7 +81,7 @@ def test_streams_without_skips_and_mlps(position):
         found = observation.observe_streams(model, {"params": params}, WINDOWS[0, :-1], parts)
         x = weights["token_embedding"][WINDOWS[0, :-1]] + weights["position_embedding"]
         for block, streams in zip(plain_layers(weights["trunk"]["blocks"]), found):
-            for name, f in (("attention", lambda h, b=block: plain_attention(config, b["attention"], h, 2, 12)),
+            for name, f in (("attention", lambda h, b=block: plain_attention(config, b["attention"], h, 2, 12, None)),
                             ("mlp", lambda h, b=block: plain_mlp(config, b["mlp"], h))):
                 if name == "mlp" and not parts.mlps:
                     continue
@@ -122,7 +122,7 @@ def test_chosen_experts_have_the_loads_of_training():
 def test_the_command(trained_run, tmp_path):
     """Training's program is the same after a diagnosis."""
     config = load_config("gpt", model__num_layers=1, model__context_length=16)
-    before = build_program(config, jax.devices()[:1])._lowered_train_step.as_text()
+    before = build_program(config, jax.devices()[:1]).steps.lowered_train_step.as_text()
     workdir = trained_run("pgpt", model__num_layers=2, model__context_length=32, train__steps=20)
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat while some dog ran. " * 5)
@@ -137,4 +137,4 @@ def test_the_command(trained_run, tmp_path):
     assert losses["after_blocks"][-1]["loss"] == losses["loss"] and len(losses["without_path"]) == 2
     assert losses["without_best_block_per_window"] <= min(x["loss"] for x in losses["without_block"])
     assert f"loss {losses['loss']:.4f}" in done.stdout
-    assert build_program(config, jax.devices()[:1])._lowered_train_step.as_text() == before
+    assert build_program(config, jax.devices()[:1]).steps.lowered_train_step.as_text() == before

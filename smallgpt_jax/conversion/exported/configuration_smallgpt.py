@@ -22,12 +22,10 @@ class SmallGPTConfig(PretrainedConfig):
                  mixers=("attention",), delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2,
                  conv_taps=3, position="learned", rope_base=10_000.0, use_bias=False, input_mix=False,
                  residual_scales=False, parallel_block=False, attention_gate=False, value_embeddings=(),
-                 logit_softcap=0.0, num_experts=16, experts_per_token=3,
-                 num_shared_experts=1, expert_mlp="dense", expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0,
-                 num_paths=None, path_weights="learned", blocks_per_stage=None, compress_last_stage=None,
-                 stage_heads=None, conv_kernel=None,
-                 training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False,
-                 use_cache=True, **kwargs):
+                 logit_softcap=0.0, num_experts=16, experts_per_token=3, num_shared_experts=1, expert_mlp="dense",
+                 expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0, num_paths=None, path_weights="learned",
+                 blocks_per_stage=None, compress_last_stage=None, stage_heads=None, conv_kernel=None,
+                 training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False, use_cache=True, **kwargs):
         self.architecture = architecture
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -46,10 +44,8 @@ class SmallGPTConfig(PretrainedConfig):
         self.attention_mask = attention_mask
         self.attention_windows = list(attention_windows)
         self.mixers = list(mixers)
-        self.delta_head_dim = delta_head_dim
-        self.delta_value_ratio = delta_value_ratio
-        self.mamba_state = mamba_state
-        self.mamba_expand = mamba_expand
+        self.delta_head_dim, self.delta_value_ratio = delta_head_dim, delta_value_ratio
+        self.mamba_state, self.mamba_expand = mamba_state, mamba_expand
         self.conv_taps = conv_taps
         self.position = position
         self.rope_base = rope_base
@@ -58,11 +54,9 @@ class SmallGPTConfig(PretrainedConfig):
         self.parallel_block, self.attention_gate = parallel_block, attention_gate
         self.value_embeddings = list(value_embeddings)
         self.logit_softcap = logit_softcap
-        self.num_experts = num_experts
-        self.experts_per_token = experts_per_token
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.num_shared_experts = num_shared_experts
-        self.expert_mlp = expert_mlp
-        self.expert_scale = expert_scale
+        self.expert_mlp, self.expert_scale = expert_mlp, expert_scale
         self.expert_bias_rate = expert_bias_rate  # only smallgpt_jax's training uses this field and the next
         self.balance_loss = balance_loss
         self.num_paths = num_paths

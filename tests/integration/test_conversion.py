@@ -364,7 +364,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, substrings", [
-    ([], ["give either --to=hf|gguf or --from=hf"]),
+    ([], ["give either --to=hf|gguf|peft or --from=hf"]),
     (["--to=hf"], ["--output: must be given"]),
     (["--from=hf"], ["--input: must be given"]),
     (["--from=hf", "--input=HERE/none"], ["HERE/none", "not a local folder"]),

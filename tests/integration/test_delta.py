@@ -147,7 +147,7 @@ def test_refuses(fields, message):
 
 def test_refuses_a_prefix():
     model = build("gpt", **SIZES, mixers=HYBRID)
-    with pytest.raises(UserError, match="cannot see later ones; use attention in all blocks"):
+    with pytest.raises(UserError, match="does not see later tokens; use attention in all blocks"):
         jax.eval_shape(model.apply, {"params": models.abstract_params(model)}, random_tokens(1, 24),
                        Context(prefix_BxT=jnp.arange(24)[None] < 3))
 

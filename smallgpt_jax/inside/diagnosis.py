@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference.loading import TrainedModel, load_trained
+from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.inside import experts, figures, losses
 from smallgpt_jax.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
@@ -35,6 +35,7 @@ def diagnose(workdir: str, step: int | None, texts: Sequence[str], windows: int,
              trust_custom_code: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Returns the content of diagnose.json (docs/inside.md), which it writes to the workdir, beside the plots."""
     trained = load_trained(workdir, step, trust_custom_code)
+    require_next_tokens(trained.model)
     if not num_blocks(trained.model):
         raise UserError(f"config.model.architecture={trained.model.config.architecture!r}: has blocks of another class "
                         "than models/block.py, which diagnose cannot observe; derive them from Block")

@@ -172,7 +172,7 @@ def test_packed_rows_in_microbatches_on_eight_devices():
             "data__separate_documents": True, **fields})
         params = jax.device_put(init(program.model), program.shardings.params)
         state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
-        _, metrics = program.runnable(step)(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
+        _, metrics = program.bind(step)(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 

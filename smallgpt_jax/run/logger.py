@@ -87,12 +87,10 @@ class Logger:
 
 
 def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
-    """`bits_per_byte` is NaN for a masked language model."""
-    if math.isnan(bits_per_byte) and math.isfinite(nats):
-        return f"validation loss {nats:.4f} of masked tokens"
+    """`bits_per_byte` is NaN if the loss is that of answers or of masked tokens."""
     measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
                 if name.startswith(EXACT_MATCH)]
-    if not measures and not math.isnan(bits_per_byte):  # examples have none
+    if not measures and not math.isnan(bits_per_byte):
         measures = [f"{bits_per_byte:.4f} bits per byte"]
     return ", ".join([f"validation loss {nats:.4f}", *measures])
 

@@ -111,7 +111,7 @@ def test_missing_config_files(flags, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("body, substrings", [
-    ("config.train.step = 3", ["line 4", "'step'", "'steps'"]),
+    ("config.train.step = 3", ["line 4", "'step'", "--config.train.steps?"]),
     ("config.model.num_layers = 'three'", ["num_layers", "three"]),
     ("config.model.num_layers = three", ["line 4", "NameError", "three"]),
     ("config.model.num_layers = = 3", ["line 4", "SyntaxError"]),

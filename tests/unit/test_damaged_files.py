@@ -187,7 +187,7 @@ def use_journal(folder):
 
 def use_checkpoint(folder):
     checkpoints = Checkpoints(folder / "checkpoints")
-    params, _ = checkpoints.restore_model(7, {"a": jnp.zeros(2)}, {})
+    params, _, _ = checkpoints.restore_model(7, {"a": jnp.zeros(2)}, {})
     losses = checkpoints.unlogged_losses(7)
     checkpoints.close()
     assert params["a"].tolist() == [1, 1] and all(isinstance(loss, int | float) for loss in losses)

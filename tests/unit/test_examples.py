@@ -91,7 +91,7 @@ def test_prompts_have_no_gradient(tmp_path):
     def gradients(targets_BxT):
         examples = Examples(batch._replace(targets_BxT=targets_BxT))
         return jax.grad(lambda x_BxTxW, head_VxW: Objective().cross_entropy(
-            Outputs(x_BxTxW, head_VxW, {}), examples, examples.weights(examples.num_targets)), (0, 1))(
+            Outputs(x_BxTxW, head_VxW, head_VxW, {}), examples, examples.weights(examples.num_targets)), (0, 1))(
                 x_BxTxW, head_VxW)
 
     def equal(one, other):

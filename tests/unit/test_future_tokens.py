@@ -53,7 +53,7 @@ def multi_token_loss(config, depth, weights, outputs, tokens):
         module, end = weights[str(k)], TIME - k  # t_{i+k+1} exists for i < T − k
         embedded = outputs.embedding_VxD[tokens[k:k + end]]
         joint = np.concatenate([rms(h[:end], module["hidden_norm"]), rms(embedded, module["embedding_norm"])], axis=1)
-        h = plain_blocks(config, module["blocks"], joint @ module["joint"]["kernel"])  # equations 21 and 22
+        h = plain_blocks(config, module["blocks"], joint @ module["joint"]["kernel"], None)  # equations 21 and 22
         x = plain_norm(config, module["final_norm"], h)
         total += losses(x, outputs.head_VxW, tokens[k + 1:k + 1 + end]).sum()  # equations 23 and 24
     return total / depth  # equation 25, without λ
@@ -72,7 +72,7 @@ def future_loss(config, count, discount, weights, outputs, tokens):
         y = y + weights["places"][:known]
         norms = {name: functools.partial(plain_norm, config, weights[f"{name}_norm"])
                  for name in ("attention", "cross_attention", "mlp", "final")}
-        y = y + plain_attention(config, weights["attention"], norms["attention"](y), 2, known)
+        y = y + plain_attention(config, weights["attention"], norms["attention"](y), 2, known, None)
         y = y + cross_attention(weights["cross_attention"], norms["cross_attention"](y), pseudo)
         y = norms["final"](y + plain_mlp(config, weights["mlp"], norms["mlp"](y)))
         total += (discount ** np.arange(known) * losses(y, outputs.head_VxW, following[1:])).sum()
@@ -99,8 +99,7 @@ def test_the_losses_match_the_formulas(kind, architecture, fields):
     exact = jax.tree.map(np.float64, (weights, outputs))
     expected = sum(formula(exact[0], exact[1]._replace(x_BxTxW=exact[1].x_BxTxW[row]), TOKENS[row])
                    for row in range(ROWS)) / (ROWS * TIME)
-    found = jax.jit(lambda weights, outputs: term(outputs, weights, EXAMPLES, EXAMPLES.weights(ROWS * TIME)))(
-        weights, outputs)
+    found = jax.jit(lambda weights: term(outputs, weights, EXAMPLES, EXAMPLES.weights(ROWS * TIME)))(weights)
     assert float(found) == pytest.approx(expected, rel=2e-5)
 
 

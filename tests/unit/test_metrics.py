@@ -297,7 +297,7 @@ def test_final_message(tmp_path, monkeypatch, capsys):
     messages.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"
     assert capsys.readouterr().out == (
-        f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346, nan bits per byte. {command}")
+        f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346. {command}")
 
     def refuse(folder):
         raise UserError("it cannot be decoded")

@@ -73,6 +73,11 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every registered architecture
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, because several tests wait for other processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory) -> Path:
     """Returns a folder shared by all pytest-xdist workers, empty at the start of the session."""

@@ -151,7 +151,8 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
     corpora = measure.open_texts(configs[0], texts)  # raises UserError before training starts
     for name, corpus in corpora.items():
         for config in configs:
-            measure.TextSample(corpus, config, compare.contexts, name)
+            if config.data.format == "text":
+                measure.TextSample(corpus, config, compare.contexts, name)
     comparison = budget.make_comparison(_CONFIG.value, output)
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])

@@ -77,7 +77,9 @@ def of_probe(default) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NotCompiled:
-    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, comparisons and tests raise TypeError."""
+    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, order and tests raise TypeError;
+    it equals no value.
+    """
 
     field: str
 

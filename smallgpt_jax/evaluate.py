@@ -78,19 +78,22 @@ def main() -> None:
     for name in OF_TASKS if _EXAMPLES.value else OF_EXAMPLES:
         if FLAGS[name].present:
             raise UserError(f"--{name}: cannot be combined with --{'examples' if _EXAMPLES.value else 'tasks'}")
+    if _LIMIT.value == 0:
+        raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     evaluate_examples() if _EXAMPLES.value else evaluate_tasks()
 
 
 def evaluate_examples() -> None:
     trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
+    inference.require_next_tokens(trained.model)
     trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
     config = trained.model.config
     model = trained.model.clone(config=dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
     folder, tokenizer = as_path("--workdir", _WORKDIR.value), trained.tokenizer
     form, template = training_format(folder)
     form = "completion" if form == "text" else form
-    limit = None if _LIMIT.value is None else max(1, int(_LIMIT.value))
-    questions = examples.read_questions(_EXAMPLES.value, tokenizer, form, template, config.context_length, limit)
+    questions = examples.read_questions(
+        _EXAMPLES.value, tokenizer, form, template, config.context_length, _LIMIT.value)
     progress, found, values = ScoringProgress(), {}, {}
     if "accuracy" in _METRICS.value:
         scorer = Scorer(model, trained.params, _BATCH_TOKENS.value, model_state=trained.model_state)
@@ -117,8 +120,10 @@ def write_results(folder: Path, step: int, questions, found: dict[str, list[str]
              **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
     # compare reads files of benchmarks, whose names begin with the step.
     skipped = "_".join(_SKIP_BLOCKS.value)
+    settings = hashlib.sha256(json.dumps([_EXAMPLES.value, _LABELS.value, _MAX_NEW_TOKENS.value]).encode()).hexdigest()
     name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
-                           skipped and f"without{skipped}", _DTYPE.value, Path(_EXAMPLES.value).stem)[:200]
+                           skipped and f"without{skipped}", _DTYPE.value, Path(_EXAMPLES.value).stem[:100],
+                           *_METRICS.value, _LIMIT.value is not None and f"limit{_LIMIT.value:g}", settings[:8])
     table = report.examples_table(results, len(questions))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
@@ -153,8 +158,6 @@ def evaluate_tasks() -> None:
     prefix = join_name_parts(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
                              skipped and f"without{skipped}", _DTYPE.value)
     limit = _LIMIT.value
-    if limit == 0:
-        raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     results = run.evaluate(
         lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=model_state), params,
                          trained.tokenizer, ScoringProgress(), _SEED.value, model_state),

@@ -69,7 +69,8 @@ def mean_losses(groups: Mapping[str, list[Run]]) -> dict[str, float]:
     Runs with the same seed read the same batches, so the means are over the common seeds, if there are any.
     """
     losses = last_losses(groups)
-    if differ_in_targets([run for name in losses for run in groups[name]]):
+    runs = [run for name in losses for run in groups[name]]
+    if differ_in_targets(runs) or len(objectives_of(runs)) > 1:
         return {}
     seeds = common_seeds(losses)
     means = {name: float(np.mean([own[seed] for seed in seeds or own])) for name, own in losses.items()}
@@ -95,6 +96,10 @@ def differ_in_targets(runs: Sequence[Run]) -> bool:
     """Whether the last losses are means over different rows: over numbers of targets that differ by over 1%."""
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and max(targets) > 1.01 * min(targets)
+
+
+def objectives_of(runs: Sequence[Run]) -> list[str]:
+    return sorted({run.config.get("train.objective", "causal") for run in runs})
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:

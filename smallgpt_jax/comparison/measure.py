@@ -114,8 +114,9 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / EVALUATION_FOLDER / TEXTS_FILE, read_config(folder)
-    if config.train.objective == "masked":
-        log(f"{folder.name}: further texts and contexts are not measured: its loss is that of masked tokens")
+    if config.train.objective == "masked" or config.data.format != "text":
+        what = "masked tokens" if config.train.objective == "masked" else "answers"
+        log(f"{folder.name}: further texts and contexts are not measured: its loss is that of {what}")
         return
     is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
     found = open_texts(config, texts)

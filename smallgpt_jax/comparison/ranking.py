@@ -50,7 +50,7 @@ def conclusion(groups: Mapping[str, list[Run]], ranking: Ranking) -> str:
     if len(aggregation.last_losses(groups)) < 2:
         return "Fewer than two runs are finished: no ranking."
     if not ranking.means:
-        return "The losses of the finished runs are means over different rows: no ranking."
+        return "The losses of the finished runs are means over different rows, or of different objectives: no ranking."
     first, second, *others = ranking.means
     text = (f"Lowest validation loss: {first}, {ranking.means[first]:.4f}; then {second}, "
             f"{ranking.means[second]:.4f}. ")

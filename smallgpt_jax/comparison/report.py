@@ -207,7 +207,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     found += [f"{run.name}, seed {run.seed}, started from an imported model, not from scratch."
               for run in runs if run.is_imported]
     found += uncounted_work(runs)
-    objectives = sorted({run.config.get("train.objective", "causal") for run in runs})
+    objectives = aggregation.objectives_of(runs)
     if len(objectives) > 1:
         found.append(f"The runs have different objectives ({', '.join(objectives)}): their losses are not comparable.")
     tokens, flops = ([getattr(run.last, axis) for run in runs if run.is_finished] for axis in ("tokens", "flops"))

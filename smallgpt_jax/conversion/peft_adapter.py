@@ -39,7 +39,8 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
 
 
 def factor(delta_OxI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A (rank, I) and B (O, rank) with B·A = delta."""
+    """Returns A (rank, I) and B (O, rank) with B·A = delta; beyond the sides of delta, they are 0."""
     u, s, v = np.linalg.svd(delta_OxI, full_matrices=False)
-    root = np.sqrt(s[:rank])
-    return np.float32(root[:, None] * v[:rank]), np.ascontiguousarray(np.float32(u[:, :rank] * root))
+    root, further = np.sqrt(s[:rank]), max(0, rank - len(s))
+    a, b = np.float32(root[:, None] * v[:rank]), np.float32(u[:, :rank] * root)
+    return np.pad(a, ((0, further), (0, 0))), np.pad(b, ((0, 0), (0, further)))

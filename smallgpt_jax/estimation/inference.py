@@ -11,6 +11,7 @@ token uses, B tokens read the fraction 1 − (1 − K/E)^B, as if they chose ind
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, flops
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.estimation.gpus import find_gpu
-from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference import decoder, layout, require_next_tokens
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.context import Context
 
@@ -57,6 +58,7 @@ class InferenceEstimate:
 
 
 def estimate_inference(model: models.LanguageModel, device: jax.Device, batch: int) -> InferenceEstimate:
+    require_next_tokens(model)
     c, chip = model.config, chips.find_chip(device.device_kind)
     bandwidth = find_bandwidth(device.device_kind)
     weights = layout.packed_shapes(model)
@@ -105,7 +107,9 @@ class DecodingStep:
         if routed:
             unused = 1 - c.experts_per_token / c.num_experts
             experts = routed / unused * unused ** batch
-        return size * (max(0, tables - batch) * c.d_model + experts)
+        values = sum(math.prod(p.shape) for p in jax.tree.leaves(models.abstract_params(self.model))
+                     if p.name == "value_embedding")
+        return size * (max(0, tables - batch) * c.d_model + max(0, 1 - batch / c.vocab_size) * values + experts)
 
     def intensity(self, batch: int) -> float | None:
         return None if self.flops is None else batch * self.flops / self.bytes(batch)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.example_encoding import encode_prompt
+from smallgpt_jax.data.example_encoding import encode_prompt, special_tokens
 from smallgpt_jax.data.examples import Example
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
@@ -33,24 +33,34 @@ class Question(NamedTuple):
 
 
 def read_questions(path: str, tokenizer: Tokenizer, form: str, chat_template: str, context_length: int,
-                   limit: int | None) -> list[Question]:
-    """Raises UserError for an invalid file, and for prompts that leave no room for an answer."""
+                   limit: float | None) -> list[Question]:
+    """`limit` is a number of questions or, below 1, a fraction of them. Raises UserError for an invalid file, and for
+    prompts that leave no room for an answer.
+    """
     rules = Rules("text", "refuse", "refuse", 10**8, form, chat_template)
     source = Source(path)
     if not all(part.has_fields for part in source.parts):
         raise UserError(f"--examples={path}: expected JSON lines with the fields of config.data.format={form!r}")
     questions = []
     for example in source.documents(rules):
-        if limit is not None and len(questions) >= limit:
+        if limit is not None and 1 <= limit <= len(questions):
             break
         prompt = encode_prompt(example, tokenizer)
         if len(prompt) >= context_length:
             raise UserError(f"{example.where}: the prompt has {len(prompt):,} tokens, but the model's context of "
                             f"{context_length:,} needs room for an answer; shorten it")
-        questions.append(Question(example.where, prompt, prompt_text(example), example.pieces[-1].text))
+        questions.append(Question(example.where, prompt, prompt_text(example), answer_of(example, tokenizer)))
     if not questions:
         raise UserError(f"--examples={path}: has no examples")
-    return questions
+    return questions[:max(1, round(limit * len(questions)))] if limit is not None and limit < 1 else questions
+
+
+def answer_of(example: Example, tokenizer: Tokenizer) -> str:
+    """Returns the last answer. That of a conversation ends where its template writes a special token."""
+    answer = example.pieces[-1].text
+    if example.contents is None:
+        return answer
+    return re.split("|".join(map(re.escape, special_tokens(tokenizer))), answer)[0]
 
 
 def prompt_text(example: Example) -> str:

@@ -72,6 +72,8 @@ class TrainedModel(NamedTuple):
         return self._replace(model=models.LanguageModel(config), params=params, model_state=model_state)
 
     def without_blocks(self, numbers: Sequence[str | int]) -> "TrainedModel":
+        if numbers:
+            require_next_tokens(self.model)
         return self._replace(model=without_blocks(self.model, numbers))
 
 

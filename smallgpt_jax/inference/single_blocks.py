@@ -34,16 +34,17 @@ def replaced_blocks(replacement: Callable):
         yield
 
 
-def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__"):
+def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__", prefix_BxT=None):
     """Returns what `model.apply` with `method`, a function of (tokens, context), returns, up to rounding."""
     batch, time = tokens_BxT.shape
-    context = Context(cache_length=time, start_B=jnp.zeros(batch, jnp.int32), length_B=jnp.full(batch, time))
+    context = Context(cache_length=time, start_B=jnp.zeros(batch, jnp.int32), length_B=jnp.full(batch, time),
+                      prefix_BxT=prefix_BxT)
     return model.apply(variables, tokens_BxT, context, method=method, mutable=["cache", "calls"])[0]
 
 
 def num_blocks(model: LanguageModel) -> int:
     """Returns the number of calls of `models.block.Block`; other classes of blocks do not count."""
-    calls = []
+    calls, variables = [], abstract_variables(model)  # before the replacement, because initialization calls blocks, too
 
     def count(number, block, x_BxTxD):
         calls.append(number)
@@ -51,7 +52,7 @@ def num_blocks(model: LanguageModel) -> int:
 
     with replaced_blocks(count):
         tokens = jax.ShapeDtypeStruct((1, 1), "int32")
-        jax.eval_shape(lambda variables, tokens: prefill(model, variables, tokens), abstract_variables(model), tokens)
+        jax.eval_shape(lambda variables, tokens: prefill(model, variables, tokens), variables, tokens)
     return len(calls)
 
 
@@ -64,7 +65,9 @@ class WithoutBlocks(LanguageModel):
         if self.is_initializing():
             return super().hidden(tokens_BxT, context)
         if not context.decode:
-            return prefill(self.clone(parent=None), self.variables, tokens_BxT, "hidden")
+            if context.segment_ids_BxT is not None:
+                raise ValueError("several documents in a row: a prefill has one text per row")
+            return prefill(self.clone(parent=None), self.variables, tokens_BxT, "hidden", context.prefix_BxT)
         with replaced_blocks(lambda number, block, x_BxTxD: x_BxTxD if number in self.left_out else block(x_BxTxD)):
             return super().hidden(tokens_BxT, context)
 

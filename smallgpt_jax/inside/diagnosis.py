@@ -47,9 +47,9 @@ def diagnose(workdir: str, step: int | None, texts: Sequence[str], windows: int,
     content = diagnose_model(trained, config, read, deep, log)
     output = folder / DIAGNOSIS_FOLDER
     output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n")
     for name, image in figures.draw(content).items():
         write_atomically(output / name, image)
-    write_atomically(output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n")
     return content
 
 
@@ -122,7 +122,7 @@ def measure_collapse(model: models.LanguageModel, seed: int, depth: int, windows
     """
     fields = {field.name: getattr(model.config, field.name) for field in dataclasses.fields(models.ModelConfig)}
     deep = models.build(**fields | {"architecture": "gpt", "num_layers": depth, "tie_embeddings": True,
-                                    "norm_epsilon": 1e-30})
+                                    "norm_epsilon": 1e-30, "loops": 1})
     variables = jax.jit(lambda: models.init_variables(deep, seed))()
     found = {}
     for name, parts in COLLAPSE.items():

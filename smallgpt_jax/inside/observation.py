@@ -69,6 +69,8 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
             case Block(), "join":
                 skipped_BxTxD, change_BxTxD = arguments
                 return call(parts.skips * skipped_BxTxD, change_BxTxD)
+            case Block(), "with_stack_input":  # the mix with x0 is a skip connection
+                return jnp.where(parts.skips, call(*arguments), arguments[0])
             case Block(), "add":
                 x_BxTxD, branch, *_ = arguments
                 return jnp.where(parts.mlps, call(*arguments), x_BxTxD) if branch == "mlp" else call(*arguments)

@@ -125,6 +125,9 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
                                **({"feature_distance": teacher} if teacher else {}))
     models.require_factors(model)
     params = models.abstract_params(model)
+    if config.optimizer.lora_rank and (others := objective.abstract_heads()):
+        config.optimizer.refuse("lora_rank", f"cannot be combined with the objective's {', '.join(others)}, which has "
+                                "parameters of its own; set it to 0")
     objective = dataclasses.replace(objective, adapters=trainable.make_adapters(params, config.optimizer))
     heads = objective.abstract_heads()
     if taken := params.keys() & heads.keys():

@@ -29,7 +29,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
     what it would read besides its input.
     """
     width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
-    last, = layer_configs(config, 1, first=config.num_layers - 1)
+    last, = layer_configs(config, 1, first=config.depth - 1)
     block = dataclasses.replace(last, d_model=width, num_heads=heads, dropout=0.0, rank_ratio=0.0,
                                 value_embeddings=(), input_mix=False, loops=1,
                                 num_kv_heads=last.num_kv_heads if heads == last.num_heads else 0)

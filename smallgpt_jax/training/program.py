@@ -23,7 +23,8 @@ from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.compiled_steps import CompiledSteps, build_steps
-from smallgpt_jax.training.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.future_tokens import FUTURE_HEADS
+from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
 from smallgpt_jax.training.objectives import OBJECTIVES
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 from smallgpt_jax.training.step import Hyperparameters, updates_applied
@@ -149,7 +150,8 @@ def shared_program(config: ConfigDict | Config, devices=None) -> Program:
 def recent_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     if config.train.teacher:  # its newest checkpoint may change
         return build_steps(config, mesh)
-    parts = (OBJECTIVES.get(config.train.objective), OPTIMIZERS.get(config.optimizer.name))
+    parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
+             OPTIMIZERS.get(config.optimizer.name))
     return keyed_steps(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
 
 
@@ -163,6 +165,7 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     """Raises UserError for values of one group that do not fit another group or the mesh."""
     train, model = config.train, config.model
     train.validate_choice("tracker", ("", *TRACKERS))
+    config.optimizer.validate_choice("schedule", SCHEDULES)
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
     if train.objective != "causal" and config.data.format != "text":

@@ -32,7 +32,8 @@ class Adapters:
     def init(self, key):
         pairs = lora.init(self.params, self.config.lora_rank, self.config.train_only, key)
         if not pairs:
-            raise no_match(self.params, self.config, "a matrix of attention, MLP or dense layer")
+            adapted = ["/".join(p.path) for p in jax.tree.leaves(self.params) if lora.is_adapted(p)]
+            raise no_match(adapted, self.config, "a matrix of attention, MLP or dense layer")
         return pairs
 
 
@@ -47,10 +48,11 @@ def make_masks(params, heads, config: OptimizerConfig):
             lambda p: np.ones((1,) * len(p.shape), bool), heads)
     if not config.train_only:
         return None
-    masks = jax.tree.map(lambda p: mask(p, config.train_only), {**params, **heads})
+    masks = jax.tree.map(lambda p: mask(p, config.train_only), params)
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
-        raise no_match(params, config, "a parameter")
-    return masks
+        named = [name(p, (0,) * p.module_stacks) for p in jax.tree.leaves(params)]
+        raise no_match(named, config, "a parameter")
+    return {**masks, **jax.tree.map(lambda p: np.ones((1,) * len(p.shape), bool), heads)}
 
 
 def mask(p: Parameter, pattern: str) -> np.ndarray:
@@ -64,8 +66,7 @@ def name(p: Parameter, index: tuple[int, ...] = ()) -> str:
     return " ".join(["/".join(p.path), *(f"{axis}={i}" for axis, i in zip(p.axes, index))])
 
 
-def no_match(params, config: OptimizerConfig, what: str) -> UserError:
-    named = [name(p, (0,) * p.module_stacks) for p in jax.tree.leaves(params)]
+def no_match(named: list[str], config: OptimizerConfig, what: str) -> UserError:
     return UserError(f"config.optimizer.train_only={config.train_only!r}: matches no path of {what}; paths are such as "
                      + ", ".join(map(repr, named[-6:])))
 

@@ -16,6 +16,7 @@ from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.single_blocks import num_blocks, without_blocks
 from smallgpt_jax.inside import diagnosis, observation
 from smallgpt_jax.inside.losses import token_losses
+from smallgpt_jax.models.context import Context
 from smallgpt_jax.training.program import build_program
 
 SMALL = dict(vocab_size=40, context_length=12, d_model=16, num_heads=2, num_layers=2, dtype="float32")
@@ -70,6 +71,18 @@ def test_losses_without_a_block(architecture):
         session.ids = [WINDOWS[0, :length].tolist()]
         _, found = session.sample_with_logits(Sampling(temperature=None))
         np.testing.assert_allclose(found[0], logits[0, length - 1], atol=2e-5)
+
+
+def test_blocks_of_a_prefix_language_model():
+    """The model without its last block is that of the blocks before it, with the same prefix."""
+    models_of = [build("gpt", num_layers=layers, context_length=20, attention_mask="prefix") for layers in (3, 2)]
+    assert num_blocks(models_of[0]) == 3
+    params = init(models_of[0])
+    before = {**params, "trunk": {**params["trunk"], "blocks": jax.tree.map(lambda x: x[:2], params["trunk"]["blocks"])}}
+    tokens, context = np.arange(20)[None] % 7, Context(prefix_BxT=np.arange(20)[None] < 8)
+    found = without_blocks(models_of[0], ["2"]).apply({"params": params}, tokens, context)
+    np.testing.assert_allclose(found, models_of[1].apply({"params": before}, tokens, context), atol=1e-5)
+    assert np.abs(found - models_of[1].apply({"params": before}, tokens)).max() > 1e-2
 
 
 @pytest.mark.parametrize("position", ["pre", "post"])

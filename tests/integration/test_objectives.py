@@ -226,7 +226,7 @@ def test_the_loss_of_masked_tokens():
 
 def masked_run(folder, text_file):
     config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, model__position="alibi",
-                                  model__attention_windows=(5, 0), train__objective="masked"))
+                                  model__attention_windows=(5, 0), model__logit_softcap=2.0, train__objective="masked"))
     model = models.LanguageModel(config.model)
     return model, save_run(folder, config, init(model))
 

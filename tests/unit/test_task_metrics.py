@@ -76,6 +76,18 @@ def test_generated_answers_are_those_of_generate(model, tmp_path):
     assert [examples.exact_match(" yes\n", text) for text in ("yes", "yes.")] == [1.0, 0.0]
 
 
+def test_answers_end_where_the_template_ends_a_text(tmp_path):
+    template = ("{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+                "{{ 'assistant:' if add_generation_prompt }}")
+    rows = [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]}
+            for answer in ("yes", "no", "yes", "no")]
+    read = [examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit)
+            for limit in (None, 3, 0.5)]
+    assert [[question.answer for question in questions] for questions in read] == [
+        ["yes", "no", "yes", "no"], ["yes", "no", "yes"], ["yes", "no"]]
+    assert read[0][0].text == "user:xassistant:" and examples.find_labels(read[0]) == ["no", "yes"]
+
+
 def test_bad_files_are_refused(tmp_path):
     def read(rows):
         return examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)

@@ -259,6 +259,10 @@ class SmallGPT(PreTrainedModel):
     def set_output_embeddings(self, head):
         self.head = head
 
+    def logits(self, x):
+        logits, cap = self.head(x), self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     def hidden(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds):
         """Returns the input of the output head, (B, T, W). Texts may be padded on either side; `attention_mask` is 1 at
         tokens and 0 at padding.
@@ -302,10 +306,7 @@ class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
             past_key_values = DynamicCache(config=self.config)
         x = self.hidden(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(x[:, keep])
-        if cap := self.config.logit_softcap:
-            logits = cap * torch.tanh(logits / cap)
-        loss = None
+        logits, loss = self.logits(x[:, keep]), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
@@ -321,7 +322,7 @@ class SmallGPTForMaskedLM(SmallGPT):
         −100 do not count. With `output_hidden_states`, also returns the input of the output head, (B, T, W).
         """
         x = self.hidden(input_ids, attention_mask, position_ids, None, inputs_embeds)
-        logits, loss = self.head(x), None
+        logits, loss = self.logits(x), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(x,) if output_hidden_states else None)

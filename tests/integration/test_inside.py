@@ -78,7 +78,8 @@ def test_blocks_of_a_prefix_language_model():
     models_of = [build("gpt", num_layers=layers, context_length=20, attention_mask="prefix") for layers in (3, 2)]
     assert num_blocks(models_of[0]) == 3
     params = init(models_of[0])
-    before = {**params, "trunk": {**params["trunk"], "blocks": jax.tree.map(lambda x: x[:2], params["trunk"]["blocks"])}}
+    blocks = jax.tree.map(lambda x: x[:2], params["trunk"]["blocks"])
+    before = {**params, "trunk": {**params["trunk"], "blocks": blocks}}
     tokens, context = np.arange(20)[None] % 7, Context(prefix_BxT=np.arange(20)[None] < 8)
     found = without_blocks(models_of[0], ["2"]).apply({"params": params}, tokens, context)
     np.testing.assert_allclose(found, models_of[1].apply({"params": before}, tokens, context), atol=1e-5)

@@ -127,8 +127,8 @@ def test_train_only_freezes_all_but_one_path():
 
 @pytest.mark.parametrize("fields, expected", [
     ({"optimizer__train_only": "no_such", "optimizer__lora_rank": 0}, "matches no path of a parameter; paths are such"),
-    ({"optimizer__train_only": "norm"}, "matches no path of a matrix of attention, MLP or dense layer; paths are such .*"
-     "mlp/up/kernel'"),
+    ({"optimizer__train_only": "norm"}, "matches no path of a matrix of attention, MLP or dense layer; paths are "
+     "such .*mlp/up/kernel'"),
     ({"optimizer__train_only": "("}, "not a regular expression"),
     ({"train__future_tokens": 1}, "lora_rank=2: cannot be combined with the objective's mtp"),
     ({"optimizer__schedule": "cosin"}, "did you mean 'cosine'"),

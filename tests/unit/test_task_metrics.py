@@ -77,8 +77,8 @@ def test_generated_answers_are_those_of_generate(model, tmp_path):
 
 
 def test_answers_end_where_the_template_ends_a_text(tmp_path):
-    template = ("{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
-                "{{ 'assistant:' if add_generation_prompt }}")
+    template = ("{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' }}"
+                "{% endfor %}{{ 'assistant:' if add_generation_prompt }}")
     rows = [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]}
             for answer in ("yes", "no", "yes", "no")]
     read = [examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit)

@@ -1,4 +1,4 @@
-"""Shows what happens inside a trained model: with depth, in attention, by position, and without some of its parts.
+"""Measures activations, attention and losses inside a trained model, and the loss without each of its blocks.
 
     python -m smallgpt_jax.diagnose --workdir=runs/pgpt
     python -m smallgpt_jax.diagnose --workdir=runs/moe --text=code.txt --text=poems.txt

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.run.config import TrainConfig
 
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -99,7 +100,7 @@ def differ_in_targets(runs: Sequence[Run]) -> bool:
 
 
 def objectives_of(runs: Sequence[Run]) -> list[str]:
-    return sorted({run.config.get("train.objective", "causal") for run in runs})
+    return sorted({run.config.get("train.objective", TrainConfig.objective) for run in runs})
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:

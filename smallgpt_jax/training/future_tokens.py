@@ -4,6 +4,7 @@ Shapes: B batch, T time, D width of the embedding, W width of the head's input, 
 pseudo-sequence, S positions per row whose future is predicted, R = B·S.
 """
 
+import abc
 import dataclasses
 import math
 
@@ -25,8 +26,8 @@ from smallgpt_jax.training.objectives import Outputs, Term
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts, and without
-    what it would read besides its input.
+    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts. Its only input
+    is the stream: no value embeddings, no mix with x0.
     """
     width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
     last, = layer_configs(config, 1, first=config.depth - 1)
@@ -73,14 +74,14 @@ class MultiTokenModules(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FutureTokens(Term):
+class FutureTokens(Term, abc.ABC):
     config: ModelConfig
     count: int
     chunks: int
 
     @property
-    def head(self) -> nn.Module:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def head(self) -> nn.Module: ...
 
     def init(self, key):
         c = self.config

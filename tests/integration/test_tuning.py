@@ -13,10 +13,12 @@ from safetensors.numpy import load_file
 from smallgpt_jax import inference
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import abstract_params, lora
+from smallgpt_jax.models import Parameter, abstract_params, lora
+from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainable import make_masks
 
 MODEL = {**{name.removeprefix("model__"): value for name, value in SMALL.items() if name.startswith("model__")},
          "num_layers": 1, "vocab_size": 260, "use_bias": True, "tie_embeddings": True, "activation": "gelu_tanh"}
@@ -123,6 +125,16 @@ def test_train_only_freezes_all_but_one_path():
     kept = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state) if x.ndim]
     assert len(kept) == 2 * len(trained) and not any("mlp" in path or "embedding" in path for path in kept)
     assert metrics["grad_norm"] > 0
+
+
+def test_heads_are_trained_and_do_not_count_as_a_match():
+    parameters = {name: {"kernel": Parameter((name, "kernel"), (2, 3), np.float32, (None, None))}
+                  for name in ("trunk", "mtp")}
+    params, heads = ({name: parameters[name]} for name in ("trunk", "mtp"))
+    masks = make_masks(params, heads, OptimizerConfig(train_only="trunk"))
+    assert masks["trunk"]["kernel"].all() and masks["mtp"]["kernel"].all()
+    with pytest.raises(UserError, match="matches no path"):
+        make_masks(params, heads, OptimizerConfig(train_only="mtp"))
 
 
 @pytest.mark.parametrize("fields, expected", [

@@ -265,6 +265,7 @@ def test_warns_of_different_validation_rows():
     assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]
     assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
     assert "no ranking" in outcome
+    assert "no ranking" in warnings_and_conclusion(512, 512, **{"train.objective": "masked"})[1]
     assert aggregation.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [
         (20.0, aggregation.Spread(4., 4., 4., 1))]
     warning, = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]

@@ -27,6 +27,7 @@ def write_predictions(comparison: Comparison, losses: Mapping[Path, float], comm
     Several processes may call this. The lock makes one of them write.
     """
     path = comparison.output / PREDICTIONS_FILE
+    comparison.output.mkdir(parents=True, exist_ok=True)  # missing if all other runs are in a record
     with file_lock(comparison.output / LOCK_FILE, wait=True):
         if path.exists():
             return

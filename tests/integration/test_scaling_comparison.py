@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -103,6 +104,11 @@ def test_held_out_runs_start_after_their_prediction(compare, tmp_path):
     assert found["ranking"]["means"].keys() == {f"gpt@{HELD_OUT}"}
     events, _ = compare()
     assert events == [] and (output / "report.md").read_text() == markdown
+
+    (output / "results.json").rename(tmp_path / "record.json")
+    shutil.rmtree(output)
+    events, _ = compare(f"--results={tmp_path / 'record.json'}")
+    assert events == [] and (output / "predictions.json").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ class Path(nn.Module):
         c = self.config
         x_BxTxD = Dense((c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
             x_BxTxD, context)
+        # Otherwise, XLA keeps the dense layer's sharding over `tensor` in the blocks, which exchange more with it.
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
         return stack_blocks(layer_configs(c, c.depth), context)(x_BxTxD)
 
 

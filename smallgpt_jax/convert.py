@@ -140,7 +140,8 @@ def write_hugging_face(source: Path, output: Path, trained: inference.TrainedMod
                                         adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
     with atomic_folder(output) as folder:
         hugging_face.export_folder(
-            folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state)
+            folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state,
+            inference.find_chat_template(source))
     return form.class_name(model.config) + (" with its own code (trust_remote_code=True)" if form.CODE else "")
 
 
@@ -176,13 +177,14 @@ def import_model(source: str, folder: Path) -> None:
     """Writes the model as a checkpoint of step 0, and where it comes from as origin.json."""
     origin = {"format": _FROM.value, "read from": resolve(as_path("--input", source)).name,
               "on": datetime.date.today().isoformat()}
-    model_state = {}
+    model_state, chat_template = {}, ""
     if _FROM.value == "hf":
-        model, params, tokenizer, model_state = hugging_face.read_folder(
+        model, params, tokenizer, model_state, chat_template = hugging_face.read_folder(
             str(local_path("--input", source)) if is_remote(source) else source, not _TOKENIZER.value, _TRUST.value)
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(
             source, _STEP.value, _TRUST.value)
+        chat_template = inference.find_chat_template(source)
         # Records how the source run was trained. If its weights were imported, also records where they come from.
         origin |= dict(model_card.training_facts(as_path("--input", source), origin["step"]))
         if _RANK_RATIO.value is not None:
@@ -198,7 +200,7 @@ def import_model(source: str, folder: Path) -> None:
                         f"has only {model.config.vocab_size:,}; name the model's tokenizer with --tokenizer")
     # orbax checkpoints have another layout in object storage than on a local disk, so a local one cannot be uploaded.
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
-        write_imported(partial, model, params, model_state, tokenizer, origin)
+        write_imported(partial, model, params, model_state, tokenizer, origin, chat_template)
     print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"
           f"  {command_line('main', f'--config=run:{folder}')} "

@@ -26,6 +26,7 @@ from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_fi
 from smallgpt_jax.conversion.config_json import ConfigJson, require_fit
 from smallgpt_jax.conversion.weight_files import import_library, open_weights
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.chat_template import TEMPLATE_FILE, own_template, save_template
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
@@ -41,6 +42,7 @@ class Imported(NamedTuple):
     params: dict
     tokenizer: Tokenizer | None
     model_state: dict
+    chat_template: str  # "" if the folder has none
 
 
 def find_format(config: models.ModelConfig):
@@ -48,7 +50,7 @@ def find_format(config: models.ModelConfig):
 
 
 def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str,
-                  model_state=None) -> None:
+                  model_state=None, chat_template: str = "") -> None:
     """`card` becomes README.md. `model_state` is needed only for mixtures of experts."""
     config, form = model.config, find_format(model.config)
     described = form.to_config(config)
@@ -69,9 +71,11 @@ def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: 
         source = resources.files("smallgpt_jax.conversion.exported") / name
         (folder / name).write_text(source.read_text())
     if tokenizer:
-        for name, content in tokenizer_files.hugging_face_files(tokenizer, config.context_length).items():
+        for name, content in tokenizer_files.hugging_face_files(
+                tokenizer, config.context_length, bool(chat_template)).items():
             (folder / name).write_text(content)
         tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
+        save_template(chat_template, folder)
     (folder / "README.md").write_text(card)
 
 
@@ -106,7 +110,7 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
         raise UserError(f"{files.path}: {error}") from None
     params = tensors.to_params(model, weights, form.hugging_face_name, str(files.path))
     return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None,
-                    tensors.to_model_state(model, weights))
+                    tensors.to_model_state(model, weights), own_template(folder))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -124,7 +128,7 @@ def download_folder(name: str) -> Path:
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[
             "config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt",
-            "tokenizer*", "special_tokens_map.json"]))
+            "tokenizer*", "special_tokens_map.json", TEMPLATE_FILE]))
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder

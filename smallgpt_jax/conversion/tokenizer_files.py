@@ -16,11 +16,13 @@ PROBES = [
     f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too", "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space", ""]
 
 
-def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Returns {file name: content}. Exported tokenizers encode `<|endoftext|>` in a text as ordinary text."""
+def hugging_face_files(tokenizer: Tokenizer, context_length: int, is_chat: bool = False) -> dict[str, str]:
+    """Returns {file name: content}. Exported tokenizers encode `<|endoftext|>` in a text as ordinary text; those of
+    chat models as the special token, because transformers encodes what a template writes like any text.
+    """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files = {"tokenizer_config.json": settings(
-            tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length)}
+            tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length, is_chat)}
         return {name: content for name, content in files.items() if name not in tokenizer.files()}
     if tokenizer.kind == SYMBOLS:
         raise UserError("the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to export "
@@ -51,14 +53,14 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int) -> dict[str, s
         converted.post_processor = library.processors.TemplateProcessing(
             single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)])
     return {"tokenizer.json": converted.to_str(),
-            "tokenizer_config.json": settings(begin_of_text, end_of_text, context_length, **more)}
+            "tokenizer_config.json": settings(begin_of_text, end_of_text, context_length, is_chat, **more)}
 
 
-def settings(begin_of_text: str, end_of_text: str, context_length: int, **more) -> str:
+def settings(begin_of_text: str, end_of_text: str, context_length: int, is_chat: bool, **more) -> str:
     return json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin_of_text, "eos_token": end_of_text,
         "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
-        "clean_up_tokenization_spaces": False, "split_special_tokens": True, **more}, indent=2) + "\n"
+        "clean_up_tokenization_spaces": False, "split_special_tokens": not is_chat, **more}, indent=2) + "\n"
 
 
 def bytes_tokenizer(library, tokenizer: Tokenizer):

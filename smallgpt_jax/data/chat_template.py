@@ -11,6 +11,7 @@ from pathlib import Path
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
@@ -83,16 +84,36 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); expected a "
                             "file with a Jinja template") from None
-    if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
-        return checked(own.read_text(), str(own))
-    if (settings := tokenizer_folder / SETTINGS_FILES[0]).is_file():
-        found = read_json(settings, OBJECT, "restore it").get("chat_template")
-        if isinstance(found, list):  # several templates, by name
-            found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
-        if isinstance(found, str):
-            return checked(found, f"{settings}: chat_template")
+    if own := own_template(tokenizer_folder):
+        return checked(own, f"{tokenizer_folder}: chat template")
     raise UserError(f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} nor a "
                     f"chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template")
+
+
+def own_template(tokenizer_folder: Path) -> str:
+    """Returns the template of the tokenizer, as transformers finds it, or ""."""
+    if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
+        return own.read_text()
+    settings, found = tokenizer_folder / SETTINGS_FILES[0], None
+    if settings.is_file():
+        found = read_json(settings, OBJECT, "restore it").get("chat_template")
+    if isinstance(found, list):  # several templates, by name
+        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else ""
+
+
+def save_template(source: str, tokenizer_folder: Path) -> None:
+    if source and own_template(tokenizer_folder) != source:  # else the folder's own file may have further templates
+        write_atomically(tokenizer_folder / TEMPLATE_FILE, source)
+
+
+def with_begin(source: str) -> str:
+    """Returns the template that also writes the begin-of-text token, which `encode_example` puts before each text."""
+    try:
+        writes_begin = ChatTemplate.of(source).render([{"role": "user", "content": "text"}]).startswith(BEGIN)
+    except ValueError:  # it needs other messages
+        writes_begin = "bos_token" in source
+    return source if writes_begin else "{{ bos_token }}" + source
 
 
 def checked(source: str, where: str) -> str:

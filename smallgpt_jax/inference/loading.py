@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.chat_template import ChatTemplate, find_template
+from smallgpt_jax.data.chat_template import ChatTemplate, own_template, with_begin
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
@@ -110,14 +110,21 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
-    """Returns the template of the conversations on which a run trained, otherwise the tokenizer's own."""
-    path = as_path("--workdir", folder)
-    source = training_format(path)[1]
-    try:
-        return ChatTemplate.of(source or find_template("", path / TOKENIZER_FOLDER))
-    except UserError as error:
+    source = find_chat_template(folder)
+    if not source:
         raise UserError(f"{folder}: no chat template: the run did not train on conversations (config.data.format="
-                        f"'messages'), and its tokenizer has none ({error})") from None
+                        "'messages'), and its tokenizer has none")
+    try:
+        return ChatTemplate.of(source)
+    except ValueError as error:
+        raise UserError(f"{folder}: its chat template is no Jinja template ({error}); correct it") from None
+
+
+def find_chat_template(folder: str | Path) -> str:
+    """Returns the template of the conversations on which a run trained, otherwise the tokenizer's own, or ""."""
+    path = as_path("--workdir", folder)
+    trained = training_format(path)[1]
+    return with_begin(trained) if trained else own_template(path / TOKENIZER_FOLDER)
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.chat_template import save_template
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import distributed
@@ -138,9 +139,10 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
 
 
 def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
-                   origin: dict) -> None:
+                   origin: dict, chat_template: str = "") -> None:
     """`workdir` must be empty; training can continue in it."""
     tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
+    save_template(chat_template, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)
     checkpoints.save_imported(params, model_state)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
+from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
@@ -28,6 +29,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training import train
 from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import shared_program
@@ -76,7 +78,7 @@ def test_imports_gpt2(tmp_path, fields):
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path / "theirs")
-    model, params, tokenizer, _ = hugging_face.read_folder(str(tmp_path / "theirs"))
+    model, params, tokenizer, *_ = hugging_face.read_folder(str(tmp_path / "theirs"))
     assert tokenizer is None and models.num_parameters(model) == sum(p.numel() for p in theirs.parameters())
     tokens = random_tokens(model)
     with torch.no_grad():
@@ -240,6 +242,46 @@ def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request)
     theirs.save_pretrained(tmp_path / "again")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert again.encode(english[0]) == theirs.encode(english[0])
+
+
+CHAT = """\
+{%- for message in messages %}
+{{- '\nUser: ' if message.role == 'user' else '\nAssistant:' }}
+{{- message.content if message.role == 'user' else ' ' + message.content + eos_token }}
+{%- endfor %}
+{{- '\nAssistant:' if add_generation_prompt }}
+"""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece:400"])
+def test_a_chat_template_is_exported_and_imported(kind, english, tmp_path):
+    """In transformers, a conversation has the ids on which the run trained; an import exports the same template."""
+    conversations = [[{"role": "user", "content": f"a question, {i}"}, {"role": "assistant", "content": f"yes, {i}"},
+                      {"role": "user", "content": "and then?"}, {"role": "assistant", "content": " no"}]
+                     for i in range(20)]
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    tokenizer = TokenizerSource(kind).make(english)
+    run, out, back = (tmp_path / name for name in ("run", "out", "back"))
+    model = build("gpt", **GPT2, vocab_size=512)
+    write_imported(run, model, init(model), {}, tokenizer, {})
+    store = prepare_store(tmp_path / "store", tmp_path / "a.jsonl", format="messages",
+                          tokenizer=str(run / "tokenizer"), chat_template=str(tmp_path / "chat.jinja"))
+    shutil.copy(tmp_path / "store/metadata.json", run / "store.json")  # as main does when the run starts
+    for direction in (("--to=hf", f"--workdir={run}", f"--output={out}"),
+                      ("--from=hf", f"--input={out}", f"--workdir={back}"),
+                      ("--to=hf", f"--workdir={back}", f"--output={tmp_path / 'again'}")):
+        result = call("convert", *direction)
+        assert result.returncode == 0, result.stderr
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    found = {(*theirs.apply_chat_template(messages).input_ids,) for messages in conversations}
+    # The end of the last answer is the beginning of the next document.
+    ours = {(*store.train.stream[start:start + length].tolist(), tokenizer.end_of_text)
+            for start, length in zip(store.train.starts, store.train.lengths)}
+    assert len(ours) == store.train.documents > 10 and ours < found
+    text = theirs.apply_chat_template(conversations[0][:1], add_generation_prompt=True, tokenize=False)
+    assert text == "<|endoftext|>\nUser: a question, 0\nAssistant:"
+    assert (tmp_path / "again/chat_template.jinja").read_bytes() == (out / "chat_template.jinja").read_bytes()
 
 
 def other_sentencepiece(texts: list[str], kind: str):

@@ -24,7 +24,7 @@ class Context:
     prefix_BxT: jax.Array | None = None
     tokens_BxT: jax.Array | None = None  # the model's inputs, for value embeddings
     stack_input_BxTxD: jax.Array | None = None  # the first block's input, x0, with config.model.input_mix
-    loss_mask_BxT: jax.Array | None = None  # False at padding, which is no load for experts; None: all True
+    loss_mask_BxT: jax.Array | None = None  # False at padding and where the loss counts no target; None: all True
 
     @property
     def decode(self) -> bool:
@@ -39,6 +39,15 @@ class Context:
             return places_1xT
         begins_BxT = jnp.diff(self.segment_ids_BxT, axis=1, prepend=-1) != 0
         return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
+
+    @property
+    def is_text_BxT(self):
+        """False at the padding, which ends a row after its last counted target. Prompts, which the loss does not count,
+        are text: they are a load for experts. None: all True.
+        """
+        if self.loss_mask_BxT is None:
+            return None
+        return jax.lax.cummax(self.loss_mask_BxT.astype(jnp.int32), axis=1, reverse=True) > 0
 
     def attention_mask(self, window: int, is_causal: bool = True) -> AttentionMask:
         return AttentionMask(window, self.segment_ids_BxT, self.prefix_BxT, is_causal)

@@ -30,7 +30,7 @@ class Router(nn.Module):
         scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
-        mask_BxT = context.loss_mask_BxT
+        mask_BxT = context.is_text_BxT
         self.count(experts_BxTxK, mask_BxT)
         if c.balance_loss:
             in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))

@@ -1,7 +1,7 @@
 """LoRA (Hu et al., arXiv 2106.09685): W + (alpha / rank)·A·B in place of W. Only A and B are trained.
 
 Each matrix of attention, MLPs and dense layers has a pair A (*stack, *inputs, rank), B (*stack, rank, *outputs), where
-`stack` are the axes along which layers and paths are stacked. The pairs are a tree beside the model's parameters, which
+`stack` are the axes along which layers and paths are stacked. So has the output head, if a pattern names it. The pairs are a tree beside the model's parameters, which
 is merged into them before the model is applied, so that layers do not know of it.
 """
 
@@ -16,18 +16,20 @@ from smallgpt_jax.models.initializers import normal, zeros
 from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter, unboxed
 
 NAME = "lora"  # of the tree, among the heads of a train state
+HEAD = ("head",)  # exists if it is not the embedding
 NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MODULE_STACKS}
 
 
-def is_adapted(p: Parameter) -> bool:
-    return p.is_matrix and not NOT_ADAPTED & set(p.axes)
+def is_adapted(p: Parameter, pattern: str = "") -> bool:
+    is_named = bool(pattern) and p.path == HEAD
+    return p.is_matrix and (is_named or not NOT_ADAPTED & set(p.axes)) and bool(re.search(pattern, "/".join(p.path)))
 
 
 def init(params, rank: int, pattern: str, key):
     """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the products are 0."""
     pairs = {}
     for number, p in enumerate(jax.tree.leaves(params)):
-        if is_adapted(p) and re.search(pattern, "/".join(p.path)):
+        if is_adapted(p, pattern):
             stack, (inputs, outputs) = range(p.module_stacks), p.matrix_axes
             shape_a, axes_a = ([*(values[i] for i in (*stack, *inputs)), last]
                                for values, last in ((p.shape, rank), (p.axes, "rank")))

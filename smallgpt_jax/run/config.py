@@ -66,7 +66,7 @@ class OptimizerConfig(ConfigGroup):
     # pgpt, the path with number 1 (docs/tuning.md)
     train_only: str = ""
     # LoRA: rank of the matrices that are trained in place of the weights; 0: no LoRA. train_only then selects the
-    # weights that get such matrices; "": all of attention, MLPs and dense layers
+    # weights that get such matrices; "": all of attention, MLPs and dense layers; "kernel|head": also the output head
     lora_rank: int = 0
     # LoRA: the product of the trained matrices is multiplied by lora_alpha / lora_rank
     lora_alpha: float = 16.0

@@ -11,6 +11,7 @@ from run_helpers import SMALL, assert_equal, state_of
 from safetensors.numpy import load_file
 
 from smallgpt_jax import inference
+from smallgpt_jax.conversion import hugging_face, peft_adapter
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import Parameter, abstract_params, lora
@@ -23,6 +24,9 @@ from smallgpt_jax.training.trainable import make_masks
 MODEL = {**{name.removeprefix("model__"): value for name, value in SMALL.items() if name.startswith("model__")},
          "num_layers": 1, "vocab_size": 260, "use_bias": True, "tie_embeddings": True, "activation": "gelu_tanh"}
 RANK, ALPHA = 2, 8.0
+LLAMA = dict(position="rope", norm="rms", mlp="gated", activation="silu", num_layers=2, d_model=32, num_heads=4,
+             context_length=32, vocab_size=300, mlp_ratio=2.625)
+NATIVE = {"Llama": {}, "Qwen3": dict(qk_norm=True, num_kv_heads=2, head_dim=12, tie_embeddings=True)}
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +186,43 @@ def test_the_adapter_loads_in_peft(imported, tuned):
     np.testing.assert_allclose(forward(model.model, model.params, tokens), logits, atol=1e-5)
     assert np.abs(forward(model.model, inference.load_trained(imported / "imported").params, tokens) - logits
                   ).max() > 0.01
+
+
+def with_sums(theirs, adapter):
+    """Adds B·A to the weights that the adapter names, as peft does: its alpha equals its rank."""
+    import torch
+
+    factors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name in {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}:
+            a, b = (torch.tensor(factors[f"base_model.model.{name}.lora_{letter}.weight"]) for letter in "AB")
+            theirs.get_submodule(name).weight += b @ a
+    return theirs
+
+
+def with_peft(theirs, adapter):
+    return pytest.importorskip("peft", reason="needs peft, which no extra installs").PeftModel.from_pretrained(
+        theirs, str(adapter)).eval()
+
+
+@pytest.mark.parametrize("apply", [with_sums, with_peft])
+@pytest.mark.parametrize("name", NATIVE)
+def test_adapters_of_llama_and_qwen3(name, apply, tmp_path):
+    """With random pairs of all matrices and of the output head, which is adapted because the pattern names it."""
+    torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
+    model = build("gpt", **LLAMA | NATIVE[name])
+    abstract, params, rng = abstract_params(model), init(model), np.random.default_rng(0)
+    pairs = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)),
+                         lora.abstract_pairs(abstract, RANK, "kernel|head"))
+    assert ("head" in pairs) == (name == "Llama") and "head" not in lora.abstract_pairs(abstract, RANK, "")
+    tuned = lora.merge(abstract, params, pairs, ALPHA / RANK)
+    for folder in ("base", "adapter"):
+        (tmp_path / folder).mkdir()
+    hugging_face.export_folder(tmp_path / "base", model, params, None, "")
+    assert peft_adapter.write(tmp_path / "adapter", model, params, tuned, RANK) == f"{name}ForCausalLM"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    tokens = rng.integers(0, 300, (2, 20))
+    with torch.no_grad():
+        logits = apply(theirs, tmp_path / "adapter")(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(forward(model, tuned, tokens), logits, atol=1e-5)
+    assert np.abs(forward(model, params, tokens) - logits).max() > 0.1

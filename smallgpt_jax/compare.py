@@ -177,6 +177,8 @@ def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]
             measure.measure_texts(run.folder, texts, compare.contexts)
             if compare.decoding:
                 inference_cost.measure_inference(run.folder)
+            if compare.diagnose:
+                measure.observe(run.folder)
 
     def predict(losses: dict[Path, float]) -> None:
         held_out.write_predictions(comparison, losses, repeating_command())

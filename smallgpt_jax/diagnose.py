@@ -13,13 +13,14 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.inside import diagnosis, table
+from smallgpt_jax.inside.windows import WINDOWS
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest.")
 _TEXT = flags.DEFINE_multi_string("text", [], "Text file to observe the model on; repeatable. Default: the run's "
                                   "validation split.")
-_WINDOWS = flags.DEFINE_integer("windows", 64, "Windows of context_length tokens per text.", lower_bound=1)
+_WINDOWS = flags.DEFINE_integer("windows", WINDOWS, "Windows of context_length tokens per text.", lower_bound=1)
 _DEEP = flags.DEFINE_integer("deep", 24, "Blocks of the untrained model whose collapse without skip connections is "
                              "measured; 0: none.", lower_bound=0)
 flags.mark_flag_as_required("workdir")

@@ -3,7 +3,8 @@
     python -m smallgpt_jax.compare --config=configs/compare/objectives.py --output=runs/objectives
 
 The validation losses of causal, mtp and ftp compare with each other. Those of prefix and masked are losses of other
-tokens, and the report's ranking does not apply to them; their models are for comparisons on tuned tasks.
+tokens, and the report's ranking does not apply to them; their models are for comparisons on tuned tasks. The section
+about the inside of the models has the similarity of neighbours, which FTP is said to raise.
 """
 
 from configs.compare import base
@@ -20,4 +21,4 @@ RUNS = {
 def get_config(size: str = "quickstart"):
     common = base.recipe("gpt", size)
     common.model.vocab_size += 8  # for the mask token
-    return base.comparison(common, {name: {"train": fields} for name, fields in RUNS.items()})
+    return base.comparison(common, {name: {"train": fields} for name, fields in RUNS.items()}, diagnose=True)

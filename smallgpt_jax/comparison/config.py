@@ -53,6 +53,8 @@ class CompareConfig(ConfigGroup):
     texts: str = ""
     # measure the inference of finished runs: time of prefill and of decoding, bytes of the cache
     decoding: bool = True
+    # observe finished runs as the command `diagnose` does
+    diagnose: bool = False
 
     def validate(self) -> None:
         self.validate_choice("budget", BUDGETS)

@@ -1,4 +1,4 @@
-"""Measures the loss of finished runs on further texts and with longer contexts."""
+"""Measures the loss of finished runs on further texts and with longer contexts, and observes them inside."""
 
 import functools
 import json
@@ -17,6 +17,8 @@ from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inside.summary import read_summary
+from smallgpt_jax.inside.windows import WINDOWS
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
@@ -137,6 +139,19 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
             rows.append({**row, "source": texts.get(name, config.data.source)})
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
+
+
+def observe(folder: Path, log=print) -> None:
+    """Writes diagnosis/diagnose.json and its plots, unless they exist for the last step."""
+    from smallgpt_jax.inside import diagnosis  # here, because it imports matplotlib, which takes time
+
+    steps = read_config(folder).train.steps
+    if read_summary(folder, steps):
+        return
+    try:
+        diagnosis.diagnose(str(folder), steps, [], WINDOWS, 0, log=lambda message: log(f"{folder.name}: {message}"))
+    except UserError as error:  # a custom architecture, or a masked model
+        log(f"{folder.name}: not observed: {error}")
 
 
 def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:

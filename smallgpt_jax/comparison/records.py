@@ -19,6 +19,7 @@ from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inside.summary import SUMMARY
 from smallgpt_jax.run.config import GROUPS
 from smallgpt_jax.run.sessions import SESSION
 from smallgpt_jax.run.training_text import text_changes
@@ -50,6 +51,7 @@ RUN = {
     "sessions": [SESSION], "expert_load": (NULL, Each(ARRAY)), "texts": results.TEXTS,
     "benchmarks": Each(NUMBER), "uncounted": (NULL, NUMBER), "flops_problem": TEXT,
     "weight_bytes": Optional((NULL, integer(0))), "inference": Optional((NULL, results.INFERENCE)),
+    "inside": Optional((NULL, SUMMARY)),
     "horizon": Optional(POSITIVE), "run": Optional(TEXT)}
 GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}

@@ -10,6 +10,7 @@ from smallgpt_jax.comparison import (
     costs,
     figures,
     inference_report,
+    inside_report,
     ranking,
     records,
     results,
@@ -81,7 +82,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks += horizon_blocks(record.runs)
     if grids:
         blocks += grid_blocks(grids, runs)
-    blocks += inference_report.inference_blocks(record) + measurement_blocks(groups, runs)
+    blocks += inference_report.inference_blocks(record) + inside_report.inside_blocks(runs)
+    blocks += measurement_blocks(groups, runs)
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]

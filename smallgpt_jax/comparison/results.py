@@ -16,6 +16,7 @@ from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
+from smallgpt_jax.inside.summary import read_summary
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import answers_in, read_lines
@@ -96,6 +97,7 @@ class Run:
     averaged: int = 1  # number of last evaluations over which `final` averages
     weight_bytes: int | None = None  # in decoding
     inference: dict | None = None  # time and cache of inference, if measured: inference.json
+    inside: dict | None = None  # summary of the diagnosis after the last step, if any: diagnose.json
     horizon: float = 1.0  # number of steps, as a multiple of that of the model's longest run
     run: str = ""  # workdir of the trunk: runs that have steps in common have the same one
 
@@ -182,6 +184,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=read_identity(folder),
         averaged=averaged, weight_bytes=counts.weight_bytes,
         inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
+        inside=read_summary(folder, config.train.steps),
         horizon=horizon, run=str(trunk or config.train.trunk or folder))
 
 

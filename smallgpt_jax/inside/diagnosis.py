@@ -14,6 +14,7 @@ from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_n
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.inside import experts, figures, losses
 from smallgpt_jax.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
+from smallgpt_jax.inside.summary import FORMAT, JSON_FILE
 from smallgpt_jax.inside.windows import validation_windows, windows_of_file
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -24,8 +25,6 @@ from smallgpt_jax.training.compiled_steps import transfer_multipliers
 from smallgpt_jax.training.objectives import make_objective
 from smallgpt_jax.training.transfer import scale_initial
 
-FORMAT = 1
-JSON_FILE = "diagnose.json"
 MEASURED = 8  # windows on which activations and attention are measured; losses are computed on all windows
 # Parts of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section 4).
 COLLAPSE = {"whole": WHOLE, "without_skips": Parts(skips=0.0), "attention_alone": Parts(skips=0.0, mlps=0.0)}

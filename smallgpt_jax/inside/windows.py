@@ -11,6 +11,8 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 
+WINDOWS = 64  # per text, by default
+
 
 def windows_of_file(path: Path, tokenizer: Tokenizer, context_length: int, count: int) -> np.ndarray:
     """Returns at most `count` windows, evenly spaced, (windows, context_length + 1) int32; the file is one document."""

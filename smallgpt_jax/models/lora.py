@@ -1,8 +1,9 @@
 """LoRA (Hu et al., arXiv 2106.09685): W + (alpha / rank)·A·B in place of W. Only A and B are trained.
 
 Each matrix of attention, MLPs and dense layers has a pair A (*stack, *inputs, rank), B (*stack, rank, *outputs), where
-`stack` are the axes along which layers and paths are stacked. So has the output head, if a pattern names it. The pairs are a tree beside the model's parameters, which
-is merged into them before the model is applied, so that layers do not know of it.
+`stack` are the axes along which layers and paths are stacked. So has the output head, if a pattern names it. The pairs
+are a tree beside the model's parameters, which is merged into them before the model is applied, so that layers do not
+know of it.
 """
 
 import math

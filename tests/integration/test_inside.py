@@ -152,3 +152,8 @@ def test_the_command(trained_run, tmp_path):
     assert losses["without_best_block_per_window"] <= min(x["loss"] for x in losses["without_block"])
     assert f"loss {losses['loss']:.4f}" in done.stdout
     assert build_program(config, jax.devices()[:1]).steps.lowered_train_step.as_text() == before
+    compared = call("compare", f"--workdirs={workdir}", f"--output={tmp_path / 'report'}")
+    assert compared.returncode == 0, compared.stderr
+    assert json.loads((tmp_path / "report/results.json").read_text())["runs"][0]["inside"]["loss"] == losses["loss"]
+    assert "## Inside the models" in (tmp_path / "report/report.md").read_text()
+    assert (tmp_path / "report/inside.png").exists()

@@ -30,6 +30,9 @@ STEP_MS = {"median": 2.0, "low": 1.9, "high": 2.2, "count": 24}
 INFERENCE = {"device": "cpu", "dtype": "float32", "context_length": 64, "cache_bytes": 6400,
              "cache_bytes_per_token": 100, "prefill_ms": STEP_MS,
              "decoding": [{"batch": 1, "cache": "full", "step_ms": STEP_MS}]}
+INSIDE = {"step": 2, "loss": 2.5, "in_context_score": -0.1, "least_important_block": 0.1, "most_important_block": 1.0,
+          "blocks": [{"token_similarity": 0.5, "neighbour_similarity": 0.6, "effective_rank": 9.0, "entropy": None,
+                      "first_weight": None}]}
 LOSSES = {0.5: 3.0, 1.0: 2.5, 2.0: 2.75}  # of a grid
 
 
@@ -45,7 +48,8 @@ def run(name: str, seed: int, loss: float, fingerprint: str = "v", targets: int 
                diverged=False, is_imported=False, steps_done=2, parameters=100, active_parameters=100,
                components={"blocks": 100}, flops_per_token=600.0, tokens_per_step=100.0, curve=points,
                tokens_per_second=1e3, memory_bytes=10**6, sessions=(session,), expert_load=None, texts=(),
-               benchmarks={"copa acc": 0.5}, text=text, averaged=averaged, weight_bytes=400, inference=INFERENCE)
+               benchmarks={"copa acc": 0.5}, text=text, averaged=averaged, weight_bytes=400, inference=INFERENCE,
+               inside=INSIDE)
 
 
 def record(*runs: Run, **fields) -> Record:

@@ -1,0 +1,64 @@
+"""The section of a report about what `diagnose` has measured inside the models."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from smallgpt_jax.comparison import aggregation, figures
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.inside import summary
+from smallgpt_jax.run.plotting import style_axes
+
+BY_DEPTH = {"token_similarity": "mean cosine of all tokens", "effective_rank": "effective rank of the activations",
+            "entropy": "attention entropy / ln(keys)", "first_weight": "attention on position 0"}
+SIZE = (8.4, 6.0)  # inches
+
+
+def inside_blocks(runs: Sequence[Run]) -> list:
+    groups = {name: [run.inside for run in group if run.inside]
+              for name, group in aggregation.group_by_name(runs).items()}
+    groups = {name: group for name, group in groups.items() if group}
+    if not groups:
+        return []
+    return [Heading("Inside the models"), Paragraph(
+        "Measured by diagnose on windows of the validation split, after the last step; means over seeds, paths and "
+        "heads. Similarity of all and of adjacent tokens, and rank: after the last block. Entropy and weight on "
+        "position 0: means over the blocks. In-context score: loss late minus early in the context. Last columns: how "
+        "much higher the loss is without the block that matters least, and without the one that matters most."),
+        Plot("inside", by_depth(groups), "Measures after each block. Blocks of parallel paths are averaged."),
+        Table(("run", "similarity", "neighbours", "effective rank", "entropy", "position 0", "in-context score",
+               "least important block", "most important block"),
+              tuple((name, *cells(group)) for name, group in groups.items()))]
+
+
+def cells(group: Sequence[dict]) -> tuple[str, ...]:
+    def cell(values, form: str) -> str:
+        found = summary.mean(values)
+        return MISSING if found is None else format(found, form)
+
+    return (*(cell((found["blocks"][-1][measure] for found in group), form)
+              for measure, form in zip(summary.STREAM, (".3f", ".3f", ".1f"))),
+            *(cell((block[measure] for found in group for block in found["blocks"]), ".3f")
+              for measure in summary.ATTENTION),
+            *(cell((found[name] for found in group), "+.4f")
+              for name in ("in_context_score", "least_important_block", "most_important_block")))
+
+
+def by_depth(groups: dict[str, list[dict]]) -> Figure:
+    """Small multiples: one plot per measure, one line per model."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    plots = figure.subplots(2, 2).ravel()
+    for style, (name, group) in zip(figures.line_styles(), groups.items()):
+        for plot, measure in zip(plots, BY_DEPTH):
+            values = [summary.mean(block[measure] for block in blocks)
+                      for blocks in zip(*(found["blocks"] for found in group))]
+            points = [(number, value) for number, value in enumerate(values, start=1) if value is not None]
+            if points:
+                plot.plot(*zip(*points), label=name, **style)
+    for plot, label in zip(plots, BY_DEPTH.values()):
+        style_axes(plot, "block", label)
+        plot.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plots[0].legend(fontsize=8, frameon=False)
+    return figure

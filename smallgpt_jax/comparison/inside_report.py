@@ -50,6 +50,7 @@ def by_depth(groups: dict[str, list[dict]]) -> Figure:
     """Small multiples: one plot per measure, one line per model."""
     figure = Figure(figsize=SIZE, layout="constrained")
     plots = figure.subplots(2, 2).ravel()
+    depth = max(len(found["blocks"]) for group in groups.values() for found in group)
     for style, (name, group) in zip(figures.line_styles(), groups.items()):
         for plot, measure in zip(plots, BY_DEPTH):
             values = [summary.mean(block[measure] for block in blocks)
@@ -59,6 +60,7 @@ def by_depth(groups: dict[str, list[dict]]) -> Figure:
                 plot.plot(*zip(*points), label=name, **style)
     for plot, label in zip(plots, BY_DEPTH.values()):
         style_axes(plot, "block", label)
-        plot.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plot.set_xlim(0.5, depth + 0.5)
+        plot.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plots[0].legend(fontsize=8, frameon=False)
     return figure

@@ -5,6 +5,9 @@ A decoding step of B texts reads the weights once and the cache of each text, an
     bytes(B) = W(B) + B·c        W: weights without the embeddings' unused rows; c: cache of one text
     seconds ≥ max(bytes(B) / bandwidth, B·f / peak speed)
 
+The compiled program reads each of these bytes once. XLA's "bytes accessed" are several times as many: they count copies
+to on-chip memory at both ends, and an update of the cache in place as the whole cache (docs/inference.md).
+
 Decoding becomes compute-bound where B·f / bytes(B) reaches peak speed / bandwidth. Of E routed experts, K of which each
 token uses, B tokens read the fraction 1 − (1 − K/E)^B, as if they chose independently and uniformly.
 """

@@ -12,7 +12,7 @@ from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import OBJECT, read_json
+from smallgpt_jax.storage.json_files import OBJECT, read_json_or_none
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
 MARKS = (BEGIN, END)
@@ -93,12 +93,14 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
 def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
     if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
-        return own.read_text()
-    settings, found = tokenizer_folder / SETTINGS_FILES[0], None
-    if settings.is_file():
-        found = read_json(settings, OBJECT, "restore it").get("chat_template")
+        try:
+            return own.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{own}: cannot be read ({short_reason(error)}); restore or delete it") from None
+    found = (read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}).get("chat_template")
     if isinstance(found, list):  # several templates, by name
-        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+        found = next((entry.get("template") for entry in found
+                      if isinstance(entry, dict) and entry.get("name") == "default"), None)
     return found if isinstance(found, str) else ""
 
 

@@ -8,6 +8,7 @@ import pytest
 from data_helpers import files_of, prepare_store
 
 from smallgpt_jax.data import corpus, parts
+from smallgpt_jax.data.chat_template import own_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.training.objectives import Examples, Objective, Outputs
@@ -204,3 +205,14 @@ def test_the_own_template_and_special_tokens_of_a_tokenizer(tmp_path):
     bad = write(tmp_path / "b.jsonl", [chat(("user", "<|end|>"), ("assistant", "a"))])
     with pytest.raises(UserError, match=r"b.jsonl, line 1: a message contains '<\|end\|>'"):
         prepare_store(tmp_path / "bad", bad, format="messages", tokenizer=str(folder))
+
+
+@pytest.mark.parametrize("content, expected", [
+    (json.dumps({"chat_template": [{"name": "tools", "template": "b"}, {"name": "default", "template": "a"}]}), "a"),
+    (json.dumps({"chat_template": ["a", {"name": "default"}]}), ""), ("{", ""), (json.dumps([]), "")])
+def test_own_templates_in_the_settings_of_a_tokenizer(content, expected, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert own_template(tmp_path) == expected
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="jinja: cannot be read"):
+        own_template(tmp_path)

@@ -22,6 +22,7 @@ from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
 from smallgpt_jax.training.learning_rate import decay_start
+from smallgpt_jax.training.program import RECENT_STEPS
 
 
 def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
@@ -32,6 +33,8 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
     follow, for the trunks of shorter runs, and for all other runs before the first held-out one. `before_held_out` gets
     their losses.
     """
+    # The seeds of a model are not trained one after another.
+    RECENT_STEPS.limit = max(RECENT_STEPS.limit, len(comparison.models))
     losses: dict[Path, float] = {}
     measured, busy, is_predicted, model = set(), set(), not comparison.held_out, None
     while True:

@@ -48,6 +48,11 @@ class Program:
     abstract_batch = property(operator.attrgetter("steps.abstract_batch"))
 
     @property
+    def stack(self) -> int:
+        """Number of runs that a call of the train step updates."""
+        return 1
+
+    @property
     def is_simulated(self) -> bool:
         """Simulated devices share the threads of one CPU."""
         return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"

@@ -62,7 +62,7 @@ from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
-from smallgpt_jax.training.program import keyed_steps
+from smallgpt_jax.training.program import RECENT_STEPS
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 50)  # as in commands (smallgpt_jax/cli.py): a third of the time of tracing otherwise
@@ -101,9 +101,9 @@ def no_steps_from_other_code(request):
     if "monkeypatch" not in request.fixturenames:
         yield
         return
-    keyed_steps.cache_clear()
+    RECENT_STEPS.steps.clear()
     yield
-    keyed_steps.cache_clear()
+    RECENT_STEPS.steps.clear()
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,8 @@ def _comparison(config: ConfigDict, runs: dict[str, ConfigDict], output: Path) -
         require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
     seeds = range(config.train.seed, config.train.seed + compare.seeds)
     return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
-                      compare.averaged_evaluations, horizons, compare.held_out, compare.train_held_out)
+                      compare.averaged_evaluations, horizons, compare.held_out, compare.train_held_out,
+                      compare.stack)
 
 
 def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:

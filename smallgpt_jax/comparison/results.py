@@ -156,7 +156,9 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
     counts = _count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
-    steps, seconds = training_seconds(lines, tokens_per_step)
+    # The speed and memory of a stack are not those of a run.
+    is_stacked = any(session.get("stack", 1) > 1 for session in sessions)
+    steps, seconds = training_seconds([] if is_stacked else lines, tokens_per_step)
 
     def point(line: dict) -> Point:
         step = line["step"]
@@ -176,7 +178,8 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         components=counts.components, flops_per_token=counts.cost.flops, tokens_per_step=tokens_per_step,
         curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
-        memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
+        memory_bytes=None if is_stacked else max(
+            (s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),

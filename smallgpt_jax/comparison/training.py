@@ -22,6 +22,8 @@ from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
 from smallgpt_jax.training.learning_rate import decay_start
+from smallgpt_jax.training.program import RECENT_STEPS
+from smallgpt_jax.training.stack import can_be_stacked, train_stack
 
 
 def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
@@ -32,14 +34,16 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
     follow, for the trunks of shorter runs, and for all other runs before the first held-out one. `before_held_out` gets
     their losses.
     """
+    # The seeds of a model are not trained one after another.
+    RECENT_STEPS.limit = max(RECENT_STEPS.limit, len(comparison.models))
     losses: dict[Path, float] = {}
     measured, busy, is_predicted, model = set(), set(), not comparison.held_out, None
     while True:
         planned = comparison.runs(losses)
-        ready = (run for run in planned
+        ready = [run for run in planned
                  if run.folder not in busy and run.folder not in (losses if run.in_grid else measured)
-                 and (run.trunk is None or run.trunk in losses))
-        run = next(ready, None)
+                 and (run.trunk is None or run.trunk in losses)]
+        run = ready[0] if ready else None
         if run is None or (run.is_held_out and not is_predicted):
             if awaited := next(awaited_folders(planned, busy, before_held_out=not is_predicted), None):
                 print(f"waiting for {awaited}, which another process is training", flush=True)
@@ -52,16 +56,18 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
         if run is None:
             return losses
         if run.folder not in losses:
-            folders = list(dict.fromkeys(other.folder for other in planned))
-            number = f"[{folders.index(run.folder) + 1}/{comparison.num_runs(losses)}]"
             if run.config.model != model:
                 jax.clear_caches()  # frees compiled programs of the last model (not those that `shared_program` keeps)
                 model = run.config.model
-            loss = train_run(run, comparison, text, number)
-            if loss is None:
-                busy.add(run.folder)
-                continue
-            losses[run.folder] = loss
+            folders = list(dict.fromkeys(other.folder for other in planned))
+            together = runs_to_train(ready, losses, comparison, text)
+            for other in together:
+                print_headline(other, f"[{folders.index(other.folder) + 1}/{comparison.num_runs(losses)}]")
+            found = train_runs(together, comparison, text)
+            gc.collect()  # frees the runs' arrays; this process rarely collects by itself (cli.py)
+            busy |= {folder for folder, loss in found.items() if loss is None}
+            losses |= {folder: loss for folder, loss in found.items() if loss is not None}
+            continue
         if not run.in_grid:
             measured.add(run.folder)
             if losses[run.folder] < math.inf and run.trunk is None:
@@ -78,30 +84,62 @@ def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_
             and (run.in_grid or run.folder in trunks or (before_held_out and not run.is_held_out)))
 
 
-def train_run(run: PlannedRun, comparison: Comparison, text: Corpus, number: str) -> float | None:
-    """Trains a run unless it is finished or in a record.
+def runs_to_train(ready: Sequence[PlannedRun], losses: dict[Path, float], comparison: Comparison,
+                  text: Corpus) -> list[PlannedRun]:
+    """Returns the first ready run and those to train together with it; [] if it is finished or in a record.
 
-    Returns its loss, inf if it diverged, None if another process trains it.
+    Adds the losses of such runs to `losses`.
     """
-    check_existing(run, comparison.output, text)
-    if (loss := known_loss(run, comparison, text)) is not None:
-        return loss
+    first, found = ready[0], []
+    for run in ready:
+        if run.folder in losses or run.is_held_out != first.is_held_out or (
+                run is not first and not can_be_stacked(run.config, first.config)):
+            continue
+        check_existing(run, comparison.output, text)
+        if (loss := known_loss(run, comparison, text)) is None:
+            found.append(run)
+        else:
+            losses[run.folder] = loss
+        if first.folder in losses or len(found) == comparison.stack:
+            break
+    return found
+
+
+def print_headline(run: PlannedRun, number: str) -> None:
     rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
     horizon = f", horizon × {format_multiple(run.horizon)}" if run.trunk else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
-    try:
-        train.train(with_available_trunk(run), str(run.folder), text)
-    except WorkdirBusyError as busy:
-        print(f"skipped: {busy.by} is training it", flush=True)
+
+
+def train_runs(runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus) -> dict[Path, float | None]:
+    """Trains one run, or several in a stack. Returns {folder: loss}: inf if the run has diverged, None if another
+    process trains it.
+    """
+    configs = {run.folder: with_available_trunk(run) for run in runs}
+    errors: dict[Path, BaseException | None] = {}
+    if len(runs) > 1:
+        errors = train_stack(configs, comparison.stack, text)
+    for folder in configs if len(runs) == 1 else ():
+        try:
+            train.train(configs[folder], str(folder), text)
+        except Exception as error:
+            errors[folder] = error
+    return {run.folder: loss_after(run, errors.get(run.folder), comparison) for run in runs}
+
+
+def loss_after(run: PlannedRun, error: BaseException | None, comparison: Comparison) -> float | None:
+    """Returns the loss of a run that has ended, as `train_runs` does. Raises other errors."""
+    if error is None:
+        return last_loss(run, comparison.averaged)
+    if isinstance(error, WorkdirBusyError):
+        print(f"{run.folder}: skipped: {error.by} is training it", flush=True)
         return None
-    except DivergenceError as diverged:
-        print(f"{diverged}\nThe run is kept; the comparison continues without it", flush=True)
+    if isinstance(error, DivergenceError):
+        print(f"{error}\nThe run is kept; the comparison continues without it", flush=True)
         return math.inf
-    except UserError as error:
+    if isinstance(error, UserError):
         raise UserError(f"{run.name}: {error}") from None
-    finally:
-        gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
-    return last_loss(run, comparison.averaged)
+    raise error
 
 
 def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:

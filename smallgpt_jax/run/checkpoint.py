@@ -20,6 +20,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ from smallgpt_jax.storage.object_storage import is_remote
 COMMIT_FILE = "commit_success.txt"
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
 REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
+# Held while orbax starts a save. It numbers the saves of a process, and two threads that start one at the same time
+# would wait for each other's signals until a timeout.
+STARTING = threading.Lock()
 # These errors come from the machine; the checkpoint itself may be undamaged.
 MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
                   errno.ETIMEDOUT}
@@ -91,7 +95,8 @@ class Checkpoints:
             if self._failed_steps:
                 self._reload()
             self._saving = step
-            self._manager.save(step, args=content)
+            with STARTING:
+                self._manager.save(step, args=content)
         except Exception as error:
             self._failed(error)
 

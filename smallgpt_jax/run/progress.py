@@ -4,11 +4,12 @@ import sys
 
 
 class RunProgress:
-    """On a terminal, updates one line in place; elsewhere, adds a line per update."""
+    """On a terminal, updates one line in place; elsewhere, and with a label, adds a line per update."""
 
-    def __init__(self, steps: int):
-        self.steps = steps
-        self._in_place = sys.stdout.isatty()
+    def __init__(self, steps: int, label: str = ""):
+        """`label` distinguishes runs that print at the same time."""
+        self.steps, self._label = steps, label
+        self._in_place = sys.stdout.isatty() and not label
         self._open = False
 
     def update(self, step: int, text: str) -> None:
@@ -21,12 +22,12 @@ class RunProgress:
         self._open = False
 
     def message(self, text: str) -> None:
-        print(f"{self._clear()}{text}", flush=True)
+        print(f"{self._clear()}{self._label}{text}", flush=True)
         self._open = False
 
     def _print(self, step: int, text: str, end: str) -> None:
         counter = f"step {step:>{len(str(self.steps))}}/{self.steps}"
-        print(f"{self._clear()}{counter}   {text}", end=end, flush=True)
+        print(f"{self._clear()}{self._label}{counter}   {text}", end=end, flush=True)
 
     def _clear(self) -> str:
         return "\r\x1b[K" if self._open else ""

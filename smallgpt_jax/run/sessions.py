@@ -16,7 +16,7 @@ from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, Optional, 
 # Fields that the readers of sessions.jsonl need.
 SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
            "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
-           "first_step": Optional(integer(0))}
+           "first_step": Optional(integer(0)), "stack": Optional(integer(1))}
 
 
 def append_session(workdir: Path, facts: dict) -> None:

@@ -65,7 +65,7 @@ def compilation_message(memory_stats, seconds: float) -> str:
 
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
     return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
-            "devices": program.mesh.size, "argument_bytes": memory_stats.argument_size_in_bytes,
+            "devices": program.mesh.size, "stack": program.stack, "argument_bytes": memory_stats.argument_size_in_bytes,
             "temp_bytes": memory_stats.temp_size_in_bytes, "padding": pipeline.train.padding}
 
 

@@ -1,7 +1,6 @@
 """The program of a run. No arrays are allocated before `Program.initial_state` is called."""
 
 import dataclasses
-import functools
 import operator
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,8 +29,6 @@ from smallgpt_jax.training.optimizer import OPTIMIZERS
 from smallgpt_jax.training.step import Hyperparameters, updates_applied
 from smallgpt_jax.training.transfer import scale_initial
 
-KEPT_STEPS = 4  # compiled steps that a process keeps for further runs
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -49,6 +46,11 @@ class Program:
     multipliers = property(operator.attrgetter("steps.multipliers"))
     abstract_state = property(operator.attrgetter("steps.abstract_state"))
     abstract_batch = property(operator.attrgetter("steps.abstract_batch"))
+
+    @property
+    def stack(self) -> int:
+        """Number of runs that a call of the train step updates."""
+        return 1
 
     @property
     def is_simulated(self) -> bool:
@@ -152,13 +154,26 @@ def recent_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
         return build_steps(config, mesh)
     parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
              OPTIMIZERS.get(config.optimizer.name))
-    return keyed_steps(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
+    return RECENT_STEPS.find(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
 
 
-@functools.lru_cache(maxsize=KEPT_STEPS)
-def keyed_steps(config: Config, mesh: jax.sharding.Mesh, parts: tuple) -> CompiledSteps:
-    """`parts` only distinguishes functions and classes that use the same name, one after the other, in one process."""
-    return build_steps(config, mesh)
+@dataclasses.dataclass
+class RecentSteps:
+    """Compiled steps that a process keeps for further runs: those that were used last."""
+
+    limit: int
+    steps: dict[tuple, CompiledSteps] = dataclasses.field(default_factory=dict)  # the last is the newest
+
+    def find(self, config: Config, mesh: jax.sharding.Mesh, parts: tuple) -> CompiledSteps:
+        """`parts` only distinguishes functions and classes that use the same name, one after the other."""
+        key = config, mesh, parts
+        self.steps[key] = self.steps.pop(key, None) or build_steps(config, mesh)
+        while len(self.steps) > self.limit:
+            self.steps.pop(next(iter(self.steps)))
+        return self.steps[key]
+
+
+RECENT_STEPS = RecentSteps(limit=4)
 
 
 def validate(config: Config, batch_shards: int, path_shards: int) -> None:

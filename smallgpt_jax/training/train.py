@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -14,7 +15,7 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.config import TrainConfig
+from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.names import METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.progress import RunProgress
@@ -24,7 +25,8 @@ from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_work
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
-from smallgpt_jax.training.program import is_out_of_memory, out_of_memory_message, shared_program
+from smallgpt_jax.training.preemption import StopRequest
+from smallgpt_jax.training.program import Program, is_out_of_memory, out_of_memory_message, shared_program
 from smallgpt_jax.training.session import Session
 from smallgpt_jax.training.trunk import Trunk, open_trunk
 
@@ -37,7 +39,14 @@ def train(config: ConfigDict, workdir: str, corpus: Corpus | None = None) -> Non
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or workdir is invalid, or an
     attention kernel gives wrong results, nothing is written.
     """
-    clock, folder = RunClock(), as_path("--workdir", workdir)
+    clock = RunClock()
+    training = open_training(config, as_path("--workdir", workdir))
+    with preemption.handle_signals() as stop:
+        training.run(corpus, stop, clock)
+
+
+def open_training(config: ConfigDict | Config, folder: Path) -> "Training":
+    """Checks the config, the workdir and the devices. Writes nothing."""
     config = config_in_workdir(config, folder)
 
     def check() -> Trunk | None:
@@ -47,12 +56,22 @@ def train(config: ConfigDict, workdir: str, corpus: Corpus | None = None) -> Non
     trunk = distributed.run_on_primary(check)
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     program = shared_program(config)
-    config = program.config
-    distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
-    trackers.require_installed(config.train.tracker)
+    train_config = program.config.train
+    distributed.require_equal("config.train.teacher_step", f"{train_config.teacher_step}")
+    trackers.require_installed(train_config.tracker)
     check_attention_kernels(program)
-    with preemption.handle_signals() as stop:
-        pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps)
+    return Training(folder, program, trunk)
+
+
+class Training(NamedTuple):
+    folder: Path
+    program: Program
+    trunk: Trunk | None
+
+    def run(self, corpus: Corpus | None, stop: StopRequest, clock: RunClock, label: str = "") -> None:
+        """Each line of the progress begins with `label`."""
+        folder, program, trunk, config = *self, self.program.config
+        pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps, label)
         distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))

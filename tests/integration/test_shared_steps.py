@@ -16,7 +16,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.training.optimizer import OPTIMIZERS, make_optimizer
-from smallgpt_jax.training.program import KEPT_STEPS, keyed_steps, shared_program
+from smallgpt_jax.training.program import RECENT_STEPS, shared_program
 
 NOT_COMPILED = {
     "optimizer": {"schedule", "learning_rate", "warmup_steps", "warmup_fraction", "decay_steps", "decay_fraction",
@@ -66,10 +66,11 @@ def test_steps_are_found_again_until_others_replace_them(monkeypatch):
     assert shared_program(config_of(), device).steps is not first.steps  # another function has the same name
     monkeypatch.undo()
     assert shared_program(config_of(), device).steps is first.steps
-    for loss_chunks in (2, 4, 8, 16, 32)[:KEPT_STEPS]:
+    monkeypatch.setattr(RECENT_STEPS, "limit", 3)
+    for loss_chunks in (2, 4, 8):
         shared_program(config_of(train__loss_chunks=loss_chunks), device)
     assert shared_program(config_of(), device).steps is not first.steps
-    assert keyed_steps.cache_info().currsize == KEPT_STEPS
+    assert len(RECENT_STEPS.steps) == 3
 
 
 @pytest.mark.slow

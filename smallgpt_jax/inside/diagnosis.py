@@ -155,6 +155,7 @@ def measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str,
     found = {
         "loss": loss, "error": error, "by_position": whole_NxT.mean(axis=0).tolist(),
         "in_context_score": score, "in_context_score_error": score_error,
+        "repeats": losses.loss_of_repeats(whole_NxT, windows_NxT1),
         "after_blocks": [compared(losses_of(number % depth < kept)) for kept in range(depth + 1)],
         "without_block": list(map(compared, left_out)),
         "without_best_block_per_window": float(

@@ -27,6 +27,10 @@ def lines(content: dict[str, Any]) -> list[str]:
              f"{losses['in_context_score']:+.3f} ± {losses['in_context_score_error']:.3f}"]
     for path, entry in enumerate(losses.get("without_path", [])):
         found.append(f"without path {path}: {entry['loss']:.4f}")
+    repeats = losses["repeats"]
+    if repeats["fraction"]:
+        found.append(f"repeats ({repeats['fraction']:.0%} of the targets): {repeats['loss']:.4f}; "
+                     f"others: {repeats['others']:.4f}")
     fixed = min(entry["loss"] for entry in losses["without_block"])
     return [*found, f"without the least important block: {fixed:.4f}; with the best choice for each window: "
             f"{losses['without_best_block_per_window']:.4f}"]

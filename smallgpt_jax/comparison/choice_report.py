@@ -43,11 +43,11 @@ def limits(runs: Sequence[dict], name: str) -> list[float]:
     """Returns the budgets to ask about, in ascending order.
 
     Training budgets: powers of ten in the range of the scaling laws, or those at which at least two models were
-    trained. Others: the costs on the Pareto front.
+    trained. Others: the costs on the Pareto front; of those about equal, the highest.
     """
     candidates, _ = choice.read_candidates(runs, BUDGETS[name])
     if not BUDGETS[name].is_training:
-        found = [candidate.cost for candidate in choice.pareto_front(candidates)]
+        found = [group[-1].cost for group in groups_of_near_costs(choice.pareto_front(candidates))]
     else:
         fits, _ = choice.fit_laws(candidates, name)
         found = powers_of_ten(*scaling.trained_range(fits, name)) if fits else trained_budgets(candidates)
@@ -61,13 +61,16 @@ def powers_of_ten(low: float, high: float) -> list[float]:
 
 def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
     """Returns the largest cost of each group of models that were trained with about the same budget."""
-    found, left = [], sorted((one for one in candidates if one.cost is not None), key=lambda one: one.cost)
+    groups = groups_of_near_costs([one for one in candidates if one.cost is not None])
+    return [group[-1].cost for group in groups if len({one.model for one in group}) > 1]
+
+
+def groups_of_near_costs(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Both the groups and their candidates are in ascending order of cost."""
+    found, left = [], sorted(candidates, key=lambda one: one.cost)
     while left:
-        highest = left[-1].cost
-        group = [one for one in left if one.cost * choice.NEAR >= highest]
-        if len({one.model for one in group}) > 1:
-            found.append(highest)
-        left = left[:-len(group)]
+        found.append([one for one in left if one.cost * choice.NEAR >= left[-1].cost])
+        left = left[:-len(found[-1])]
     return found[::-1]
 
 

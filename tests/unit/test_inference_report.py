@@ -71,6 +71,12 @@ def test_which_model():
     assert table.rows[0][3].startswith("3.0000 (2.99") and table.rows[0][4] == "1.00"
 
 
+def test_about_equal_budgets_are_one():
+    near = tuple(dataclasses.replace(run, parameters=1_700_000) if run.name == "fast" else run for run in record().runs)
+    table = choice_report.choice_blocks(dataclasses.replace(record(), runs=near))[2]
+    assert [row[1:3] for row in table.rows if row[0] == "parameters"] == [("2.00 M", "good")]
+
+
 def test_when_it_cannot_be_told():
     tie = choice_report.choice_blocks(record(noise=1.0))[2]
     assert tie.rows[0][2] == "cannot tell" and "overlap" in tie.rows[0][5]

@@ -157,6 +157,7 @@ def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
         assert 0 < metrics["feature_distance"] < 1e-9
 
 
+@pytest.mark.slow
 def test_cost(teacher):
     """`plan` includes the teacher's forward pass (without its head) and the memory of its weights."""
     config = load_config("gpt", **SMALL, model__rank_ratio=0.5)

@@ -14,6 +14,7 @@ import ast
 import gc
 import io
 import keyword
+import logging
 import re
 import sys
 import traceback
@@ -24,10 +25,11 @@ from collections.abc import Callable
 # process.
 gc.set_threshold(50_000, 20, 50)
 
-from absl import app, flags, logging
+import absl.logging
+from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import recipes
+from smallgpt_jax import interrupt, recipes
 from smallgpt_jax.devices import compilation_cache, distributed, host_memory
 from smallgpt_jax.errors import StoppedError, UserError
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
@@ -56,7 +58,7 @@ def define_trust():
 def run(main: Callable[[], None]) -> None:
     def main_without_traceback(argv):
         if not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)
+            absl.logging.set_verbosity(absl.logging.WARNING)
         if len(argv) > 1:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
         run_command(main)
@@ -70,7 +72,9 @@ def run_command(main: Callable[[], None]) -> None:
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its messages itself; absl would repeat them
     try:
+        interrupt.raise_on_interrupt()
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()

@@ -194,7 +194,7 @@ def print_ignored_overrides() -> None:
     for path, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         group, _, field = path.partition(".")
         for name in budget.run_names(_CONFIG.value):
-            own = _CONFIG.value.runs[name].get(group, {})
+            own = budget.own_fields(_CONFIG.value, name).get(group, {})
             if field in own:
                 print(f"--config.{path}={value}: does not apply to {name}, which sets the field to {own[field]!r}; use "
                       + shlex.quote(f"--config.runs.{name}.{path}"))

@@ -32,7 +32,7 @@ from smallgpt_jax import cli, inference, models
 from smallgpt_jax.conversion import gguf_file, gpt_variations, hugging_face, low_rank, model_card, peft_adapter
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.atomic import atomic_file, atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
@@ -120,7 +120,15 @@ def new_file(flag: str, name: str | None) -> Path:
     return path
 
 
+def refuse_custom_model(source: Path) -> None:
+    """Raises UserError before --trust_custom_code would be needed, because no format supports the model."""
+    for field, name in models.custom_classes(read_groups(source)["model"]) if source.is_dir() else ():
+        raise UserError(f"--workdir={source}: config.model.{field}={name!r} is not built in, and --to={_TO.value} "
+                        "supports only built-in parts; use the model in Python, with smallgpt_jax.inference.load")
+
+
 def export_model(source: Path, output: Path, write: Callable) -> None:
+    refuse_custom_model(source)
     trained = inference.load_trained(source, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
     rank_ratio = trained.model.config.rank_ratio
     if rank_ratio:

@@ -99,7 +99,7 @@ def check(seed: int, folder: Path) -> None:
 
 
 def check_packed_rows(model, params, state, rows, expected, seed):
-    """Each document has the same logits in a packed row as alone, on one device and on four."""
+    """Each document has the same logits in a packed row on four devices as alone in NumPy."""
     by_path = [dict(path=2, data=2), dict(path=2, tensor=2)] if getattr(model.config, "num_paths", 1) % 2 == 0 else []
     lengths = random.Random(seed).choice([*MESHES, *by_path])
     mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}), jax.devices()[:4])
@@ -108,12 +108,10 @@ def check_packed_rows(model, params, state, rows, expected, seed):
     def forward(params, tokens, segments):
         return model.apply({"params": params, "state": state}, tokens, Context(segment_ids_BxT=segments))
 
-    alone = np.asarray(forward(params, *rows))
-    np.testing.assert_allclose(alone, expected, **TOLERANCE)
     with sharding.use_mesh(mesh):
-        sharded = forward(jax.device_put(params, sharding.param_shardings(mesh, models.abstract_params(model))),
-                          *jax.device_put(rows, sharding.batch_sharding(mesh)))
-    np.testing.assert_allclose(sharded, alone, rtol=1e-3, atol=5e-5, err_msg=f"on a mesh {lengths}")
+        found = forward(jax.device_put(params, sharding.param_shardings(mesh, models.abstract_params(model))),
+                        *jax.device_put(rows, sharding.batch_sharding(mesh)))
+    np.testing.assert_allclose(found, expected, **TOLERANCE, err_msg=f"on a mesh {lengths}")
 
 
 def check_decoding(model, params, state, texts, expected):

@@ -15,13 +15,14 @@ To compare three learning rates instead, replace the last line:
 
         return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
 
-On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets a field of one run. For example,
-'--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003".
+On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets any field of one run. For example,
+'--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003". A run's fields are None where it
+has the value of the common config.
 """
 
 import importlib
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax.comparison.config import CompareConfig
 
@@ -35,10 +36,18 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
       **compare: fields of the group `compare`.
     """
     config = common.unlock()
+    fields = {name: with_placeholders(own, common) for name, own in runs.items()}
+    config.runs = ConfigDict(fields, allow_dotted_keys=True)
     config.compare = CompareConfig.config_dict().lock()
     config.compare.update({"names": ",".join(runs), "reference": next(iter(runs), ""), **compare})
-    config.runs = ConfigDict(runs, allow_dotted_keys=True)
     return config.lock()
+
+
+def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dict]:
+    """Returns the fields of a run, and None for the other fields of the common config, so that flags can set them."""
+    return {**own, **{
+        group: {**{field: config_dict.placeholder(fields.get_type(field)) for field in fields}, **own.get(group, {})}
+        for group, fields in common.items()}}
 
 
 def recipe(name: str, size: str) -> ConfigDict:

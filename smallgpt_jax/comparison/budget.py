@@ -124,7 +124,7 @@ def validate_comparison(config: ConfigDict) -> None:
                         + (f"; choose from {', '.join(sizes)}" if sizes else "; the comparison has none"))
     folders: dict[Path, str] = {}
     for name in config.runs:
-        if "steps" in config.runs[name].get("train", {}) and compare.budget != "own":
+        if "steps" in own_fields(config, name).get("train", {}) and compare.budget != "own":
             raise UserError(f"config.runs.{name}.train.steps: the budget determines it; set config.train.steps, the "
                             "number of steps of the reference, or config.compare.budget='own'")
         other = folders.setdefault(run_folder(Path(), name, 0), name)
@@ -136,28 +136,35 @@ def run_names(config: ConfigDict) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in config.compare.names.split(",") if name.strip()))
 
 
+def own_fields(config: ConfigDict, name: str) -> dict[str, dict]:
+    """Returns the fields that a run overrides, {group: {field: value}}. Its other fields are missing or None."""
+    found = {}
+    for group, fields in config.runs[name].items():
+        if group not in GROUPS or not isinstance(fields, ConfigDict):
+            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(GROUPS)} and "
+                            "contain the fields that the run overrides")
+        found[group] = {field: value for field, value in fields.items() if value is not None}
+    return found
+
+
 def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     """Returns a run's config before the budget is applied: the common fields, overridden by the run's own fields."""
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in GROUPS})
-    architecture = config.runs[name].get("model", {}).get("architecture", run.model.architecture)
-    own_fields = models.field_names(architecture)
+    own = own_fields(config, name)
+    architecture = own.get("model", {}).get("architecture", run.model.architecture)
+    names = models.field_names(architecture)
     if architecture != run.model.architecture:  # drop the fields that the run's architecture does not have
-        run.model = ConfigDict({field: value for field, value in run.model.items() if field in own_fields})
-    for group, fields in config.runs[name].items():
-        if group not in run or not isinstance(fields, ConfigDict):
-            raise UserError(f"config.runs.{name}.{group}: must be one of the groups {', '.join(GROUPS)} and "
-                            "contain the fields that the run overrides")
+        run.model = ConfigDict({field: value for field, value in run.model.items() if field in names})
+    for group, fields in own.items():
         for field, value in fields.items():
             where = f"config.runs.{name}.{group}.{field}"
-            if group == "model" and field in own_fields and field not in run.model:
+            if group == "model" and field in names and field not in run.model:
                 run.model[field] = value
                 continue
             if field not in run[group]:
                 raise UserError(f"{where}: no such field" + suggestion(field, run[group]))
             before = run[group][field]
             try:
-                if value is None and before is not None:
-                    raise TypeError
                 run[group][field] = value
             except TypeError:
                 raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None

@@ -132,5 +132,4 @@ METRICS = ("accuracy", *GENERATED)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean and its standard error."""
     return float(np.mean(values)), float(np.std(values) / math.sqrt(max(len(values) - 1, 1)))

@@ -10,7 +10,7 @@ from conftest import build, call, forward, init
 from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.conversion import hugging_face, smallgpt
+from smallgpt_jax.conversion import gpt2, hugging_face, smallgpt
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
@@ -22,12 +22,12 @@ pytest.importorskip("safetensors")
 
 EXPERTS = dict(mlp="moe", mlp_ratio=0.5, num_experts=6, experts_per_token=2, expert_scale=2.5, expert_bias_rate=0.2,
                scan_layers=False)
-# The variants cover every setting, and every architecture that treats a setting in its own way. Where norm_epsilon is
-# large, a wrong value would change the logits. The attention windows repeat in different ways, because this determines
-# how blocks are stacked (models/block.py).
+# The variants cover every part with PyTorch code, every cache and every kind of position. Random models
+# (test_random_models.py) compare the logits of all other settings. Where norm_epsilon is large, a wrong value would
+# change the logits. The attention windows repeat in different ways, because this determines how blocks are stacked
+# (models/block.py).
 VARIANTS = {
     "gpt of GPT-2's shape": ("gpt", GPT2),
-    "gpt of GPT-2's shape with RoPE": ("gpt", dict(**GPT2, position="rope")),
     "gpt with Llama's block and windows": ("gpt", dict(
         position="rope", rope_base=300.0, norm="rms", norm_epsilon=1e-3, mlp="gated", mlp_ratio=8 / 3,
         activation="silu", num_kv_heads=2, qk_norm=True, num_layers=4, attention_windows=(5, 0))),
@@ -35,29 +35,20 @@ VARIANTS = {
         position="none", mlp_ratio=2.0, norm_position="post", norm_epsilon=1e-3, activation="relu2", num_kv_heads=1,
         head_dim=12, num_layers=4, attention_windows=(6, 6, 3))),
     "gpt with Gated DeltaNet": ("gpt", dict(
-        position="rope", mixers=("delta", "delta", "delta", "attention"), num_layers=4, use_bias=True,
-        norm_epsilon=1e-3, norm_position="post", input_mix=True, residual_scales=True, attention_gate=True)),
-    "pgpt with Gated DeltaNet only": ("pgpt", dict(
-        mixers=("delta",), delta_head_dim=6, delta_value_ratio=1, context_length=72)),
-    "lgpt with Mamba-2 only": ("lgpt", dict(mixers=("mamba",), mamba_state=5, norm_epsilon=1e-3, use_bias=True)),
+        position="rope", mixers=("delta", "delta", "delta", "attention"), num_layers=4, use_bias=True, delta_head_dim=6,
+        norm_epsilon=1e-3, norm_position="post", input_mix=True, residual_scales=True, attention_gate=True,
+        context_length=72)),
     "cgpt with Mamba-2 and gated convolutions": ("cgpt", dict(
-        mixers=("mamba", "conv"), conv_taps=2, mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms")),
-    "pgpt with four paths and biases": ("pgpt", dict(
-        num_layers=4, num_paths=4, use_bias=True, parallel_block=True, value_embeddings=(1,))),
-    "pgpt with one path and ALiBi": ("pgpt", dict(num_paths=1, position="alibi")),
+        mixers=("mamba", "conv"), conv_taps=2, mamba_expand=1, mamba_state=6, conv_kernel=3, norm="rms",
+        use_bias=True)),
+    "pgpt with four paths": ("pgpt", dict(
+        num_layers=4, num_paths=4, use_bias=True, parallel_block=True, value_embeddings=(1,), logit_softcap=2.0)),
     "DeepNorm pgpt with equal path weights and RoPE": ("pgpt", dict(
         path_weights="equal", position="rope", tie_embeddings=True, norm_position="deepnorm", norm="rms", num_layers=6,
         attention_windows=(4, 0), **EXPERTS, expert_mlp="gated", num_shared_experts=2, balance_loss=0.01)),
-    "lgpt with options": ("lgpt", dict(
-        input_mix=True, parallel_block=True, value_embeddings=(0, 1), num_kv_heads=2, logit_softcap=2.0)),
     "post-norm lgpt with scaled stage heads and ALiBi": ("lgpt", dict(
         position="alibi", stage_heads="scaled", compress_last_stage=False, norm_position="post", num_kv_heads=2,
         head_dim=6, qk_norm=True, num_layers=8, blocks_per_stage=4, attention_windows=(4, 4, 0, 0, 4, 0, 4, 0))),
-    "DeepNorm cgpt": ("cgpt", dict(
-        conv_kernel=1, norm_position="deepnorm", num_kv_heads=2, activation="silu", attention_windows=(3,),
-        **{**EXPERTS, "experts_per_token": 1}, num_shared_experts=0)),
-    "cgpt with a kernel of 3 and ALiBi": (
-        "cgpt", dict(conv_kernel=3, position="alibi", d_model=48, num_heads=6, use_bias=True, activation="gelu_tanh")),
 }
 
 
@@ -96,6 +87,11 @@ def test_refuses_fields_without_pytorch_code(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"config.model.rope_base=500.0: no PyTorch code .* only 10000.0"):
         hugging_face.export_folder(tmp_path, build("gpt", rope_base=500.0), {}, None, "")
     assert not any(tmp_path.iterdir())
+
+
+def test_only_models_of_gpt_2s_shape_are_exported_as_gpt_2():
+    for position, form in (("learned", gpt2), ("rope", smallgpt)):
+        assert hugging_face.find_format(build("gpt", **GPT2, position=position).config) is form
 
 
 @pytest.mark.slow

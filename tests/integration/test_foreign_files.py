@@ -206,7 +206,6 @@ def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
 @pytest.mark.parametrize("command", [
     ["generate", "--workdir=RUN", "--max_new_tokens=2"], ["convert", "--from=run", "--input=RUN", "--workdir=NEW"],
     ["convert", "--from=hf", "--input=EXPORT", "--workdir=NEW"],
-    ["convert", "--to=hf", "--workdir=RUN", "--output=NEW"],
     ["main", "--config=run:RUN", "--workdir=NEW"], ["evaluate", "--workdir=RUN", "--tasks=lambada_openai"]],
     ids=lambda command: " ".join(command[:2]))
 def test_the_module_that_a_file_names_is_not_imported(command, foreign, named_module, tmp_path):
@@ -219,6 +218,15 @@ def test_the_module_that_a_file_names_is_not_imported(command, foreign, named_mo
     assert result.returncode != 0 and result.stderr.count("\n") == 1, result.stderr
     assert "'foreign_module:Own' is not built in" in result.stderr and "add --trust_custom_code" in result.stderr
     assert not named_module.exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("form, output", [("hf", "new"), ("gguf", "new.gguf")])
+def test_a_custom_model_is_not_exported(form, output, foreign, named_module, tmp_path):
+    """No format supports it, so its code need not be trusted."""
+    result = call("convert", f"--to={form}", f"--workdir={foreign['run']}", f"--output={tmp_path / output}")
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert f"'foreign_module:Own' is not built in, and --to={form} supports only built-in parts" in result.stderr
+    assert "trust" not in result.stderr and not named_module.exists() and not (tmp_path / output).exists()
 
 
 @pytest.mark.parametrize("command", ["generate --workdir=RUN", "main --config=run:RUN --workdir=NEW"])

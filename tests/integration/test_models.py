@@ -12,43 +12,19 @@ from float64_model import plain_logits
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
 
-# The variants cover scanned and unrolled layers. Each option occurs in every architecture that might interact with it.
-VARIANTS = [
-    ("gpt", {}),
-    ("gpt", {"use_bias": True, "tie_embeddings": True, "scan_layers": False}),
-    ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "norm": "rms", "mlp": "gated",
-             "activation": "silu", "attention_windows": (5, 0)}),
-    ("gpt", {"position": "alibi", "d_model": 48, "num_heads": 6, "mlp": "gated", "scan_layers": False}),
-    ("gpt", {"position": "none", "attention_windows": (5, 0, 0)}),
-    ("pgpt", {}),
-    ("pgpt", {"num_paths": 4, "position": "rope", "use_bias": True, "scan_layers": False}),
-    ("pgpt", {"num_paths": 1}),
-    ("gpt", {"norm_position": "post", "activation": "relu2"}),
-    ("pgpt", {"norm_position": "deepnorm", "norm": "rms", "mlp": "gated", "activation": "relu2", "num_layers": 6}),
-    ("lgpt", {"norm_position": "deepnorm", "use_bias": True}),
-    ("pgpt", {"path_weights": "equal", "attention_windows": (3, 9)}),
-    ("lgpt", {}),
-    ("lgpt", {"compress_last_stage": False, "stage_heads": "scaled", "position": "alibi", "scan_layers": False}),
-    ("lgpt", {"blocks_per_stage": 1, "use_bias": True, "attention_windows": (3, 9, 0)}),
-    ("lgpt", {"blocks_per_stage": 4, "compress_last_stage": False, "tie_embeddings": True}),
-    ("cgpt", {}),
-    ("cgpt", {"conv_kernel": 1, "position": "rope", "scan_layers": False}),
-]
-
 
 def random_tokens(model, batch=2, time=None, seed=0):
     shape = (batch, time or model.config.context_length)
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, shape)
 
 
-@pytest.mark.parametrize("architecture, fields", [
-    pytest.param(*variant, marks=() if variant[1] == {} else pytest.mark.slow) for variant in VARIANTS])
-def test_logits_match_the_formulas(architecture, fields):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_match_the_formulas(architecture):
     """Logits match NumPy formulas that compute one sequence and one head at a time, in float64.
 
-    No logit depends on a later token.
+    No logit depends on a later token. Random models (test_random_models.py) have all options.
     """
-    model = build(architecture, **fields)
+    model = build(architecture)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), init(model))
     first, other = random_tokens(model, 2, time=24)
     tokens = np.stack([first, np.append(first[:12], other[12:])])

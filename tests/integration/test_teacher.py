@@ -1,6 +1,7 @@
 """Tests of runs with a teacher (`config.train.teacher`): the distance of features, resumption and refusals."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -29,7 +30,7 @@ from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
 SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__context_length=32,
-             train__batch_size=8, train__loss_chunks=1, optimizer__warmup_steps=0)
+             train__batch_size=8, train__loss_chunks=1, optimizer__warmup_steps=0, optimizer__learning_rate=5e-3)
 
 
 def write_teacher(folder, model, params) -> str:
@@ -48,12 +49,18 @@ def teacher(tmp_path):
     return write
 
 
-def first_step(batch, devices=1, params=None, architecture="gpt", **fields):
-    """Returns the metrics of the first training step, and the updated parameters."""
-    config = load_config(architecture, **{**SMALL, "train__teacher_step": 0 if fields.get("train__teacher") else -1,
+@functools.cache
+def compiled_program(devices, architecture="gpt", **fields):
+    """Returns a program and its training step."""
+    config = load_config(architecture, **{**SMALL, "train__teacher_step": 0 if "train__teacher" in fields else -1,
                                           **fields})
     program = build_program(config, jax.devices()[:devices])
-    step = program.bind(program.compile_train_step())
+    return program, program.bind(program.compile_train_step())
+
+
+def first_step(batch, devices=1, params=None, **fields):
+    """Returns the metrics of the first training step, and the updated parameters."""
+    program, step = compiled_program(devices, **fields)
     params = jax.device_put(init(program.model) if params is None else params, program.shardings.params)
     state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
     state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
@@ -76,12 +83,11 @@ def block_outputs(model, params, tokens, context):
 PACKED = {"data__packing": "best_fit", "data__separate_documents": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields, devices", [
     ({}, 1),
-    pytest.param({"train__microbatches": 2, "model__scan_layers": False, **PACKED}, 1, marks=pytest.mark.slow),
-    pytest.param({"mesh__data": 8}, 8, marks=pytest.mark.slow),
-    pytest.param({"train__microbatches": 2, "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, **PACKED}, 8,
-                 marks=pytest.mark.slow)])
+    ({"train__microbatches": 2, "model__scan_layers": False, "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2,
+      **PACKED}, 8)])
 def test_distance_matches_a_float64_formula(teacher, fields, devices):
     """The loss grows by 0.25 times the mean-square distance, averaged over blocks and over targets in the loss mask."""
     student = models.build(**load_config("gpt", **SMALL, model__rank_ratio=0.5).model)
@@ -100,15 +106,14 @@ def test_distance_matches_a_float64_formula(teacher, fields, devices):
 
     fields = {**fields, "model__rank_ratio": 0.5}
     plain, _ = first_step(batch, devices, **fields)
-    found, _ = first_step(batch, devices, train__teacher=teacher(), train__feature_weight=0.25, **fields)
+    fields |= {"train__teacher": teacher(), "train__feature_weight": 0.25}
+    found, _ = first_step(batch, devices, **fields)
     assert found["feature_distance"] == pytest.approx(expected, rel=1e-5) and expected > 0.01
     assert found["loss"] - plain["loss"] == pytest.approx(0.25 * expected, rel=1e-4)
     assert "feature_distance" not in plain
-    if devices == 8:  # the gradient norm must match that on one device
-        one, _ = first_step(batch, train__teacher=teacher(seed=2), train__feature_weight=0.25, **{
-            name: value for name, value in fields.items() if not name.startswith("mesh")})
-        other, _ = first_step(batch, devices, train__teacher=teacher(seed=2), train__feature_weight=0.25, **fields)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    if devices == 8:
+        one, _ = first_step(batch, **{name: x for name, x in fields.items() if not name.startswith("mesh")})
+        assert found["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
@@ -117,23 +122,23 @@ BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
 @pytest.mark.slow
 def test_gradient_of_the_distance(teacher):
     """With weight 0, the updates are those without a teacher. With weight 10, an update reduces the distance."""
-    fields = {"model__rank_ratio": 0.5, "optimizer__learning_rate": 5e-3}
+    fields = {"model__rank_ratio": 0.5}
     plain, expected = first_step(BATCH, **fields)
-    found, params = first_step(BATCH, **fields, train__teacher=teacher(), train__feature_weight=0.0)
+    fields["train__teacher"] = teacher()
+    found, params = first_step(BATCH, train__feature_weight=0.0, **fields)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), params, expected)
     assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6) and found["feature_distance"] > 0.01
     distances = {}
     for weight in (0.0, 10.0):
-        arguments = dict(**fields, train__teacher=teacher(seed=2), train__feature_weight=weight)
-        _, params = first_step(BATCH, **arguments)
-        distances[weight] = first_step(BATCH, params=params, **arguments)[0]["feature_distance"]
-        shutil.rmtree(arguments["train__teacher"])
+        _, params = first_step(BATCH, train__feature_weight=weight, **fields)
+        after, _ = first_step(BATCH, params=params, train__feature_weight=weight, **fields)
+        distances[weight] = after["feature_distance"]
     assert distances[10.0] < 0.99 * distances[0.0]
 
 
 @pytest.mark.parametrize("architecture, fields", [
     ("gpt", {"model__dropout": 0.3}), ("gpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
-    *((architecture, {}) for architecture in ARCHITECTURES)])
+    *((architecture, {}) for architecture in ARCHITECTURES if architecture != "gpt")])
 @pytest.mark.slow
 def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
     """A student with factors of full rank has the teacher's features. Dropout changes only the student's."""
@@ -152,6 +157,7 @@ def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
         assert 0 < metrics["feature_distance"] < 1e-9
 
 
+@pytest.mark.slow
 def test_cost(teacher):
     """`plan` includes the teacher's forward pass (without its head) and the memory of its weights."""
     config = load_config("gpt", **SMALL, model__rank_ratio=0.5)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
+from absl import flags
 from conftest import ROOT, load_config
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
 from configs.compare import base
@@ -204,6 +205,22 @@ def test_names_with_dots_and_spaces(tmp_path):
         ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
 
 
+def test_flags_set_any_field_of_any_run(monkeypatch):
+    """Of the reference too, which overrides no field. Fields that a run does not override follow the common config."""
+    monkeypatch.setattr(budget, "build_program", validate)
+    arguments = ["compare", f"--config={ROOT}/configs/compare/paper.py:tiny", "--config.runs.gpt.model.d_model=32",
+                 "--config.runs.pgpt.optimizer.learning_rate=1", "--config.optimizer.beta1=0.7"]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    values(arguments)
+    config = values["config"].value
+    gpt, pgpt, *_ = budget.resolve_runs(config).values()
+    assert (gpt.model.d_model, pgpt.model.d_model) == (32, config.model.d_model)
+    assert (gpt.optimizer.learning_rate, pgpt.optimizer.learning_rate) == (config.optimizer.learning_rate, 1.0)
+    assert gpt.optimizer.beta1 == pgpt.optimizer.beta1 == 0.7
+    assert budget.own_fields(config, "gpt")["model"] == {"d_model": 32}
+
+
 @pytest.mark.parametrize("given, read", [
     ("--config.runs.lr 0.1.optimizer.learning_rate=0.2", ("lr 0.1", "optimizer", "learning_rate", "0.2")),
     ("--config.runs.2×.model.d_model=8", ("2×", "model", "d_model", "8")),
@@ -259,7 +276,6 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
     ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
     ({"a": {"model": {"num_haeds": 2}}}, "config.runs.a.model.num_haeds: no such field; did you mean 'num_he"),
     ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the same type as 64"),
-    ({"a": {"model": {"d_model": None}}}, "config.runs.a.model.d_model=None: expected the same type as 64"),
     ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
     ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
     ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),

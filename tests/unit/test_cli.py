@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, call
 
 from smallgpt_jax import cli, errors
 from smallgpt_jax.storage import object_storage
@@ -79,6 +80,29 @@ def test_failed_requests_are_named_only_after_a_gs_path_was_used(monkeypatch, ca
     assert capsys.readouterr().err == ("error: input or output: Forbidden\n" if isinstance(error, OSError) else "")
 
 
+@pytest.mark.parametrize("command", [
+    ["-m", "smallgpt_jax.prepare"], ["-c", "from smallgpt_jax.__main__ import prepare; prepare()"]])
+def test_ctrl_c_while_a_command_imports_its_libraries(command, tmp_path):
+    """NumPy's place is taken by a module that sends Ctrl-C, and turns a KeyboardInterrupt into an ImportError."""
+    (tmp_path / "numpy.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+                                       "except KeyboardInterrupt:\n    raise ImportError('numpy')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": path})
+    assert (result.returncode, result.stderr) == (130, "error: stopped\n")
+
+
+def test_messages_of_the_hub_are_printed_once():
+    """huggingface_hub prints them itself. absl prints again what reaches the root logger."""
+    hub_logging = pytest.importorskip("huggingface_hub.utils.logging")
+    reached, handler = [], logging.Handler()
+    handler.handle = reached.append
+    logging.getLogger().addHandler(handler)
+    cli.run_command(lambda: hub_logging.get_logger("huggingface_hub.retries").warning("Retrying in 1s"))
+    logging.getLogger().removeHandler(handler)
+    assert not reached
+
+
 def test_printed_commands_run_whether_the_environment_is_active_or_not(monkeypatch):
     """Without an active environment, `python` is another Python or missing."""
     monkeypatch.chdir(ROOT)
@@ -106,6 +130,5 @@ def test_the_arguments_of_the_config_are_those_of_the_process(monkeypatch):
     ("--config.train.foo=3", "error: no config field 'foo'; configs/base.py documents the fields\n"),
 ])
 def test_unknown_config_fields(flag, message):
-    command = [sys.executable, "-m", "smallgpt_jax.prepare", "--config=configs/gpt.py:tiny", flag]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = call("prepare", "--config=configs/gpt.py:tiny", flag)
     assert (result.returncode, result.stderr) == (2, message)

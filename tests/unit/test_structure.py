@@ -14,7 +14,7 @@ NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
 # From the top layer down: a module imports its own layer and those below.
 LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation", "inside"),
           ("training",), ("analysis", "inference"), ("run", "data", "models"), ("ops",), ("devices",),
-          ("storage", "recipes", "config_group"), ("errors", "formatting", "output"))
+          ("storage", "recipes", "config_group"), ("errors", "formatting", "interrupt", "output"))
 
 
 def imports_of(name: str) -> set[str]:

@@ -146,10 +146,10 @@ def write_hugging_face(source: Path, output: Path, trained: inference.TrainedMod
     form = hugging_face.find_format(model.config)
     card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value,
                                         adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
+    exported = (None, "") if _TOKENIZER.value == "skip" else (
+        tokenizer, inference.portable_chat_template(source, tokenizer))
     with atomic_folder(output) as folder:
-        hugging_face.export_folder(
-            folder, model, params, None if _TOKENIZER.value == "skip" else tokenizer, card, model_state,
-            inference.find_chat_template(source))
+        hugging_face.export_folder(folder, model, params, exported[0], card, model_state, exported[1])
     return form.class_name(model.config) + (" with its own code (trust_remote_code=True)" if form.CODE else "")
 
 
@@ -192,7 +192,7 @@ def import_model(source: str, folder: Path) -> None:
     elif _FROM.value == "run":
         model, params, model_state, tokenizer, origin["step"] = inference.load_trained(
             source, _STEP.value, _TRUST.value)
-        chat_template = inference.find_chat_template(source)
+        chat_template = inference.portable_chat_template(source, tokenizer)
         # Records how the source run was trained. If its weights were imported, also records where they come from.
         origin |= dict(model_card.training_facts(as_path("--input", source), origin["step"]))
         if _RANK_RATIO.value is not None:

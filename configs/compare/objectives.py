@@ -4,7 +4,7 @@
 
 The validation losses of causal, mtp and ftp compare with each other. Those of prefix and masked are losses of other
 tokens, and the report's ranking does not apply to them; their models are for comparisons on tuned tasks. The section
-about the inside of the models has the similarity of neighbours, which FTP is said to raise.
+"Inside the models" has the similarity of neighbours, which FTP is expected to raise.
 """
 
 from configs.compare import base

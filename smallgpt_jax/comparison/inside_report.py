@@ -17,7 +17,7 @@ SIZE = (8.4, 6.0)  # inches
 
 
 def inside_blocks(runs: Sequence[Run]) -> list:
-    groups = {name: [run.inside for run in group if run.inside]
+    groups = {name: [run.inside for run in group if run.inside and run.inside["blocks"]]
               for name, group in aggregation.group_by_name(runs).items()}
     groups = {name: group for name, group in groups.items() if group}
     if not groups:

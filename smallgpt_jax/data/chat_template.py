@@ -109,15 +109,6 @@ def save_template(source: str, tokenizer_folder: Path) -> None:
         write_atomically(tokenizer_folder / TEMPLATE_FILE, source)
 
 
-def with_begin(source: str) -> str:
-    """Returns the template that also writes the begin-of-text token, which `encode_example` puts before each text."""
-    try:
-        writes_begin = ChatTemplate.of(source).render([{"role": "user", "content": "text"}]).startswith(BEGIN)
-    except ValueError:  # it needs other messages
-        writes_begin = "bos_token" in source
-    return source if writes_begin else "{{ bos_token }}" + source
-
-
 def checked(source: str, where: str) -> str:
     try:
         ChatTemplate.of(source)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smallgpt_jax.data.chat_template import BEGIN, END
+from smallgpt_jax.data.chat_template import BEGIN, END, ChatTemplate
 from smallgpt_jax.data.examples import Example, Piece
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
@@ -66,6 +66,20 @@ def encode_chat(text: str, tokenizer: Tokenizer, continues: bool = False) -> lis
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {BEGIN: tokenizer.begin_of_text, END: tokenizer.end_of_text, **tokenizer.special_tokens}
+
+
+def with_begin(source: str, tokenizer: Tokenizer) -> str:
+    """Returns the chat template that also writes the begin-of-text token, which `encode_example` puts before each text.
+
+    Where the end-of-text token begins a text, a Hugging Face tokenizer has no `bos_token`, or one that it never writes.
+    """
+    begin = "eos_token" if tokenizer.begin_of_text == tokenizer.end_of_text else "bos_token"
+    try:
+        text = ChatTemplate.of(source).render([{"role": "user", "content": "text"}])
+        writes_begin = encode_chat(text, tokenizer)[:1] == [tokenizer.begin_of_text]
+    except ValueError:  # it needs other messages
+        writes_begin = "bos_token" in source
+    return source if writes_begin else f"{{{{ {begin} }}}}{source}"
 
 
 def describe_length(example: Example, tokenizer: Tokenizer) -> str:

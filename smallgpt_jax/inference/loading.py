@@ -10,7 +10,8 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.chat_template import ChatTemplate, own_template, with_begin
+from smallgpt_jax.data.chat_template import ChatTemplate, own_template
+from smallgpt_jax.data.example_encoding import with_begin
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
@@ -110,7 +111,8 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
-    source = find_chat_template(folder)
+    path = as_path("--workdir", folder)
+    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
     if not source:
         raise UserError(f"{folder}: no chat template: the run did not train on conversations (config.data.format="
                         "'messages'), and its tokenizer has none")
@@ -120,11 +122,11 @@ def load_chat_template(folder: str | Path) -> ChatTemplate:
         raise UserError(f"{folder}: its chat template is no Jinja template ({error}); correct it") from None
 
 
-def find_chat_template(folder: str | Path) -> str:
-    """Returns the template of the conversations on which a run trained, otherwise the tokenizer's own, or ""."""
+def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:
+    """Returns the template for other programs, which put no begin-of-text token before what it writes, or ""."""
     path = as_path("--workdir", folder)
     trained = training_format(path)[1]
-    return with_begin(trained) if trained else own_template(path / TOKENIZER_FOLDER)
+    return with_begin(trained, tokenizer) if trained else own_template(path / TOKENIZER_FOLDER)
 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:

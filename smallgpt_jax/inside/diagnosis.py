@@ -14,7 +14,7 @@ from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_n
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.inside import experts, figures, losses
 from smallgpt_jax.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
-from smallgpt_jax.inside.summary import FORMAT, JSON_FILE
+from smallgpt_jax.inside.summary import FORMAT, JSON_FILE, VALIDATION
 from smallgpt_jax.inside.windows import validation_windows, windows_of_file
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -43,12 +43,13 @@ def diagnose(workdir: str, step: int | None, texts: Sequence[str], windows: int,
     length = trained.model.config.context_length
     read = ({path: windows_of_file(local_path("--text", path), trained.tokenizer, length, windows) for path in texts}
             or validation_windows(config, trained.tokenizer, windows))
-    content = diagnose_model(trained, config, read, deep, log)
+    content = {**diagnose_model(trained, config, read, deep, log), "split": None if texts else VALIDATION}
     output = folder / DIAGNOSIS_FOLDER
     output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n")
     for name, image in figures.draw(content).items():
         write_atomically(output / name, image)
+    # last: where it exists, the plots exist, too
+    write_atomically(output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n")
     return content
 
 

@@ -10,11 +10,12 @@ from smallgpt_jax.storage.json_files import NULL, NUMBER, Optional, integer, one
 
 FORMAT = 1
 JSON_FILE = "diagnose.json"
+VALIDATION = "validation"
 MAYBE = (NULL, NUMBER)
 STREAM, ATTENTION = ("token_similarity", "neighbour_similarity", "effective_rank"), ("entropy", "first_weight")
 # The parts of diagnose.json that are read.
 DIAGNOSIS = {
-    "format": one_of(FORMAT), "step": integer(0), "paths": integer(1), "trained": {
+    "format": one_of(FORMAT), "split": one_of(VALIDATION), "step": integer(0), "paths": integer(1), "trained": {
         "blocks": [{"output": dict.fromkeys(STREAM, MAYBE),
                     "attention": Optional({measure: [MAYBE] for measure in ATTENTION})}],
         "losses": {"loss": MAYBE, "in_context_score": MAYBE, "without_block": [{"difference": MAYBE}]}}}
@@ -23,7 +24,7 @@ SUMMARY = {"step": integer(0), "loss": MAYBE, "in_context_score": MAYBE, "least_
 
 
 def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
-    """Returns the summary of the diagnosis of a checkpoint; None if there is none."""
+    """Returns the summary of a checkpoint's diagnosis on the validation split; None if there is none."""
     content = read_json_or_none(workdir / DIAGNOSIS_FOLDER / JSON_FILE, DIAGNOSIS)
     return summarize(content) if content and content["step"] == step else None
 

@@ -268,6 +268,7 @@ def test_a_chat_template_is_exported_and_imported(kind, english, tmp_path):
     store = prepare_store(tmp_path / "store", tmp_path / "a.jsonl", format="messages",
                           tokenizer=str(run / "tokenizer"), chat_template=str(tmp_path / "chat.jinja"))
     shutil.copy(tmp_path / "store/metadata.json", run / "store.json")  # as main does when the run starts
+    assert inference.load_chat_template(run).render(conversations[0][:1]) == "\nUser: a question, 0"  # as in training
     for direction in (("--to=hf", f"--workdir={run}", f"--output={out}"),
                       ("--from=hf", f"--input={out}", f"--workdir={back}"),
                       ("--to=hf", f"--workdir={back}", f"--output={tmp_path / 'again'}")):

@@ -10,6 +10,8 @@ from data_helpers import files_of, prepare_store
 from smallgpt_jax.data import corpus, parts
 from smallgpt_jax.data.chat_template import own_template
 from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.example_encoding import with_begin
+from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.training.objectives import Examples, Objective, Outputs
 
@@ -202,6 +204,15 @@ def test_the_own_template_and_special_tokens_of_a_tokenizer(tmp_path):
     ours = {(*store.train.stream[start + 1:start + length].tolist(), end)  # the end is the next document's beginning
             for start, length in zip(store.train.starts, store.train.lengths)}
     assert len(ours) == store.train.documents and ours < expected
+    import jinja2
+
+    own = TokenizerSource(str(folder)).make()
+    exported = jinja2.Template(with_begin(template, own)).render(
+        messages=rows[0]["messages"], bos_token="<|start|>", eos_token="<|end|>")
+    documents = [store.train.stream[start:start + length].tolist()
+                 for start, length in zip(store.train.starts, store.train.lengths)]
+    assert tokenizer.encode(exported).ids[:-1] in documents  # begins with the end, though the bos_token is another
+    assert with_begin("<|end|>" + template, own) == "<|end|>" + template
     bad = write(tmp_path / "b.jsonl", [chat(("user", "<|end|>"), ("assistant", "a"))])
     with pytest.raises(UserError, match=r"b.jsonl, line 1: a message contains '<\|end\|>'"):
         prepare_store(tmp_path / "bad", bad, format="messages", tokenizer=str(folder))

@@ -18,7 +18,8 @@ def diagnosis(paths: int, offset: float = 0.0) -> dict:
               for path in range(paths) for depth in range(2)]
     losses = {"loss": 3.0 + offset, "in_context_score": -0.25, "without_block": [
         {"difference": value} for value in (2.0, None, 0.5, -0.125)[:2 * paths]]}
-    return {"format": 1, "step": 7, "paths": paths, "trained": {"blocks": blocks, "losses": losses}}
+    return {"format": 1, "split": "validation", "step": 7, "paths": paths,
+            "trained": {"blocks": blocks, "losses": losses}}
 
 
 def test_a_summary_averages_paths_and_heads(tmp_path):
@@ -36,6 +37,8 @@ def test_a_summary_averages_paths_and_heads(tmp_path):
     (tmp_path / "diagnosis/diagnose.json").write_text(json.dumps(diagnosis(paths=1)))
     assert read_summary(tmp_path, step=8) is None  # it was measured before the run was trained further
     assert read_summary(tmp_path, step=7)["most_important_block"] == 2.0
+    (tmp_path / "diagnosis/diagnose.json").write_text(json.dumps(diagnosis(paths=1) | {"split": None}))
+    assert read_summary(tmp_path, step=7) is None  # it was measured on other texts
 
 
 def test_the_section_has_means_over_seeds():
@@ -49,4 +52,4 @@ def test_the_section_has_means_over_seeds():
     lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in plot.figure.axes}
     assert lines["mean cosine of all tokens"] == [[[1, pytest.approx(0.1)], [2, pytest.approx(0.2)]]]
     assert lines["attention entropy / ln(keys)"] == [[[1, pytest.approx(0.6)]]]
-    assert inside_report.inside_blocks(runs[2:]) == []
+    assert inside_report.inside_blocks([*runs[2:], run("empty", 0, measured[0] | {"blocks": []})]) == []

@@ -22,7 +22,7 @@ from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.compiled_steps import CompiledSteps
-from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.program import Program, memory_errors_explained
 from smallgpt_jax.training.train import open_training
 
 
@@ -50,7 +50,9 @@ def train_stack(runs: Mapping[Path, Config], places: int, corpus: Corpus) -> dic
     clocks = {folder: RunClock() for folder in runs}
     opened = {folder: open_training(config, folder) for folder, config in runs.items()}
     with preemption.handle_signals() as stop, ThreadPoolExecutor(len(runs)) as pool:
-        step = StackedStep(next(iter(opened.values())).program.steps, places, len(runs))
+        first = next(iter(opened.values())).program
+        with memory_errors_explained(first.config.train, places):
+            step = StackedStep(first.steps, places, len(runs))
 
         def train(folder: Path) -> None:
             with step.leaving():

@@ -63,8 +63,7 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
             together = runs_to_train(ready, losses, comparison, text)
             for other in together:
                 print_headline(other, f"[{folders.index(other.folder) + 1}/{comparison.num_runs(losses)}]")
-            found = train_runs(together, comparison, text)
-            gc.collect()  # frees the runs' arrays; this process rarely collects by itself (cli.py)
+            found = train_runs(together, comparison, text) if together else {}
             busy |= {folder for folder, loss in found.items() if loss is None}
             losses |= {folder: loss for folder, loss in found.items() if loss is not None}
             continue
@@ -117,13 +116,14 @@ def train_runs(runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus)
     """
     configs = {run.folder: with_available_trunk(run) for run in runs}
     errors: dict[Path, BaseException | None] = {}
-    if len(runs) > 1:
-        errors = train_stack(configs, comparison.stack, text)
-    for folder in configs if len(runs) == 1 else ():
-        try:
-            train.train(configs[folder], str(folder), text)
-        except Exception as error:
-            errors[folder] = error
+    try:
+        if len(runs) > 1:
+            errors = train_stack(configs, comparison.stack, text)
+        else:
+            train.train(configs[runs[0].folder], str(runs[0].folder), text)
+    except Exception as error:
+        errors = dict.fromkeys(configs, error)
+    gc.collect()  # frees the runs' arrays; this process rarely collects by itself (cli.py)
     return {run.folder: loss_after(run, errors.get(run.folder), comparison) for run in runs}
 
 

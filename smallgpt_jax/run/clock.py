@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 # Phases other than training steps → name in the goodput message. In the phase "data_wait", the host waits for a batch;
 # the devices may still be busy with the previous step.
-PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating"}
+PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating",
+          "stack_wait": "waiting for other runs of the stack"}
 LARGE_EVALUATION_SHARE = 0.2
 
 
@@ -60,7 +61,7 @@ class RunClock:
     def goodput_message(self) -> str:
         total = self._elapsed()
         training = total - sum(self._seconds.values())
-        lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items())
+        lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items() if seconds)
         message = f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
         if (share := self._seconds["evaluate"] / total) > LARGE_EVALUATION_SHARE:
             message += (f"\nevaluation took {share:.0%} of the time; for less, increase config.train.eval_every or "

@@ -22,12 +22,17 @@ class RunProgress:
         self._open = False
 
     def message(self, text: str) -> None:
-        print(f"{self._clear()}{self._label}{text}", flush=True)
+        self._write(text, end="\n")
         self._open = False
 
     def _print(self, step: int, text: str, end: str) -> None:
         counter = f"step {step:>{len(str(self.steps))}}/{self.steps}"
-        print(f"{self._clear()}{self._label}{counter}   {text}", end=end, flush=True)
+        self._write(f"{counter}   {text}", end)
+
+    def _write(self, text: str, end: str) -> None:
+        labeled = text.replace("\n", f"\n{self._label}")
+        # `end` is part of the text: print would write it separately, possibly after the text of another thread.
+        print(f"{self._clear()}{self._label}{labeled}{end}", end="", flush=True)
 
     def _clear(self) -> str:
         return "\r\x1b[K" if self._open else ""

@@ -23,6 +23,7 @@ from smallgpt_jax.storage.object_storage import is_remote
 SPOOL_PREFIX = "smallgpt_jax-spool-"
 LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
+OPENING = threading.Lock()  # another thread could take a lock file before its lock is held, and remove the spool
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
 
@@ -81,9 +82,11 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return
-    remove_abandoned_spools()
-    folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX)) / workdir.name
-    with file_lock(folder.parent / LOCK_FILE):
+    with contextlib.ExitStack() as held:
+        with OPENING:
+            remove_abandoned_spools()
+            folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX)) / workdir.name
+            held.enter_context(file_lock(folder.parent / LOCK_FILE))
         with removed_on_error(folder.parent):
             folder.mkdir()
             for name in continued:

@@ -60,7 +60,7 @@ class Lease:
         self._path, (self._bucket, self._name) = path, bucket_of(path)
         self._holder, self._id = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
         self.generation, self._renewed_at = 0, 0.0
-        self._writing, self._is_failing = threading.Lock(), False
+        self._writing, self._is_failing, self._is_released = threading.Lock(), False, False
 
     def acquire(self, wait: bool) -> None:
         replaced = 0  # generation of the object to replace; 0: none
@@ -136,12 +136,15 @@ class Lease:
 
     def require(self) -> None:
         """Renews the lock unless this was done recently. See `renew` for errors."""
-        while not self._is_recent():  # this process was suspended, perhaps in `renew`, or the service did not answer
+        # If not, this process was suspended, perhaps in `renew`, or the service did not answer.
+        while not (self._is_recent() or self._is_released):
             self.renew()
 
     def renew(self) -> None:
         """Ends the process if it has lost the lock. Raises an exception if the request fails."""
         with self._writing:
+            if self._is_released:  # since the caller listed the locks of this process: another run in it has ended
+                return
             # With a short timeout and no retry, because a hanging request would use up the lease.
             is_held = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None)
         if not is_held:
@@ -157,5 +160,7 @@ class Lease:
         os._exit(1)
 
     def release(self) -> None:
-        with contextlib.suppress(Exception):  # if the object is not removed, the lease ends by itself
+        # If the object is not removed, the lease ends by itself.
+        with self._writing, contextlib.suppress(Exception):
+            self._is_released = True
             self._bucket.blob(self._name).delete(if_generation_match=self.generation)

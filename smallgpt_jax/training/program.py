@@ -1,8 +1,10 @@
 """The program of a run. No arrays are allocated before `Program.initial_state` is called."""
 
+import contextlib
 import dataclasses
 import operator
 import textwrap
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
@@ -212,14 +214,26 @@ def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
                      f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more")
 
 
+@contextlib.contextmanager
+def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(out_of_memory_message(config, stack, error)) from None
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
 
 
-def out_of_memory_message(config: TrainConfig, error: Exception) -> str:
+def out_of_memory_message(config: TrainConfig, stack: int, error: Exception) -> str:
+    reason = textwrap.shorten(str(error), 160, placeholder=" …")
+    if stack > 1:
+        return f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
     return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
-            f"config.train.microbatches={config.microbatches} "
-            f"({textwrap.shorten(str(error), 160, placeholder=' …')});\nincrease config.train.microbatches, set "
+            f"config.train.microbatches={config.microbatches} ({reason});\nincrease config.train.microbatches, set "
             "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")

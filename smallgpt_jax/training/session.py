@@ -51,12 +51,12 @@ class Session:
         state = program.restore_or_initialize(checkpoints)
         first_step = int(state.step)
         is_evaluated = self.is_evaluated(first_step)
-        print(messages.startup_message(program, self.pipeline, first_step), flush=True)
+        self.progress.message(messages.startup_message(program, self.pipeline, first_step))
         if first_step >= steps and is_evaluated:
             return
         train_step, eval_step = (step.result() for step in compiling or program.start_compilation())
         memory_stats = train_step.memory_analysis()
-        print(messages.compilation_message(memory_stats, time.monotonic() - started), flush=True)
+        self.progress.message(messages.compilation_message(memory_stats, time.monotonic() - started))
         append_session(self.spool.workdir, messages.session_facts(program, self.pipeline, memory_stats, first_step))
         training = self.wire(checkpoints, train_step, eval_step, first_step)
         self.finish(training, *train_from(training, state, first_step, is_evaluated))

@@ -7,6 +7,7 @@ run that ends or fails leaves the stack, and the others continue.
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.compiled_steps import CompiledSteps
-from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.program import Program, memory_errors_explained
 from smallgpt_jax.training.train import open_training
 
 
@@ -49,13 +50,15 @@ def train_stack(runs: Mapping[Path, Config], places: int, corpus: Corpus) -> dic
     clocks = {folder: RunClock() for folder in runs}
     opened = {folder: open_training(config, folder) for folder, config in runs.items()}
     with preemption.handle_signals() as stop, ThreadPoolExecutor(len(runs)) as pool:
-        step = StackedStep(next(iter(opened.values())).program.steps, places, len(runs))
+        first = next(iter(opened.values())).program
+        with memory_errors_explained(first.config.train, places):
+            step = StackedStep(first.steps, places, len(runs))
 
         def train(folder: Path) -> None:
             with step.leaving():
                 program = opened[folder].program
-                stacked = opened[folder]._replace(program=StackedProgram(program.config, program.steps, step))
-                stacked.run(corpus, stop, clocks[folder], f"{folder.name}: ")
+                stacked = StackedProgram(program.config, program.steps, step, clocks[folder])
+                opened[folder]._replace(program=stacked).run(corpus, stop, clocks[folder], f"{folder.name}: ")
 
         futures = {folder: pool.submit(train, folder) for folder in runs}
         return {folder: future.exception() for folder, future in futures.items()}
@@ -66,6 +69,7 @@ class StackedProgram(Program):
     """The program of one run in a stack."""
 
     step: "StackedStep"
+    clock: RunClock
 
     @property
     def stack(self) -> int:
@@ -76,6 +80,9 @@ class StackedProgram(Program):
         for future, step in zip(steps, (self.step, self.steps.eval_step)):
             future.set_result(step)
         return steps
+
+    def bind(self, train_step: "StackedStep"):
+        return super().bind(functools.partial(train_step, self.clock))
 
 
 class StackedStep:
@@ -89,12 +96,14 @@ class StackedStep:
         self.places, self.memory_analysis = places, self._compiled.memory_analysis
         self._callers, self._calls, self._lock = callers, [], threading.Lock()
 
-    def __call__(self, *arguments):
+    def __call__(self, clock: RunClock, *arguments):
         result = Future()
         with self._lock:
             self._calls.append((arguments, result))
             self._compute_if_complete()
-        return result.result()
+        # The watchdog of this run must not count the time in which another run evaluates or restores its checkpoint.
+        with clock.during("stack_wait"):
+            return result.result()
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:

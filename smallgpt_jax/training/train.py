@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from ml_collections import ConfigDict
 
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.errors import DivergenceError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.names import METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.progress import RunProgress
@@ -26,7 +25,7 @@ from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
 from smallgpt_jax.training.kernel_check import check_attention_kernels
 from smallgpt_jax.training.preemption import StopRequest
-from smallgpt_jax.training.program import Program, is_out_of_memory, out_of_memory_message, shared_program
+from smallgpt_jax.training.program import Program, memory_errors_explained, shared_program
 from smallgpt_jax.training.session import Session
 from smallgpt_jax.training.trunk import Trunk, open_trunk
 
@@ -75,21 +74,17 @@ class Training(NamedTuple):
         distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
-            with (failures_recorded(folder, config.train),
+            with (failures_recorded(folder), memory_errors_explained(config.train, program.stack),
                   open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
                 Session(program, pipeline, spool, stop, clock, progress).run()
 
 
 @contextlib.contextmanager
-def failures_recorded(folder: Path, config: TrainConfig) -> Iterator[None]:
+def failures_recorded(folder: Path) -> Iterator[None]:
     try:
         yield
     except DivergenceError as diverged:
         append_session(folder, {"diverged": str(diverged)})
         raise
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(out_of_memory_message(config, error)) from None
     finally:
         save_curves(folder)

@@ -11,13 +11,14 @@ from smallgpt_jax.run.clock import RunClock
 
 STALLED_STATUS = 124  # the exit status of the shell command `timeout`
 PRINTING_SECONDS = 10.0
-EXEMPT_PHASES = ("restart", "save", "evaluate")
+EXEMPT_PHASES = ("restart", "save", "evaluate", "stack_wait")
 
 
 class Watchdog:
     """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if `seconds` is 0.
 
-    Waiting for data counts; restoring, compiling, saving and evaluating do not.
+    Waiting for data counts; restoring, compiling, saving, evaluating, and waiting for other runs of a stack, which have
+    watchdogs of their own, do not.
     """
 
     def __init__(self, clock: RunClock, seconds: float):

@@ -1,36 +1,30 @@
 """Stacks: runs in one program have the results of single runs, each in its own workdir, whatever ends them."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import jax
 import pytest
-from conftest import ROOT
 from run_helpers import SMALL, config_for
 
 from smallgpt_jax.comparison import results
 from smallgpt_jax.data.corpus import load_or_prepare
-from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import DivergenceError, StoppedError, UserError
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.sessions import has_diverged
 from smallgpt_jax.training import preemption, train
+from smallgpt_jax.training.compiled_steps import CompiledSteps
 from smallgpt_jax.training.program import shared_program
 from smallgpt_jax.training.stack import can_be_stacked, require_one_device, train_stack
 
-STEPS = 12
+STEPS = 8
 FIELDS = dict(SMALL, model__num_layers=1, model__dropout=0.1, train__steps=STEPS, train__checkpoint_every=4,
-              train__eval_every=6, train__eval_steps=1, train__log_every=1, optimizer__warmup_steps=2,
+              train__eval_every=4, train__eval_steps=1, train__log_every=1, optimizer__warmup_steps=2,
               optimizer__decay_steps=STEPS)
-RUNS = {"first": {}, "seed": {"train__seed": 7}, "rates": {"optimizer__learning_rate": 0.02,
-                                                           "optimizer__weight_decay": 0.3}}
+RUNS = {"first": {}, "other": {"train__seed": 7, "optimizer__learning_rate": 0.02, "optimizer__weight_decay": 0.3}}
+PLACES = 3  # one of them free
 
 
 def program_on_one_device(config):
@@ -43,8 +37,16 @@ def configs_in(folder, text_file):
 
 def losses(folder, split):
     lines = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == split]
-    assert [line["step"] for line in lines] == (list(range(1, STEPS + 1)) if split == "train" else [6, STEPS])
+    assert [line["step"] for line in lines] == (list(range(1, STEPS + 1)) if split == "train" else [4, STEPS])
     return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_curves():
+    """Other tests draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_curves", lambda folder: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -71,51 +73,59 @@ def stop_at_once():
 
 
 @pytest.mark.slow
-def test_a_stack_that_is_stopped_killed_and_resumed_has_the_losses_of_single_runs(
-        text_file, tmp_path, corpus, expected):
-    """The runs are killed between their checkpoints, and resumed together with a run that starts, and diverges."""
+def test_a_stack_that_is_stopped_fails_and_is_resumed_has_the_losses_of_single_runs(
+        text_file, tmp_path, corpus, expected, capsys):
+    """One run fails between its checkpoints. It is resumed together with a run that starts, and diverges."""
     configs = configs_in(tmp_path, text_file)
+    first, other = configs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preemption, "handle_signals", stop_at_once)
-        errors = train_stack(configs, 4, corpus)
+        errors = train_stack(configs, PLACES, corpus)
     assert all(isinstance(error, StoppedError) for error in errors.values())
-    assert [saved_steps(folder / "checkpoints") for folder in configs] == [[1]] * 3
+    assert [saved_steps(folder / "checkpoints") for folder in configs] == [[1]] * 2
 
-    killed = subprocess.run(
-        [sys.executable, __file__, str(tmp_path), str(text_file)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert sorted(saved_steps(folder / "checkpoints")[-1] for folder in configs) == [4, 4, 8]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", failing_save(other, STEPS))
+        errors = train_stack(configs, PLACES, corpus)
+    assert errors[first] is None and isinstance(errors[other], ZeroDivisionError)
+    assert [saved_steps(folder / "checkpoints")[-1] for folder in configs] == [STEPS, 4]
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.partition(":")[0] for line in lines} == {"first", "other"}
+    assert "waiting for other runs of the stack" in next(line for line in lines if "goodput" in line)
 
     diverging = tmp_path / "diverging"
-    config = next(iter(configs.values())).replace(optimizer={"learning_rate": 1e38})
-    errors = train_stack({diverging: config, **configs}, 4, corpus)
-    assert isinstance(errors.pop(diverging), DivergenceError) and errors == dict.fromkeys(configs)
+    config = configs[first].replace(optimizer={"learning_rate": 1e38})
+    errors = train_stack({diverging: config, other: configs[other]}, PLACES, corpus)
+    assert isinstance(errors[diverging], DivergenceError) and errors[other] is None
     assert has_diverged(diverging) and not saved_steps(diverging / "checkpoints")
     for folder in configs:
         for split in ("train", "eval"):
             assert losses(folder, split) == pytest.approx(expected[folder.name, split], abs=1e-5)
-        assert saved_steps(folder / "checkpoints") == [4, 8, STEPS]  # the newest three
-    reported = results.read_run("run", tmp_path / "seed")  # without the speed and memory of the stack
+        assert saved_steps(folder / "checkpoints")[-2:] == [4, STEPS]
+    reported = results.read_run("run", other)  # without the speed and memory of the stack
     assert reported.is_finished and reported.tokens_per_second is None and reported.memory_bytes is None
 
 
-def train_until_killed(folder, text_file):
-    """Kills this process when the first run of the stack has saved step 8, before another one saves it."""
-    save, killing = Checkpoints.save, threading.Lock()
+def failing_save(workdir, failing_step):
+    save = Checkpoints.save
 
-    def save_and_kill(self, step, *arguments):
-        if step != 8:
-            return save(self, step, *arguments)
-        with killing:
-            save(self, step, *arguments)
-            self.wait_until_finished()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def save_or_fail(self, step, *arguments):
+        if self.folder.parent == workdir and step == failing_step:
+            raise ZeroDivisionError
+        save(self, step, *arguments)
 
-    compilation_cache.configure()
-    Checkpoints.save, train.shared_program = save_and_kill, program_on_one_device
-    configs = configs_in(Path(folder), text_file)
-    train_stack(configs, 4, load_or_prepare(next(iter(configs.values())).data))
+    return save_or_fail
+
+
+def test_out_of_memory_message(text_file, tmp_path, corpus, monkeypatch):
+    def fail(steps, places):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 26.90G of 15.75G hbm.")
+
+    monkeypatch.setattr(train, "shared_program", program_on_one_device)
+    monkeypatch.setattr(CompiledSteps, "stacked_train_step", fail)
+    monkeypatch.setattr(CompiledSteps, "eval_step", None)
+    with pytest.raises(UserError, match=r"(?s)config.compare.stack=3: .*Used 26.90G.*\ndecrease it$"):
+        train_stack(configs_in(tmp_path, text_file), PLACES, corpus)
 
 
 def test_which_runs_can_be_stacked(text_file):
@@ -132,6 +142,3 @@ def test_a_stack_needs_one_device():
     with pytest.raises(UserError, match=r"config.compare.stack=2: must be 1 on 8 devices"):
         require_one_device("config.compare.stack=2")
 
-
-if __name__ == "__main__":
-    train_until_killed(*sys.argv[1:])

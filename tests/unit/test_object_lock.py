@@ -161,3 +161,23 @@ def test_a_late_renewal_is_not_a_takeover(monkeypatch):
     monkeypatch.setattr(object_lock, "bucket_of", lambda path: (bucket, str(path)))
     lease = object_lock.Lease(LOCK)
     assert lease._write(1) and lease.generation == 4
+
+
+def test_a_released_lock_is_not_renewed(monkeypatch):
+    """A thread may list the locks of the process just before another thread, of a run that ends, releases one."""
+    def upload(content, **request):
+        if deleted:
+            raise PreconditionFailed("no such generation")
+
+    deleted, ends = [], []
+    blob = SimpleNamespace(upload_from_string=upload, generation=1, delete=lambda **request: deleted.append(request))
+    bucket = SimpleNamespace(blob=lambda name: blob, get_blob=lambda name, **request: None)
+    monkeypatch.setattr(object_lock, "bucket_of", lambda path: (bucket, str(path)))
+    monkeypatch.setattr(object_lock, "os", SimpleNamespace(getpid=lambda: 1, _exit=ends.append))
+    lease = object_lock.Lease(LOCK)
+    lease.acquire(wait=False)
+    lease.release()
+    lease.renew()
+    monkeypatch.setattr(object_lock, "now", lambda: lease._renewed_at + object_lock.LEASE_SECONDS)
+    lease.require()
+    assert deleted and not ends

@@ -211,9 +211,9 @@ def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, 
         losses.setdefault((record.name, getattr(record, size), record.tokens), []).append(record.loss)
     outcomes = [Outcome(prediction, float(np.mean(values)), len(values)) for prediction in predictions
                 if (values := losses.get((prediction.name, prediction.size, prediction.tokens)))]
-    actual, predicted = ({name: float(np.mean([value(outcome) for outcome in outcomes
-                                               if outcome.prediction.name == name]))
-                          for name in dict.fromkeys(outcome.prediction.name for outcome in outcomes)}
+    by_tokens = sorted(outcomes, key=lambda outcome: outcome.prediction.tokens)
+    longest = {outcome.prediction.name: outcome for outcome in by_tokens}  # models are chosen for their final losses
+    actual, predicted = ({name: value(outcome) for name, outcome in longest.items()}
                          for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
     coverage = float(np.mean([outcome.is_covered for outcome in outcomes])) if outcomes else math.nan
     return HeldOutCheck(tuple(outcomes), coverage, *(

@@ -148,9 +148,9 @@ def check_blocks(checks: Mapping[str, HeldOutCheck]) -> list:
         return blocks
     methods = {f"laws, N: {SIZE_LABELS[field]} parameters": check.by_law for field, check in checks.items()}
     methods["baseline: order of the most expensive runs fitted"] = checks["parameters"].at_one_size
-    return [*blocks, Paragraph("Which models are better at the held-out size? Right pairs: share of the pairs of "
-                               "models that are in the right order. Regret: held-out loss of the first model, minus "
-                               "the lowest."),
+    return [*blocks, Paragraph("Which models are better at the held-out size, after the longest training? Right pairs: "
+                               "share of the pairs of models that are in the right order. Regret: held-out loss of the "
+                               "first model, minus the lowest."),
             Table(("order by", "order", "right pairs", "regret"), tuple(
                 decision_row(method, found) for method, found in methods.items()))]
 

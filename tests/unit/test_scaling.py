@@ -137,6 +137,17 @@ def test_a_held_out_rung_is_checked_beside_the_ranking_at_one_size():
         ("a", "b", "c"), 1 / 3, 0.5)
 
 
+def test_decisions_are_about_the_longest_training():
+    """The mean over both lengths would prefer the other model."""
+    losses = {"early": (3.0, 2.9), "late": (4.0, 2.5)}
+    predictions = [scaling.Prediction(name, 10, tokens, loss, 0, 9)
+                   for name in losses for tokens, loss in zip((10, 20), losses["early"])]
+    held_out = [scaling.Record(name, name, 0, 10, 10, 10, tokens, 1.0, loss)
+                for name, both in losses.items() for tokens, loss in zip((10, 20), both)]
+    check = scaling.check_predictions(predictions, {"early": 3.5, "late": 3.6}, held_out)
+    assert check.at_one_size == scaling.Decisions(("early", "late"), 0.0, pytest.approx(0.4))
+
+
 def test_compute_multipliers():
     """A model with the same law at 6/4 of the FLOPs needs 1.5 times the compute, at each loss."""
     base, cheap = (scaling.fit(make_records(name=name, noise=0.01, seed=seed, cost=cost), draws=200)

@@ -112,9 +112,9 @@ def test_plan_counts_delta(architecture, widths):
     matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
     # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices with keys and values,
     # one of keys with these, those of queries and of a (K, K) matrix with the state, the sums of decays, and two
-    # products for each halving of the matrix to invert; blocks of 16 have four such levels.
+    # products for each halving of the matrix to invert; blocks of 16 have three such levels, since pairs need none.
     rule = (chunk**2 * (4 * key + 2 * value) + chunk * key * (key + 2 * value) + key**2 * value
-            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 4 * 16**3))
+            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3))
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
     parts = memory.components(model)
     assert parts["GatedDeltaNet"] == matrices + len(widths) * (4 * heads * (2 * key + value) + 2 * heads + value)

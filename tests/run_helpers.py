@@ -4,8 +4,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from conftest import load_config
+from conversion_helpers import assert_bitwise_equal
 
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.run import metrics
+from smallgpt_jax.run.checkpoint import Checkpoints
 
 SMALL = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
 
@@ -33,6 +37,27 @@ def read_untimed_metrics(workdir) -> list[dict]:
     return [{name: value for name, value in line.items()
              if name not in ("time", "tokens_per_second") and not name.endswith("_seconds")}
             for line in metrics.read_lines(workdir / "metrics.jsonl")]
+
+
+def train_three_steps(program, tokens_BxT1, folder, initial=None) -> tuple[list, list]:
+    """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after two steps; restored,
+    it continues bit for bit.
+    """
+    state = program.initial_state() if initial is None else jax.device_put(initial, program.shardings)
+    step, checkpoints = program.bind(program.compile_train_step()), Checkpoints(folder, keep=1)
+    batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
+    losses, states = [], [jax.device_get(state)]
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        states.append(jax.device_get(state))
+    checkpoints.save(2, state)
+    checkpoints.wait_until_finished()
+    state, metrics = step(state, batch)
+    restored, _ = step(program.restore_or_initialize(checkpoints), batch)
+    checkpoints.close()
+    assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
+    return [*losses, float(metrics["loss"])], [*states, jax.device_get(state)]
 
 
 def flip_a_bit(path) -> None:

@@ -2,13 +2,15 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/ladder.py --output=runs/ladder
 
-Each run adds one option to the run before it, with three exceptions:
+Each run adds one option to the run before it, with these exceptions:
 
 - "relu2" and "gated" both start from "rms".
 - "experts-adamw" adds experts to "windows", without Muon.
-- "pgpt" and "lgpt", the last two runs, are the paper's models with the options of "windows".
+- "pgpt" and "lgpt" are the paper's models with the options of "windows".
+- "hybrid" has Gated DeltaNet in three of four blocks of "gqa". "delta", "mamba" and "conv" have their mixer in all
+  blocks of "gated", without rope.
 
-The comparison trains more than 60 runs. The run "gpt" trains for config.train.steps steps; all others have equal FLOPs.
+The comparison trains at least 80 runs. The run "gpt" trains for config.train.steps steps; all others have equal FLOPs.
 """
 
 from configs.compare import base
@@ -40,6 +42,12 @@ def get_config(size: str = "quickstart"):
     runs["experts-adamw"] = merged(runs["windows"], STEPS["experts"])
     for name in ("pgpt", "lgpt"):
         runs[name] = merged(base.differences(base.recipe(name, size), gpt), runs["windows"])
+    hybrid, mamba = (base.differences(base.recipe(name, size), base.recipe("llama", size))
+                     for name in ("hybrid", "mamba"))
+    runs["hybrid"] = merged(runs["gqa"], hybrid)
+    runs["delta"] = merged(runs["gated"], merged(hybrid, {"model": {"mixers": ("delta",), "position": "none"}}))
+    runs["mamba"] = merged(runs["gated"], mamba)
+    runs["conv"] = merged(runs["gated"], {"model": {"mixers": ("conv",), "position": "none"}})
     return base.comparison(common, runs, budget="flops", seeds=3, learning_rates=(0.5, 1.0, 2.0), decoding=False)
 
 

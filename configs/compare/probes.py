@@ -42,18 +42,24 @@ def get_config(size: str = "recall"):
     if probe not in PROBES:
         raise UserError(f"--config: no probe {probe!r}; choose from {', '.join(PROBES)}")
     steps, fields = PROBES[probe]
-    common = base.recipe("gpt", "quickstart")
-    common.data.update(source=SYNTHETIC + probe.partition("-")[0], tokenizer=SYMBOLS,
-                       **{f"probe_{name}": value for name, value in fields.items()})
-    corpus = load_or_prepare(common.data)
-    common.model.update(vocab_size=corpus.tokenizer.vocab_size, d_model=64, num_heads=2,
-                        context_length=corpus.probe.num_inputs(corpus.probe.max_length))
-    common.optimizer.name = "muon"  # with AdamW, recall stays for thousands of steps where it knows only the values
-    common.train.update(steps=40 if size == "tiny" else steps, batch_size=64, loss_chunks=1, eval_every=250,
-                        eval_steps=16)
+    common = task(probe.partition("-")[0], **fields)
+    common.train.steps = 40 if size == "tiny" else steps
     runs = {name: {"model": model_of(recipe)} for name, recipe in RUNS.items()}
     runs["gpt rope"]["model"]["position"] = "rope"
     return base.comparison(common, runs, reference="gpt rope", decoding=False)
+
+
+def task(probe: str, **fields):
+    """Returns the config of a gpt on a probe. The fields are those of `data` without "probe_"."""
+    config = base.recipe("gpt", "quickstart")
+    config.data.update(source=SYNTHETIC + probe, tokenizer=SYMBOLS,
+                       **{f"probe_{name}": value for name, value in fields.items()})
+    corpus = load_or_prepare(config.data)
+    config.model.update(vocab_size=corpus.tokenizer.vocab_size, d_model=64, num_heads=2,
+                        context_length=corpus.probe.num_inputs(corpus.probe.max_length))
+    config.optimizer.name = "muon"  # with AdamW, recall stays for thousands of steps where it knows only the values
+    config.train.update(batch_size=64, loss_chunks=1, eval_every=250, eval_steps=16)
+    return config
 
 
 def model_of(recipe: str) -> dict:

@@ -25,6 +25,8 @@ WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none
 
 def find_mixer(name: str) -> type[nn.Module]:
     where = f"config.model.mixers={name!r}"
+    if "," in str(name):
+        raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
     mixer = find_class(name, MIXERS, where)
     if not (isinstance(mixer, type) and issubclass(mixer, nn.Module)
             and "config" in {field.name for field in dataclasses.fields(mixer)}):

@@ -16,8 +16,8 @@ TAPS = 4  # of the short convolutions, as in the papers
 
 def refuse_prefix(config: ModelConfig, context: Context) -> None:
     if context.prefix_BxT is not None or config.attention_mask != "causal":
-        raise UserError(f"config.model.mixers={config.mixers!r}: a mixer other than attention does not see later "
-                        "tokens; use attention in all blocks, or another config.train.objective")
+        raise UserError(f"config.model.mixers={config.mixers[0]!r}: does not see later tokens; use attention in all "
+                        "blocks, or another config.train.objective")
 
 
 def carry_state(module: nn.Module, context: Context, time: int, shape: tuple[int, ...], rule: Callable):

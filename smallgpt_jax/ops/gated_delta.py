@@ -83,7 +83,7 @@ def small_inverse(matrix):
         row, column = np.indices((length, length)) // size
         joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
         r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
-        inverse -= product(product(inverse, r), inverse)
+        inverse -= r if size == 1 else product(product(inverse, r), inverse)  # at first the inverse is the identity
     return inverse
 
 

@@ -10,13 +10,11 @@ import pytest
 from conftest import build, forward, init, load_config, save_run
 from conversion_helpers import assert_bitwise_equal
 from float64_model import plain_logits
+from run_helpers import train_three_steps
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import forward_operations
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
-from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training.program import build_program
 
 SIZES = dict(d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32")
@@ -44,24 +42,11 @@ def test_training_with_all_options(tmp_path):
                                        mesh__tensor=2)
     initial = jax.device_get(programs[0].initial_state())
     for plan in programs:
-        state, step = jax.device_put(initial, plan.shardings), plan.bind(plan.compile_train_step())
-        batch = Batch(jax.device_put(tokens, sharding.batch_sharding(plan.mesh)))
-        weights, losses = [initial.params], []
-        for i in range(3):
-            if i == 2:
-                checkpoints = Checkpoints(tmp_path / str(plan.mesh.size), keep=1)
-                checkpoints.save(2, state)
-                checkpoints.wait_until_finished()
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-            weights.append(jax.device_get(state.params))
-        restored, _ = step(plan.restore_or_initialize(checkpoints), batch)
-        assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
-        checkpoints.close()
+        losses, states = train_three_steps(plan, tokens, tmp_path / str(plan.mesh.size), initial)
+        weights = [state.params for state in states]
         assert losses[0] > losses[1] > losses[2]
-        results.append((losses, weights[-1], jax.device_get(state.ema)))
-        assert state.ema["trunk"]["blocks"]["mlp"]["up"]["kernel"].sharding == (
-            state.params["trunk"]["blocks"]["mlp"]["up"]["kernel"].sharding)
+        results.append((losses, weights[-1], states[-1].ema))
+        assert plan.shardings.ema == plan.shardings.params
     for path, change in jax.tree_util.tree_leaves_with_path(jax.tree.map(
             lambda new, old: np.abs(new - old).max(), weights[-1], weights[0])):
         assert change > 1e-5, path

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, forward, init, load_config
+from run_helpers import train_three_steps
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import inference_cost
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
@@ -112,9 +111,9 @@ def test_plan_counts_delta(architecture, widths):
     matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
     # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices with keys and values,
     # one of keys with these, those of queries and of a (K, K) matrix with the state, the sums of decays, and two
-    # products for each halving of the matrix to invert; blocks of 16 have four such levels.
+    # products for each halving of the matrix to invert; blocks of 16 have three such levels, since pairs need none.
     rule = (chunk**2 * (4 * key + 2 * value) + chunk * key * (key + 2 * value) + key**2 * value
-            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 4 * 16**3))
+            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3))
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
     parts = memory.components(model)
     assert parts["GatedDeltaNet"] == matrices + len(widths) * (4 * heads * (2 * key + value) + 2 * heads + value)
@@ -150,28 +149,32 @@ def test_refuses_a_prefix():
                        Context(prefix_BxT=jnp.arange(24)[None] < 3))
 
 
-def losses(devices: int, fields: dict, **axes) -> list[float]:
-    """Returns the losses of three steps of a pgpt. Each of its two paths has three blocks, with a mixer each."""
+def losses(architecture: str, devices: int, fields: dict, folder, **axes) -> list[float]:
+    """Returns the losses of three steps. Each path has three blocks, and the three stages have one block each."""
+    sizes = {"gpt": {"num_layers": 3}, "pgpt": {"num_layers": 6}, "lgpt": {"num_layers": 3, "blocks_per_stage": 1}}
     config = load_config(
-        "pgpt", train__batch_size=8, optimizer__warmup_steps=0,
+        architecture, train__batch_size=8, optimizer__warmup_steps=0,
         **{f"model__{name}": value for name, value in {
-            **SIZES, "num_layers": 6, "mixers": ("delta", "mamba", "conv"), **fields}.items()},
+            **SIZES, "mixers": ("delta", "mamba", "conv"), **sizes[architecture], **fields}.items()},
         **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()})
     program = build_program(config, jax.devices()[:devices])
-    state, step, found = program.initial_state(), program.bind(program.compile_train_step()), []
-    batch = Batch(jax.device_put(random_tokens(8, 25), sharding.batch_sharding(program.mesh)))
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
+    return train_three_steps(program, random_tokens(8, 25), folder / str(devices))[0]
 
 
 @pytest.mark.slow
-def test_training_does_not_depend_on_devices_or_scanning():
-    one = losses(1, {"scan_layers": True})
+def test_training_does_not_depend_on_devices_scanning_or_resumption(tmp_path):
+    one = losses("pgpt", 1, {"scan_layers": True}, tmp_path)
     assert one[0] > one[1] > one[2]
     unrolled = {"scan_layers": False, "remat": "dots"}
-    np.testing.assert_allclose(losses(8, unrolled, fsdp=2, tensor=2, path=2), one, rtol=1e-5)
+    np.testing.assert_allclose(losses("pgpt", 8, unrolled, tmp_path, fsdp=2, tensor=2, path=2), one, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt", "lgpt"])
+def test_resumption(architecture, tmp_path):
+    """`losses` compares the third step with that of a restored state, bit for bit."""
+    found = losses(architecture, 1, {}, tmp_path)
+    assert found[0] > found[1] > found[2]
 
 
 @pytest.mark.slow

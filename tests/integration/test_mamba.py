@@ -74,7 +74,8 @@ def test_muon_updates_the_matrices():
     ({"mamba_state": 0}, "mamba_state=0: must be at least 1"),
     ({"mamba_expand": 0}, "mamba_expand=0: must be at least 1"),
     ({"attention": "cudnn"}, "attention='cudnn': only attention uses it"),
-    ({"mixers": ("mamba2",)}, "did you mean 'mamba'")])
+    ({"mixers": ("mamba2",)}, "did you mean 'mamba'"),
+    ({"mixers": ("mamba,attention",)}, r"quote each name, as in \('mamba', 'attention'\)")])
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):
         build("gpt", **{**SIZES, **fields})

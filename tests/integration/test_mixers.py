@@ -15,7 +15,9 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, inference_cost
+from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference import layout as inference_layout
+from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
@@ -101,6 +103,21 @@ def test_cached_decoding(architecture, mixers):
         other[:, 3] += 1
         changed = np.any(np.asarray(logits != forward(model, params, other % 64)), axis=(0, 2))
         assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("mixer", ["delta", "mamba", "conv"])
+def test_decoding_costs_the_same_at_any_position(mixer):
+    """A token's program does not depend on the length of the cache."""
+    sizes = dict(SIZES, num_layers=1, context_length=16384, mixers=(mixer,), position="none", mamba_state=5)
+    model, texts = build("gpt", **sizes), set()
+    weights = inference_layout.pack(model, init(model))
+    for length in (1024, 16384):
+        cache = decoder.cache_shapes(model, weights, 1, length)
+        texts.add(decoder.decode_step.lower(
+            weights, cache, None, np.ones((1, 1), np.int32), np.int32([length - 1]), np.int32([1]), np.uint32(0),
+            np.zeros((1, 2), np.uint32), Sampling(temperature=None), model=model, cache_length=length, vocab_size=64,
+            end_of_text=None).as_text())
+    assert len(texts) == 1
 
 
 def test_a_cache_that_does_not_grow():

@@ -263,7 +263,7 @@ def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
 @pytest.mark.parametrize("fields, message", [
     (dict(train__objective="casual"), r"train\.objective='casual': must be one of causal, .*mean 'causal'\?"),
     (dict(model__attention_mask="bidirectional"), "='bidirectional': does not belong to config.train.objective"),
-    (dict(train__objective="masked", model__mixers=("delta",)), "a mixer other than attention does not see later"),
+    (dict(train__objective="masked", model__mixers=("delta",)), "mixers=.delta.: does not see later tokens"),
     (dict(train__objective="prefix", model__mixers=("attention", "mamba")), "use attention in all blocks, or another"),
     (dict(train__objective="masked", train__mask_rate=1.0), "mask_rate=1.0: must be above 0 and below 1"),
     (dict(train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"), "with a probe"),

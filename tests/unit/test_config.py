@@ -1,5 +1,6 @@
 """Tests of the shipped configs, and of the error messages for wrong flags and config files."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -67,6 +68,32 @@ def test_paper_recipes_differ_only_in_the_model():
             # At size `quickstart`, the learning rate of lgpt and cgpt differs from that of gpt and pgpt.
             narrows = size == "quickstart" and config.model.architecture in ("lgpt", "cgpt")
             assert config.optimizer == others[2 if narrows else 0].optimizer
+
+
+def comparison_models(name: str) -> dict[str, models.LanguageModel]:
+    comparison = importlib.import_module(f"configs.compare.{name}").get_config("quickstart")
+    return {name: models.build(**{**comparison.model, **fields.get("model", {})})
+            for name, fields in comparison.runs.items()}
+
+
+def test_mixers_of_the_ladder():
+    """The runs with other mixers differ from those with attention in as few fields as possible."""
+    configs = {name: dataclasses.asdict(model.config) for name, model in comparison_models("ladder").items()}
+    changed = {name: {field for field, value in configs[name].items() if value != configs[other][field]}
+               for name, other in (("hybrid", "gqa"), ("delta", "gated"), ("mamba", "gated"), ("conv", "gated"))}
+    assert changed == {"hybrid": {"mixers", "delta_head_dim"}, "delta": {"mixers", "position", "delta_head_dim"},
+                       "mamba": {"mixers", "position", "mamba_state"}, "conv": {"mixers", "position"}}
+    assert {configs[name]["mixers"] for name in ("delta", "mamba", "conv")} == {("delta",), ("mamba",), ("conv",)}
+
+
+def test_sizes_of_the_recall_comparison():
+    """Parameters are equal within 3%, and the states of delta and mamba are equal."""
+    found = comparison_models("recall")
+    parameters = [models.num_parameters(model) for model in found.values()]
+    assert max(parameters) < 1.03 * min(parameters)
+    delta, mamba = found["delta"].config, found["mamba"].config
+    assert (delta.num_heads * delta.delta_key_width * delta.delta_value_width
+            == mamba.num_heads * mamba.mamba_state * mamba.mamba_head_width == 1152)
 
 
 @pytest.mark.parametrize("flags, status, substrings", [

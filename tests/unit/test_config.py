@@ -72,8 +72,9 @@ def test_paper_recipes_differ_only_in_the_model():
 
 def comparison_models(name: str) -> dict[str, models.LanguageModel]:
     comparison = importlib.import_module(f"configs.compare.{name}").get_config("quickstart")
-    return {name: models.build(**{**comparison.model, **fields.get("model", {})})
-            for name, fields in comparison.runs.items()}
+    return {name: models.build(**{**comparison.model, **{
+        field: value for field, value in run.model.items() if value is not None}})
+        for name, run in comparison.runs.items()}
 
 
 def test_mixers_of_the_ladder():

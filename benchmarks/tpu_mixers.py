@@ -30,6 +30,7 @@ _MIXERS = flags.DEFINE_multi_enum("mixer", list(MIXERS), list(MIXERS), "Repeat t
 _CONTEXTS = flags.DEFINE_list("contexts", ["1024", "4096", "16384"], "Context lengths of training.")
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:1x1", "A TPU, as for `plan`.")
 _BLOCKS = flags.DEFINE_integer("blocks", 4, "Blocks, of which equal neighbors are scanned.", lower_bound=1)
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 50_304, "Size of the vocabulary; a small one leaves the blocks.")
 
 TOKENS = 16384  # per step
 
@@ -38,7 +39,8 @@ def cycles_per_token(name: str, context: int, devices: list[jax.Device]) -> tupl
     """Returns the cycles of the program, and those of its kernels."""
     recipe, fields = MIXERS[name]
     config = recipe.get_config("paper")
-    config.model.update(context_length=context, num_layers=_BLOCKS.value, scan_layers=True, **fields)
+    config.model.update(context_length=context, num_layers=_BLOCKS.value, scan_layers=True,
+                        vocab_size=_VOCABULARY.value, **fields)
     config.train.update(batch_size=max(1, TOKENS // context), microbatches=1)
     program, chip = build_program(config, devices), chips.find_chip(devices[0].device_kind)
     try:

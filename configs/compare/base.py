@@ -20,6 +20,7 @@ On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets any field of one 
 has the value of the common config.
 """
 
+import copy
 import importlib
 
 from ml_collections import ConfigDict, config_dict
@@ -35,7 +36,7 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
       runs: fields that each run overrides, {name: {group: {field: value}}}.
       **compare: fields of the group `compare`.
     """
-    config = common.unlock()
+    config = copy.deepcopy(common).unlock()
     fields = {name: with_placeholders(own, common) for name, own in runs.items()}
     config.runs = ConfigDict(fields, allow_dotted_keys=True)
     config.compare = CompareConfig.config_dict().lock()

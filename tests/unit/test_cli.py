@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,11 +87,11 @@ def test_ctrl_c_while_a_command_imports_its_libraries(command, tmp_path):
     (tmp_path / "numpy.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
                                        "except KeyboardInterrupt:\n    raise ImportError('numpy')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    def accept_ctrl_c() -> None:  # shells ignore it for commands in the background
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    result = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
-                            env={**os.environ, "PYTHONPATH": path}, preexec_fn=accept_ctrl_c)
+    # Shells ignore Ctrl-C in commands in the background, and their children inherit this.
+    accepting = ("import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+                 "os.execv(sys.argv[1], sys.argv[1:])")
+    result = subprocess.run([sys.executable, "-c", accepting, sys.executable, *command], cwd=tmp_path,
+                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert (result.returncode, result.stderr) == (130, "error: stopped\n")
 
 

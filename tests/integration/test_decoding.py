@@ -24,8 +24,8 @@ from smallgpt_jax.models.pgpt import with_paths
 
 CONTEXT = 24
 GREEDY = Sampling(temperature=None)
-# What calls of several tokens can break: masks, positions, and the caches of mixers and convolutions. Random models
-# (test_random_models.py) decode all other options.
+# Masks, positions, and the caches of mixers and convolutions, because calls with several tokens can break them.
+# test_random_models.py decodes all other options.
 VARIANTS = [
     ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
     ("gpt", {"attention_mask": "prefix", "position": "alibi", "num_kv_heads": 2, "attention_windows": (5, 0)}),

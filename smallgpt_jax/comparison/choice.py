@@ -1,10 +1,10 @@
 """The model to choose for a budget, from the records of a comparison, or the reason why it cannot be told.
 
-A training budget (FLOPs, seconds) asks which model has the lowest loss after training with that budget. With enough
-runs, scaling laws answer; otherwise, the runs that were trained with this budget. Any other budget (parameters, bytes,
-latency, memory) is a limit that the trained models meet or not.
+A training budget (FLOPs, seconds) asks which model has the lowest loss after training with that budget. The runs that
+were trained with it answer, or runs with less and more, between which losses are interpolated. Any other budget
+(parameters, bytes, latency, memory) is a limit that the trained models meet or not.
 
-A comparison of several sizes names its runs MODEL@SIZE, such as gpt@1M. All runs of one MODEL have a common law.
+A comparison of several sizes names its runs MODEL@SIZE, such as gpt@1M.
 """
 
 import dataclasses
@@ -15,73 +15,31 @@ from typing import Any
 import numpy as np
 
 from smallgpt_jax.comparison import scaling
-from smallgpt_jax.comparison.costs import BUDGETS, Budget, budgets, rerun
-from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.candidates import (
+    NEAR,
+    RESULTS,
+    WITHIN,
+    Candidate,
+    at_training_budget,
+    pareto_front,
+    read_candidates,
+)
+from smallgpt_jax.comparison.costs import Budget, budgets, rerun
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
 from smallgpt_jax.run.names import CONFIG_FILE
-from smallgpt_jax.storage.json_files import (
-    BOOLEAN,
-    LOSS,
-    NULL,
-    NUMBER,
-    OBJECT,
-    POSITIVE,
-    TEXT,
-    Each,
-    Optional,
-    integer,
-    one_of,
-    read_json,
-)
+from smallgpt_jax.storage.json_files import read_json
 from smallgpt_jax.storage.paths import as_path
 
 DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
-WITHIN = 1.01  # a cost up to this multiple of the budget is within it
-NEAR = 1.25  # a training budget up to this multiple of a run's is the run's; a limit up to it is in the measured range
 EQUAL = 1e-3  # models whose losses differ by less, in nats and for each seed, compute the same function up to rounding
 POSSIBLE = 0.05  # probability of being best from which a model is listed as a possible best
 MAX_ROWS = 6  # of a table
-MEASURED = Optional((NULL, POSITIVE))
-EMBEDDINGS = ("token embedding", "position embedding")
-# The parts of results.json that are read.
-INFERENCE = {"device": TEXT, "cache_bytes": integer(0),
-             "decoding": [{"batch": integer(1), "cache": TEXT, "step_ms": {"median": POSITIVE}}]}
-RESULTS = {"format": one_of(RESULTS_FORMAT), "command": Optional(TEXT), "runs": [{
-    "name": TEXT, "workdir": TEXT, "seed": integer(0), "config": OBJECT, "is_finished": BOOLEAN, "diverged": BOOLEAN,
-    "parameters": integer(1), "active_parameters": integer(1), "components": Each(integer(0)), "memory_bytes": MEASURED,
-    "averaged": Optional(integer(1)), "weight_bytes": MEASURED, "inference": Optional((NULL, INFERENCE)),
-    "horizon": Optional(POSITIVE), "run": Optional(TEXT),
-    "curve": [{"step": integer(0), "tokens": integer(0), "flops": (NULL, NUMBER), "seconds": (NULL, NUMBER),
-               "loss": (NULL, LOSS), "targets": Optional(integer(1))}]}]}
-
-
-def final_loss(run: dict) -> float:
-    """Returns the mean over the run's last evaluations on the same rows, as in `results.Run.final`."""
-    points = [point for point in run["curve"] if point.get("targets") == run["curve"][-1].get("targets")]
-    return float(np.mean([point["loss"] for point in points[-run.get("averaged", 1):] if point["loss"] is not None]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """The finished runs of one config, which differ in their seeds. A shorter horizon is a part of the name."""
-
-    name: str
-    runs: tuple[dict, ...]
-    cost: float | None  # median over the runs that have it
-
-    @property
-    def model(self) -> str:
-        return scaling.model_of(self.runs[0]["name"])
-
-    @property
-    def loss(self) -> float:
-        return float(np.mean([final_loss(run) for run in self.runs]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of a table: a candidate as trained, or a model's law at the budget."""
+    """A line of a table."""
 
     name: str
     loss: float
@@ -104,7 +62,7 @@ class Answer:
     contenders: tuple[Row, ...]  # by loss
     front: tuple[Row, ...]  # the Pareto front of loss against cost, over all runs
     notes: tuple[str, ...] = ()
-    run: str = ""  # the trained run whose config is given: the chosen one, or the one nearest to its law's best size
+    run: str = ""  # the trained run whose config is given: the chosen one, or the nearest to it
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     command: str = ""  # that trains the chosen model
 
@@ -131,22 +89,18 @@ def answers(results: dict, name: str, limits: Sequence[float], batch: int = 1) -
     candidates, notes = read_candidates(results["runs"], budget)
     if not candidates:
         return []
-    fits, lacking = fit_laws(candidates, name)
-    if lacking:
-        notes.append(f"No scaling laws, only trained runs: {lacking}.")
     if name == "decode_ms":
         notes += other_devices(candidates)
-    return [answer(candidates, fits, name, budget, limit, notes, comparison) for limit in limits]
+    return [answer(candidates, name, budget, limit, notes, comparison) for limit in limits]
 
 
-def answer(candidates: Sequence["Candidate"], fits: Sequence[scaling.Fit], name: str, budget: Budget, limit: float,
-           notes: Sequence[str], comparison: str) -> Answer:
+def answer(candidates: Sequence[Candidate], name: str, budget: Budget, limit: float, notes: Sequence[str],
+           comparison: str) -> Answer:
     if budget.is_training:
         require_a_step(candidates, name, budget, limit)
     rows, chosen, nearest, notes = [], None, None, list(notes)
     try:
-        rows, nearest = (rank_by_law(fits, candidates, name, limit, notes) if fits else
-                         rank_by_runs(candidates, budget, limit, notes))
+        rows, nearest = rank(candidates, budget, limit, notes)
         chosen, reason = decide(rows)
     except CannotTellError as error:
         reason = str(error)
@@ -159,7 +113,7 @@ def answer(candidates: Sequence["Candidate"], fits: Sequence[scaling.Fit], name:
         trained, comparison, limit if budget.is_training else None))
 
 
-def require_a_step(candidates: Sequence["Candidate"], name: str, budget: Budget, limit: float) -> None:
+def require_a_step(candidates: Sequence[Candidate], name: str, budget: Budget, limit: float) -> None:
     costs = [cost / run["curve"][-1]["step"] for candidate in candidates for run in candidate.runs
              if (cost := budget.cost(run))]
     if costs and limit < min(costs):
@@ -167,46 +121,15 @@ def require_a_step(candidates: Sequence["Candidate"], name: str, budget: Budget,
                         "more; use a larger budget")
 
 
-def other_devices(candidates: Sequence["Candidate"]) -> list[str]:
+def other_devices(candidates: Sequence[Candidate]) -> list[str]:
     devices = dict.fromkeys(run["inference"]["device"] for candidate in candidates
                             for run in candidate.runs if run.get("inference"))
     return [f"Measured on different devices: {', '.join(devices)}."] if len(devices) > 1 else []
 
 
-def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidate], list[str]]:
-    """Returns the finished runs by name and horizon, and notes about the others.
-
-    Shorter horizons are left out if the budget is not one of training, because they cost as much as the longest.
-    """
-    groups: dict[tuple[str, float], list[dict]] = {}
-    runs = [run for run in runs if budget.is_training or run.get("horizon", 1) == 1]
-    for run in runs:
-        last = run["curve"][-1] if run["curve"] else {"loss": None}
-        is_trained = run["is_finished"] and not run["diverged"] and last["loss"] is not None
-        if is_trained and np.isfinite(last["loss"]) and last["tokens"]:
-            groups.setdefault((run["name"], run.get("horizon", 1)), []).append(run)
-    found = []
-    for (name, horizon), group in groups.items():
-        costs = [cost for run in group if (cost := budget.cost(run))]
-        found.append(Candidate(name + f" × {horizon:g}" * (horizon != 1), tuple(group),
-                               float(np.median(costs)) if costs else None))
-    left_out = len(runs) - sum(map(len, groups.values()))
-    return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
-
-
-def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates, cheapest first, whose loss is below that of all that cost no more."""
-    front: list[Candidate] = []
-    for candidate in sorted((one for one in candidates if one.cost is not None), key=lambda one: (one.cost, one.loss)):
-        if not front or candidate.loss < front[-1].loss:
-            front.append(candidate)
-    return front
-
-
 def _row(candidate: Candidate, interval=(None, None), probability: float | None = None) -> Row:
-    run = candidate.runs[0]
-    return Row(candidate.name, candidate.loss, *interval, candidate.cost, run["parameters"], run["active_parameters"],
-               run["curve"][-1]["tokens"], probability)
+    return Row(candidate.name, candidate.loss, *interval, candidate.cost, candidate.parameters,
+               candidate.active_parameters, candidate.tokens, probability)
 
 
 def decide(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -235,10 +158,10 @@ def enumeration(rows: Iterable[Row]) -> str:
     return f"{', '.join(names)} and {last}" if names else last
 
 
-# ------------------------------------------------------------------ trained runs
-def rank_by_runs(candidates: Sequence[Candidate], budget: Budget, limit: float, notes: list[str]
-                 ) -> tuple[list[Row], dict[str, Candidate]]:
-    """Returns (rows by loss, {name: candidate}) of the candidates within the limit.
+# ------------------------------------------------------------------ contenders
+def rank(candidates: Sequence[Candidate], budget: Budget, limit: float, notes: list[str]
+         ) -> tuple[list[Row], dict[str, Candidate]]:
+    """Returns (rows by loss, {name: the trained candidate nearest to it}) of what is within the limit.
 
     Raises CannotTellError if the limit is outside the measured range, if the losses have no known spread, or if a
     candidate without a measured cost may be the best.
@@ -247,43 +170,57 @@ def rank_by_runs(candidates: Sequence[Candidate], budget: Budget, limit: float, 
     unmeasured = [candidate for candidate in candidates if candidate.cost is None]
     if not measured:
         raise CannotTellError(f"no run has measured {budget.label}; to measure: {budget.advice}")
-    within = [candidate for candidate in measured if candidate.cost <= WITHIN * limit]
-    require_range(within, measured, budget, limit)
-    if budget.is_training:
-        within = [candidate for candidate in within if limit <= NEAR * candidate.cost]
-        if absent := {one.model for one in measured} - {one.model for one in within}:
-            notes.append(f"Not trained near this budget: {', '.join(sorted(absent))}.")
-    else:
-        flops = [one.runs[0]["curve"][-1]["flops"] for one in within]
-        if None not in flops and max(flops) > WITHIN * min(flops):
-            notes.append(f"Losses after unequal training, {min(flops):.3g} to {max(flops):.3g} FLOPs.")
-    contenders = sorted([*within, *unmeasured], key=lambda candidate: candidate.loss)
+    if limit * WITHIN < (least := min(one.cost for one in measured)):
+        raise CannotTellError(f"no model is within the budget; the cheapest takes {least:.3g} {budget.label}, "
+                              f"{least / limit:.3g} times as much")
+    pairs = (models_at if budget.is_training else models_within)(measured, limit, notes)
+    contenders = sorted([*(one for one, _ in pairs), *unmeasured], key=lambda one: one.loss)
     draws = loss_draws(contenders)
     rows = _contender_rows(contenders, draws)
     if risky := [row.name for row in rows if row.cost is None and row.probability >= POSSIBLE]:
         raise CannotTellError(f"{risky[0]} may be the best, but its {budget.label} were not measured; to "
                               f"measure: {budget.advice}")
-    return [row for row in rows if row.cost is not None], {candidate.name: candidate for candidate in contenders}
+    return [row for row in rows if row.cost is not None], {one.name: trained for one, trained in pairs}
 
 
-def require_range(within: Sequence[Candidate], measured: Sequence[Candidate], budget: Budget, limit: float) -> None:
-    """Raises CannotTellError unless candidates are near the limit, or on both sides of it."""
-    costs = [candidate.cost for candidate in measured]
-    if not within:
-        raise CannotTellError(f"no model is within the budget; the cheapest takes {min(costs):.3g} {budget.label}, "
-                              f"{min(costs) / limit:.3g} times as much")
-    nearest = max(candidate.cost for candidate in within)
-    if limit > NEAR * nearest and (budget.is_training or nearest == max(costs)):
-        _refuse_extrapolation(limit, min(costs), max(costs), nearest)
+def models_at(measured: Sequence[Candidate], limit: float, notes: list[str]) -> list[tuple[Candidate, Candidate]]:
+    """Returns the models at a training budget, each with its nearest trained candidate."""
+    groups: dict[str, list[Candidate]] = {}
+    for one in measured:
+        groups.setdefault(one.model, []).append(one)
+    found = {model: pair for model, group in groups.items() if (pair := at_training_budget(group, limit))}
+    if not found:
+        refuse_range([one.cost for one in measured], limit)
+    if absent := sorted(groups.keys() - found.keys()):
+        if len(found) == 1:
+            raise CannotTellError(f"of {len(groups)} models, only {next(iter(found))} was trained near the budget")
+        notes.append(f"Not trained near this budget: {', '.join(absent)}.")
+    if any(one.cost == limit != trained.cost for one, trained in found.values()):
+        notes.append("Losses, sizes and tokens are interpolated between the runs with the next smaller and larger "
+                     "budgets.")
+    return list(found.values())
 
 
-def _refuse_extrapolation(limit: float, low: float, high: float, nearest: float) -> None:
-    factor = max(limit / nearest, nearest / limit)
-    if low <= limit <= high:
+def models_within(measured: Sequence[Candidate], limit: float, notes: list[str]) -> list[tuple[Candidate, Candidate]]:
+    """Returns the trained candidates that cost no more than the limit, twice each: they are their own nearest."""
+    costs = [one.cost for one in measured]
+    if limit > NEAR * max(costs):
+        refuse_range(costs, limit)
+    within = [one for one in measured if one.cost <= WITHIN * limit]
+    flops = [one.runs[0]["curve"][-1]["flops"] for one in within]
+    if None not in flops and max(flops) > WITHIN * min(flops):
+        notes.append(f"Losses after unequal training, {min(flops):.3g} to {max(flops):.3g} FLOPs.")
+    return [(one, one) for one in within]
+
+
+def refuse_range(costs: Sequence[float], limit: float) -> None:
+    """Raises CannotTellError: the limit is beyond the costs, or too far from the next lower one."""
+    low, high, nearest = min(costs), max(costs), max(cost for cost in costs if cost <= WITHIN * limit)
+    if limit <= high:
         raise CannotTellError(f"no run was trained near the budget; the nearest budget below it is {nearest:.3g}, by a "
-                              f"factor of {factor:.3g}")
+                              f"factor of {limit / nearest:.3g}")
     raise CannotTellError(f"the budget is beyond the validated range, {low:.3g} to {high:.3g}, by a factor of "
-                          f"{factor:.3g}")
+                          f"{limit / high:.3g}")
 
 
 def _contender_rows(contenders: Sequence[Candidate], draws: np.ndarray) -> list[Row]:
@@ -307,7 +244,7 @@ def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarra
     share their batches: if all candidates have the same seeds, what they have in common is removed. Candidates of equal
     losses count as one and have equal draws: as several, they would make the spread look smaller than it is.
     """
-    all_losses = [{run["seed"]: final_loss(run) for run in candidate.runs} for candidate in candidates]
+    all_losses = [candidate.losses for candidate in candidates]
     firsts = [next(first for first, others in enumerate(all_losses) if are_equal(others, by_seed))
               for by_seed in all_losses]
     kept = sorted(set(firsts))
@@ -332,62 +269,6 @@ def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarra
 
 def are_equal(losses: dict[int, float], others: dict[int, float]) -> bool:
     return losses.keys() == others.keys() and all(abs(losses[seed] - others[seed]) < EQUAL for seed in losses)
-
-
-# ------------------------------------------------------------------ scaling laws
-def fit_laws(candidates: Sequence[Candidate], budget: str) -> tuple[list[scaling.Fit], str]:
-    """Returns (a law per model, "") or ([], what is missing for the first model without one)."""
-    if not BUDGETS[budget].is_training:
-        return [], ""
-    groups = scaling.group_by_name(read_records(candidates))
-    for name, records in groups.items():
-        if missing := scaling.missing_for_fit(records):
-            return [], f"{name} needs {missing}"
-        if any(getattr(record, budget) is None for record in records):
-            return [], f"{name} has runs without measured {BUDGETS[budget].label}"
-    return [scaling.fit(records, draws=DRAWS) for records in groups.values()], ""
-
-
-def read_records(candidates: Sequence[Candidate]) -> list[scaling.Record]:
-    """Returns the last loss of each run. Earlier ones are before the end of the decay and follow no law."""
-    found = []
-    for candidate in candidates:
-        for run in candidate.runs:
-            last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
-            trunk = run.get("run") or run["workdir"]
-            found.append(scaling.Record(
-                candidate.model, f"{trunk} {run['name']} {run['seed']}", run["seed"], run["parameters"],
-                run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"],
-                final_loss(run), last["seconds"]))
-    return found
-
-
-def rank_by_law(fits: Sequence[scaling.Fit], candidates: Sequence[Candidate], budget: str, limit: float,
-                notes: list[str]) -> tuple[list[Row], dict[str, Candidate]]:
-    """Returns (rows by predicted loss, {model: the trained candidate nearest to its best size and tokens}).
-
-    Raises CannotTellError if the limit is outside the range of budgets that all models were trained on.
-    """
-    low, high = scaling.trained_range(fits, budget)
-    if low >= high:
-        raise CannotTellError("the models were trained on budgets that do not overlap; train all with equal budgets")
-    if limit > WITHIN * high or WITHIN * limit < low:
-        _refuse_extrapolation(limit, low, high, high if limit > high else low)
-    notes.append("The losses, sizes and tokens within the budget are those of scaling laws.")
-    rows, nearest = [], {}
-    frontiers = [scaling.frontier(fitted, np.array([limit]), budget) for fitted in fits]
-    draws = np.stack([frontier.draws[:, 0] for frontier in frontiers])
-    for frontier, draw, share in zip(frontiers, draws, best_shares(draws)):
-        size, tokens = frontier.sizes[0], frontier.tokens[0]
-        trained = [candidate for candidate in candidates if candidate.model == frontier.name]
-        near = min(trained, key=lambda one: (abs(np.log(one.runs[0]["parameters"] / size)),
-                                             abs(np.log(one.runs[0]["curve"][-1]["tokens"] / tokens))))
-        active = near.runs[0]["active_parameters"] / near.runs[0]["parameters"]
-        interval = np.quantile(draw, [0.1, 0.9])
-        rows.append(Row(frontier.name, float(frontier.losses[0]), *map(float, interval), limit, round(size),
-                        round(active * size), float(tokens), float(share)))
-        nearest[frontier.name] = near
-    return sorted(rows, key=lambda row: row.loss), nearest
 
 
 # ------------------------------------------------------------------ output

@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from smallgpt_jax.comparison import aggregation, choice, costs, figures
+from smallgpt_jax.comparison import aggregation, costs, figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
-from smallgpt_jax.comparison.choice import Candidate
+from smallgpt_jax.comparison.candidates import Candidate, pareto_front, read_candidates
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 
@@ -40,7 +40,7 @@ def inference_blocks(record: Record) -> list:
 def plots(runs: Sequence[Run]) -> list[Plot]:
     found, recorded = [], [dataclasses.asdict(run) for run in runs]
     for name, (budget, batch, unit, label) in PLOTS.items():
-        candidates, _ = choice.read_candidates(recorded, costs.budgets(batch)[budget])
+        candidates, _ = read_candidates(recorded, costs.budgets(batch)[budget])
         candidates = [dataclasses.replace(candidate, cost=candidate.cost / unit) for candidate in candidates
                       if candidate.cost is not None]
         if len(candidates) > 1:
@@ -53,7 +53,7 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
 def loss_against_cost(candidates: Sequence[Candidate], label: str) -> Figure:
     """Plots a marker per candidate and the Pareto front. Thin lines join the sizes of a model."""
     figure, plot = figures.new_plot(label, "validation loss, nats per token")
-    front = choice.pareto_front(candidates)
+    front = pareto_front(candidates)
     plot.step([one.cost for one in front], [one.loss for one in front], where="post", color="gray", linewidth=1,
               zorder=1)
     models: dict[str, list[Candidate]] = {}
@@ -74,7 +74,7 @@ def loss_against_cost(candidates: Sequence[Candidate], label: str) -> Figure:
 def plot_sizes(plot, sizes: Sequence[Candidate], front: Sequence[Candidate], style: dict, model: str) -> None:
     color = style["color"]
     for one in sizes:
-        losses = [choice.final_loss(run) for run in one.runs]
+        losses = one.losses.values()
         plot.vlines(one.cost, min(losses), max(losses), color=color, linewidth=2, alpha=0.4)
     filled = [one for one in sizes if one in front]
     plot.plot([one.cost for one in sizes], [one.loss for one in sizes], color=color, linewidth=0.7, alpha=0.6,

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smallgpt_jax.comparison import choice, scaling
+from smallgpt_jax.comparison import scaling
+from smallgpt_jax.comparison.candidates import final_loss, read_candidates
+from smallgpt_jax.comparison.costs import BUDGETS
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.comparison.scaling import Prediction, Record
 from smallgpt_jax.storage.json_files import LOSS, OBJECT, POSITIVE, TEXT, Each, integer, one_of, read_json
 
 PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
 FORMAT = 1
+EMBEDDINGS = ("token embedding", "position embedding")
 LAW = {"constants": Each(LOSS), "intervals": Each([LOSS])}
 PREDICTION = {"name": TEXT, "size": POSITIVE, "tokens": POSITIVE, "loss": LOSS, "low": LOSS, "high": LOSS}
 PREDICTIONS = {
@@ -23,9 +26,18 @@ PREDICTIONS = {
 
 
 def records_of(runs: Sequence[Run]) -> list[Record]:
-    """Returns the last loss of each finished run whose FLOPs are known."""
-    candidates, _ = choice.read_candidates([dataclasses.asdict(run) for run in runs], choice.BUDGETS["flops"])
-    return [record for record in choice.read_records(candidates) if record.flops is not None]
+    """Returns the last loss of each finished run whose FLOPs are known. Earlier ones follow no law: the rate decays."""
+    found = []
+    candidates, _ = read_candidates([dataclasses.asdict(run) for run in runs], BUDGETS["flops"])
+    for candidate in candidates:
+        for run in candidate.runs:
+            last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
+            trunk = run.get("run") or run["workdir"]
+            found.append(Record(
+                candidate.model, f"{trunk} {run['name']} {run['seed']}", run["seed"], run["parameters"],
+                run["parameters"] - embeddings, run["active_parameters"], last["tokens"], last["flops"],
+                final_loss(run)))
+    return [record for record in found if record.flops is not None]
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -37,7 +37,6 @@ class Record:
     tokens: float
     flops: float  # of all training steps, with the head and the optimizer
     loss: float  # nats per token
-    seconds: float | None = None  # of training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,9 +235,9 @@ def decisions(scores: Mapping[str, float], actual: Mapping[str, float]) -> Decis
 
 
 # ------------------------------------------------------------------ compute
-def cost_per_token(fitted: Fit, sizes: np.ndarray, cost: str = "flops") -> np.ndarray:
-    """Returns the training cost per token at each size: the trained ones' mean, interpolated in logarithms."""
-    trained, per_token = fitted.values(fitted.size), np.log(fitted.values(cost) / fitted.values("tokens"))
+def flops_per_token(fitted: Fit, sizes: np.ndarray) -> np.ndarray:
+    """Returns the training FLOPs per token at each size: the trained ones' mean, interpolated in logarithms."""
+    trained, per_token = fitted.values(fitted.size), np.log(fitted.values("flops") / fitted.values("tokens"))
     known = np.unique(trained)
     return np.exp(np.interp(np.log(sizes), np.log(known), [per_token[trained == size].mean() for size in known]))
 
@@ -255,16 +254,16 @@ class Frontier:
     tokens: np.ndarray  # (budgets,)
 
 
-def trained_range(fits: Sequence[Fit], cost: str = "flops") -> tuple[float, float]:
+def trained_range(fits: Sequence[Fit]) -> tuple[float, float]:
     """Returns the budgets, from and to, at which all models were trained."""
-    costs = [fitted.values(cost) for fitted in fits]
+    costs = [fitted.values("flops") for fitted in fits]
     return float(max(map(np.min, costs))), float(min(map(np.max, costs)))
 
 
-def frontier(fitted: Fit, budgets: np.ndarray, cost: str = "flops") -> Frontier:
+def frontier(fitted: Fit, budgets: np.ndarray) -> Frontier:
     trained, horizons = fitted.values(fitted.size), fitted.values("tokens")
     sizes = np.union1d(np.geomspace(trained.min(), trained.max(), GRID), trained)
-    tokens = np.asarray(budgets, float)[:, None] / cost_per_token(fitted, sizes, cost)  # (budgets, sizes)
+    tokens = np.asarray(budgets, float)[:, None] / flops_per_token(fitted, sizes)  # (budgets, sizes)
     is_trained = (tokens > 0.99 * horizons.min()) & (tokens < 1.01 * horizons.max())
     ratios = horizons / trained  # a small size was not trained on as many tokens as a large one
     is_trained &= (tokens > 0.99 * ratios.min() * sizes) & (tokens < 1.01 * ratios.max() * sizes)
@@ -331,16 +330,16 @@ class Segment:
     better: str | None
 
 
-def order(one: Fit, other: Fit, certain: float = CERTAIN, cost: str = "flops") -> list[Segment]:
+def order(one: Fit, other: Fit, certain: float = CERTAIN) -> list[Segment]:
     """Returns the better of two models over the range of budgets that both were trained on.
 
     The order changes where two segments name different models. Returns [] if the ranges do not overlap.
     """
-    low, high = trained_range([one, other], cost)
+    low, high = trained_range([one, other])
     if low >= high:
         return []
     budgets = np.geomspace(low, high, GRID)
-    wins = (frontier(one, budgets, cost).draws < frontier(other, budgets, cost).draws).mean(0)
+    wins = (frontier(one, budgets).draws < frontier(other, budgets).draws).mean(0)
     better = [one.name if share >= certain else other.name if share <= 1 - certain else None for share in wins]
     segments = []
     for name, group in itertools.groupby(zip(budgets, better), key=lambda pair: pair[1]):

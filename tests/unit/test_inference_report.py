@@ -59,7 +59,7 @@ def test_plots_mark_the_pareto_front():
 
 
 def test_which_model():
-    heading, text, table, note = choice_report.choice_blocks(record())
+    heading, text, table = choice_report.choice_blocks(record())
     assert heading.text == "Which model?" and "at least 97.5%" in text.text
     assert [row[:3] for row in table.rows] == [
         ("training FLOPs", "200", "good"), ("parameters", "1.00 M", "fast"), ("parameters", "2.00 M", "good"),
@@ -67,8 +67,22 @@ def test_which_model():
         ("decoding step, batch 1, full cache", "4.1 ms", "good"),
         ("weights and full cache, batch 1", "2.06 MB", "fast"), ("weights and full cache, batch 1", "4.64 MB", "good")]
     assert table.rows[1][5] == "it is the only model within the budget"
-    assert note.text.startswith("Training FLOPs, at most 200: No scaling laws, only trained runs: good needs 3 more")
     assert table.rows[0][3].startswith("3.0000 (2.99") and table.rows[0][4] == "1.00"
+
+
+def test_losses_at_equal_flops():
+    """Two budgets, of which model bad was trained with the smaller one only."""
+    def with_flops(run, factor: int, gain: float):
+        last = dataclasses.replace(run.curve[-1], flops=factor * run.curve[-1].flops, loss=run.curve[-1].loss - gain)
+        return dataclasses.replace(run, name=f"{run.name}@{factor}", curve=(run.curve[0], last))
+
+    runs = [with_flops(run, *step) for run in record().runs for step in ((1, 0.0), (10, 0.5))]
+    blocks = choice_report.choice_blocks(dataclasses.replace(
+        record(), runs=tuple(run for run in runs if run.name != "bad@10")))
+    table = blocks[-1]
+    assert table.head == ("model", "200", "2e+03") and [row[0] for row in table.rows] == ["good", "fast", "bad"]
+    assert table.rows[0][1].startswith("3.000 (2.99") and table.rows[0][2].startswith("2.500 (2.49")
+    assert table.rows[2][1].startswith("3.400 (3.") and table.rows[2][2] == "–"
 
 
 def test_about_equal_budgets_are_one():

@@ -185,17 +185,6 @@ class HeldOutCheck:
     at_one_size: Decisions | None  # the baseline: the ranking of the most expensive runs that were fitted
 
 
-def check_held_out(fits: Sequence[Fit], held_out: Sequence[Record]) -> HeldOutCheck:
-    groups = group_by_name(held_out)
-    if absent := [fitted.name for fitted in fits if fitted.name not in groups]:
-        raise UserError(f"{absent[0]}: no held-out run; train one, or leave the model out")
-    if len(fits) < 2:
-        raise UserError(f"{fits[0].name}: the only model; decisions need at least two")
-    predictions = [prediction for fitted in fits for prediction in predict_runs(fitted, groups[fitted.name])]
-    baseline = {fitted.name: loss_of_largest(fitted.records) for fitted in fits}
-    return check_predictions(predictions, baseline, held_out, fits[0].size)
-
-
 def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
     """Returns a prediction for each size and number of tokens in `records`, in this order. Reads no losses."""
     points = {(getattr(record, fitted.size), record.tokens) for record in records}

@@ -31,13 +31,15 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
               tuple[float, ...]: "numbers, separated by commas"}
 TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
 AT_START = -1  # value of fields that the start of a run determines
+AUTO = "auto"  # the same, of fields of text
+REPLACED_AT_START = {"at_start": True}  # metadata; see `at_start`
 IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
 NOT_COMPILED = {"compiled": False}  # metadata; see `not_compiled`
 
 
-def per_run(default) -> Any:
+def per_run(default, **metadata) -> Any:
     """Returns a field of `model` that is fixed by a run, but not by the weights of a trained model."""
-    return dataclasses.field(default=default, metadata={"fixed_by": "run"})
+    return dataclasses.field(default=default, metadata={"fixed_by": "run", **metadata})
 
 
 def free(default, **metadata) -> Any:
@@ -54,7 +56,7 @@ def not_compiled(default) -> Any:
 
 def at_start(default, **metadata) -> Any:
     """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the value."""
-    return dataclasses.field(default=default, metadata={"at_start": True, **metadata})
+    return dataclasses.field(default=default, metadata=REPLACED_AT_START | metadata)
 
 
 def in_decay(default) -> Any:

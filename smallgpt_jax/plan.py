@@ -45,7 +45,9 @@ PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
 def main() -> None:
     if _INFERENCE.value and _SEARCH.value:
         raise UserError("--search: cannot be combined with --inference, which shows the largest batch; remove it")
-    config, devices = Config.of(_CONFIG.value), topologies.topology_devices(_TOPOLOGY.value)
+    devices = topologies.topology_devices(_TOPOLOGY.value)
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):  # the dtype "auto" depends on the platform
+        config = Config.of(_CONFIG.value)
     with preemption.handle_signals("stopped"):
         (plan_inference if _INFERENCE.value else plan)(config, devices)
 

@@ -20,10 +20,21 @@ def exchange_dtype(dtype: str) -> str:
     return "float32" if platform() == "cpu" else dtype
 
 
+def faster_dtype() -> str:
+    """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was not measured."""
+    flags = processor_flags()
+    wins = platform() != "cpu" or ("avx512_bf16" in flags and "amx_bf16" not in flags)
+    return "bfloat16" if wins else "float32"
+
+
 @functools.cache
 def has_bfloat16_instructions() -> bool:
     """Returns whether this processor has AVX512-BF16 or AMX."""
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor().get("flags", "").split())
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
+
+
+def processor_flags() -> list[str]:
+    return processor().get("flags", "").split()
 
 
 def processor() -> dict[str, str]:

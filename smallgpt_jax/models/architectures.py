@@ -7,6 +7,8 @@ field `config`: `ModelConfig` or a subclass.
 
 import dataclasses
 
+from smallgpt_jax.config_group import AUTO
+from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import REMAT
 from smallgpt_jax.models.cgpt import CGPT
@@ -38,10 +40,14 @@ def field_names(architecture: str) -> tuple[str, ...]:
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config. Raises UserError for unknown, missing and invalid fields."""
+    """Returns the validated config, with a dtype in place of "auto". Raises UserError for unknown, missing and invalid
+    fields.
+    """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
     config = config_class.from_fields(fields)
+    if config.dtype == AUTO:
+        config = config.replace(dtype=faster_dtype())
     for field, table in CHOICES.items():
         config.validate_choice(field, table)
     for name in config.mixers:

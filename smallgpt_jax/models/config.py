@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from smallgpt_jax.config_group import ConfigGroup, free, per_run
+from smallgpt_jax.config_group import AUTO, REPLACED_AT_START, ConfigGroup, free, per_run
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
@@ -119,8 +119,9 @@ class ModelConfig(ConfigGroup):
     use_bias: bool = False
     # share one matrix between token embedding and head
     tie_embeddings: bool = False
-    # dtype of matrix products and activations: float32 | bfloat16; weights are float32
-    dtype: str = per_run("bfloat16")
+    # dtype of matrix products and activations: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
+    # AVX512-BF16 without AMX, otherwise float32; a resumed run keeps its dtype. Weights are float32
+    dtype: str = per_run("bfloat16", **REPLACED_AT_START)
     # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
@@ -188,7 +189,7 @@ class ModelConfig(ConfigGroup):
         if not 0 <= self.dropout < 1:
             self.refuse("dropout", "must be at least 0 and below 1")
         for field, allowed in (
-                ("dtype", ("float32", "bfloat16")), ("activation", ACTIVATIONS), ("position", POSITIONS),
+                ("dtype", ("float32", "bfloat16", AUTO)), ("activation", ACTIVATIONS), ("position", POSITIONS),
                 ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS),
                 ("attention", BACKENDS)):
             self.validate_choice(field, allowed)

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 from smallgpt_jax import models
 from smallgpt_jax.config_group import (
     AT_START,
+    AUTO,
     IN_DECAY,
     NOT_COMPILED,
     ConfigGroup,
@@ -230,7 +231,8 @@ class Config:
         is_same_teacher = saved and groups["train"].get("teacher", "") == saved.train.teacher
         for name, group in GROUPS.items():
             for field in group.names(at_start=True) if saved else ():
-                if groups[name].get(field, AT_START) == AT_START and (field != "teacher_step" or is_same_teacher):
+                is_unset = groups[name].get(field, AT_START) in (AT_START, AUTO)
+                if is_unset and (field != "teacher_step" or is_same_teacher):
                     groups[name][field] = getattr(getattr(saved, name), field)
         typed = {name: group.from_fields(groups[name]) for name, group in GROUPS.items() if name != "model"}
         typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)

@@ -32,7 +32,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     lines = [f"{model.config.architecture}, {parameters} parameters, on {mesh.size} "
              f"{device} device{'s' if mesh.size > 1 else ''}"
              + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
-             + f": {config.train.steps} steps of {config.train.batch_size} × "
+             + f" in {model.config.dtype}: {config.train.steps} steps of {config.train.batch_size} × "
              f"{model.config.context_length} tokens"
              + (f", {first_step} done" if first_step else "")]
     lines += [packing.summary for packing in pipeline.train.packings]

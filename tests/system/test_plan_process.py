@@ -61,6 +61,14 @@ def test_a_stopped_compilation():
 
 
 @needs_tpu_compiler
+def test_the_topology_determines_the_dtype():
+    result = run("plan", "--config=configs/gpt.py:tiny", "--config.model.dtype=auto", "--topology=v5e:2x2",
+                 "--inference", "--json", XLA_FLAGS="")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["dtype"] == "bfloat16"
+
+
+@needs_tpu_compiler
 def test_a_tpu_program():
     result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
                  "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu rejects flags of the CPU compiler

@@ -20,6 +20,7 @@ from smallgpt_jax.comparison import budget, measure, parameters
 from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import architectures
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program
@@ -46,6 +47,13 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
     assert len({run.folder for run in planned}) == 12
     assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 20, "lgpt": 40, "cgpt": 40}
     assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
+
+
+def test_all_runs_have_the_same_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(architectures, "faster_dtype", lambda: "bfloat16")
+    config = comparison(model__dtype="auto", compare__budget="flops", compare__names="gpt,lgpt")
+    planned = budget.make_comparison(config, tmp_path).runs({})
+    assert {run.config.model.dtype for run in planned} == {"bfloat16"}
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):

@@ -16,10 +16,11 @@ from configs import run as run_recipe
 from smallgpt_jax import models
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config_group import IN_DECAY, ConfigGroup
+from smallgpt_jax.devices import platform
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
-from smallgpt_jax.run.config_file import FORMAT, read_config
-from smallgpt_jax.run.workdir import check_workdir
+from smallgpt_jax.run.config_file import FORMAT, read_config, write_config
+from smallgpt_jax.run.workdir import check_workdir, config_in_workdir
 from smallgpt_jax.training.learning_rate import DECAYS, SCHEDULES, decay_start, learning_rate_schedule
 
 
@@ -57,6 +58,38 @@ def test_a_resumed_run_keeps_its_schedule():
     assert Config.of(longer).optimizer.decay_steps == 90
     longer.optimizer.decay_steps = 80  # given explicitly
     assert Config.of(longer, saved).optimizer.decay_steps == 80
+
+
+def use_processor(monkeypatch, flags: str) -> None:
+    monkeypatch.setattr(platform, "processor", lambda: {"flags": f"fpu {flags} ssse3"})
+
+
+@pytest.mark.parametrize("kind, flags, dtype", [
+    ("tpu", "avx2", "bfloat16"), ("gpu", "avx2", "bfloat16"), ("cpu", "avx2", "float32"),
+    ("cpu", "avx512f avx512_vnni", "float32"), ("cpu", "avx512f avx512_bf16", "bfloat16"),
+    ("cpu", "avx512_bf16 amx_bf16", "float32")])
+def test_dtype_of_a_platform(monkeypatch, kind, flags, dtype):
+    use_processor(monkeypatch, flags)
+    device = jax.sharding.AbstractDevice(kind, None, kind)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert Config.of(load_config("pgpt", model__dtype="auto")).model.dtype == dtype
+        other, = {"float32", "bfloat16"} - {dtype}
+        assert Config.of(load_config("pgpt", model__dtype=other)).model.dtype == other
+
+
+def test_a_resumed_run_keeps_its_dtype(monkeypatch, tmp_path):
+    """Also on another processor, and never against a dtype that was given explicitly."""
+    use_processor(monkeypatch, "avx512_bf16")
+    config = load_config("gpt", model__dtype="auto")
+    write_config(tmp_path, Config.of(config).to_dict())
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["dtype"] == "bfloat16"
+    (tmp_path / "store.json").write_text("{}")
+    use_processor(monkeypatch, "avx2")
+    resumed = config_in_workdir(config, tmp_path)
+    assert resumed.model.dtype == "bfloat16"
+    check_workdir(tmp_path, resumed)
+    with pytest.raises(UserError, match=r"model\.dtype was 'bfloat16', now 'float32'"):
+        check_workdir(tmp_path, config_in_workdir(load_config("gpt", model__dtype="float32"), tmp_path))
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -129,6 +162,7 @@ def test_the_recipe_of_a_run_is_its_config(tmp_path):
     (dict(train__eval_every=0), r"config.train.eval_every=0: must be at least 1"),
     (dict(optimizer__decay_fraction=0.0), r"config.optimizer.decay_fraction=0.0: must be above 0"),
     (dict(optimizer__warmup_steps=-2), r"config.optimizer.warmup_steps=-2: must be at least 0"),
+    (dict(model__dtype="autos"), r"config.model.dtype='autos': must be one of float32, bfloat16, auto; did you mean"),
     (dict(train__kept_steps=(0,)), r"config.train.kept_steps=\(0,\): must be integers, at least 1"),
     (dict(data__workers=-1), r"config.data.workers=-1: must be at least 0"),
     (dict(data__max_document_bytes=0), r"config.data.max_document_bytes=0: must be at least 1"),

@@ -140,7 +140,8 @@ def decide(rows: Sequence[Row]) -> tuple[str | None, str]:
     if probability >= scaling.CERTAIN:
         others = f", as that of {enumeration(equal[1:])}, which costs no less" if len(equal) > 1 else ""
         return equal[0].name, f"its loss is the lowest with a probability of {probability:.2f}{others}"
-    possible = enumeration(row for row in rows if row in equal or row.probability >= POSSIBLE)
+    second = max((row for row in rows if row not in equal), key=lambda row: row.probability)
+    possible = enumeration(row for row in rows if row in (*equal, second) or row.probability >= POSSIBLE)
     verb = "is" if len(equal) == 1 else "(equal) are"
     raise CannotTellError(f"the intervals of {possible} overlap: {enumeration(equal)} {verb} the best with a "
                           f"probability of only {probability:.2f}; train more seeds")

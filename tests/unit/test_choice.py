@@ -83,6 +83,13 @@ def test_a_tie_names_the_models(ask):
     assert choice.format_answer(answer).splitlines()[2].startswith("Cannot tell, because the intervals of")
 
 
+def test_a_near_miss_names_the_second_model():
+    rows = [choice.Row(name, 3.0, 2.9, 3.1, 1.0, 1, 1, 1.0, probability)
+            for name, probability in (("a", 0.97), ("b", 0.02), ("c", 0.01))]
+    with pytest.raises(choice.CannotTellError, match=r"^the intervals of a and b overlap: a is the .* 0\.97;"):
+        choice.decide(rows)
+
+
 def test_models_of_equal_losses(ask):
     """lgpt and cgpt with kernel 1 are the same function. Copies of a model are no evidence for it or against it."""
     noise = {"a": (0.03, -0.03, 0.0), "b": (-0.04, 0.02, 0.02)}

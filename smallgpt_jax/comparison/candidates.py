@@ -114,8 +114,8 @@ def at_training_budget(candidates: Sequence[Candidate], limit: float) -> tuple[C
         if seeds and first.cost < limit < second.cost <= MAX_GAP * first.cost:
             share = np.log(limit / first.cost) / np.log(second.cost / first.cost)
             nearest = second if share > 0.5 else first
-            size, active, tokens = (float(getattr(first, name)**(1 - share) * getattr(second, name)**share)
-                                    for name in ("parameters", "active_parameters", "tokens"))
+            size, active, tokens = (float(getattr(first, field)**(1 - share) * getattr(second, field)**share)
+                                    for field in ("parameters", "active_parameters", "tokens"))
             losses = {seed: float((1 - share) * first.losses[seed] + share * second.losses[seed])
                       for seed in sorted(seeds)}
             found.append((Candidate(name, nearest.runs, limit, losses, round(size), round(active), tokens), nearest))

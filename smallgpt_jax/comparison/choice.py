@@ -196,7 +196,7 @@ def models_at(measured: Sequence[Candidate], limit: float, notes: list[str]) -> 
         if len(found) == 1:
             raise CannotTellError(f"of {len(groups)} models, only {next(iter(found))} was trained near the budget")
         notes.append(f"Not trained near this budget: {', '.join(absent)}.")
-    if any(one.cost == limit != trained.cost for one, trained in found.values()):
+    if any(one.losses != trained.losses for one, trained in found.values()):
         notes.append("Losses, sizes and tokens are interpolated between the runs with the next smaller and larger "
                      "budgets.")
     return list(found.values())

@@ -55,7 +55,7 @@ def limits(runs: Sequence[dict], name: str) -> list[float]:
     else:
         found = trained_budgets(candidates)
         if len(found) > MAX_LIMITS:
-            found = powers_of_ten(*common_range(candidates))
+            found = powers_of_ten(*common_range(candidates)) or found
     return found[-MAX_LIMITS:]
 
 

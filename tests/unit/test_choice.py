@@ -254,7 +254,7 @@ def test_a_budget_between_those_of_the_runs(ask, tmp_path):
     )
     beyond = ask(runs, "flops", 1e17)
     assert beyond.reason == "the budget is beyond the validated range, 2.7e+12 to 1.47e+15, by a factor of 68"
-    assert not beyond.chosen
+    assert not beyond.chosen and not beyond.notes
     assert ask(ladder({"a": (60, 0.34), "b": (60, 0.34)}), "flops", 6e14).chosen is None
     text = choice.format_answer(large)
     assert len(text.splitlines()) <= 24 and f"Config of {large.run}: d_model=64" in text
@@ -282,6 +282,27 @@ def test_interpolates_runs_of_one_size_or_of_equal_tokens_per_parameter(ask):
                                            pytest.approx(np.sqrt(2) * 10 * one))
     assert ask(runs, "flops", 6 * two * two * 20 * 1.2).contenders[0].loss == pytest.approx(2.75)
     assert ask(runs, "flops", 6 * two * two * 20 * 1.3).reason.startswith("the budget is beyond the validated range")
+
+
+def test_interpolates_between_next_budgets_and_common_seeds(ask):
+    """A loss that falls late is not drawn to an earlier budget, and a seed without a run on one side does not count."""
+    runs = [make_run(f"{name}@{ratio}", seed, loss + shift + gap * seed, tokens=1_000_000 * ratio)
+            for name, shift in (("a", 0.0), ("b", 0.5))
+            for ratio, loss, gap in ((5, 4.0, 0.1), (10, 3.9, 0.3), (20, 3.0, 0.0)) for seed in (0, 1)]
+
+    def losses(found: list[dict], ratio: float) -> dict[str, float]:
+        return {row.name: row.loss for row in ask(found, "flops", 6e12 * ratio).contenders}
+
+    assert losses(runs, 50**0.5) == pytest.approx({"a": 4.05, "b": 4.55})  # from 5 to 20 in one piece: 3.79
+    assert losses([run for run in runs if run["name"] != "a@20" or run["seed"] == 0], 200**0.5) == pytest.approx(
+        {"a": 3.45, "b": 4.025})
+    far = [run for run in runs if "@10" not in run["name"]]
+    assert losses(far, 10) == pytest.approx({"a": 3.525, "b": 4.025})
+    for run in far:
+        if "@5" in run["name"]:
+            run["curve"][-1]["flops"] /= 2.1  # now 8.4 times less than with 20 tokens per parameter
+    assert ask(far, "flops", 6e13).reason == (
+        "no run was trained near the budget; the nearest budget below it is 1.43e+13, by a factor of 4.2")
 
 
 def test_starts_without_the_libraries_of_training():

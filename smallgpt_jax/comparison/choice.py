@@ -8,22 +8,16 @@ A comparison of several sizes names its runs MODEL@SIZE, such as gpt@1M.
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import scaling
-from smallgpt_jax.comparison.candidates import (
-    NEAR,
-    RESULTS,
-    WITHIN,
-    Candidate,
-    at_training_budget,
-    pareto_front,
-    read_candidates,
-)
+from smallgpt_jax.comparison import statistics
+from smallgpt_jax.comparison.candidates import RESULTS, WITHIN, Candidate, pareto_front, read_candidates
+from smallgpt_jax.comparison.contest import CERTAIN, STAKE, CannotTellError, Contender, Contest, compete
 from smallgpt_jax.comparison.costs import Budget, budgets, rerun
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
@@ -31,10 +25,9 @@ from smallgpt_jax.run.names import CONFIG_FILE
 from smallgpt_jax.storage.json_files import read_json
 from smallgpt_jax.storage.paths import as_path
 
-DRAWS = 1000  # of a bootstrap; an answer takes less than two seconds
-EQUAL = 1e-3  # models whose losses differ by less, in nats and for each seed, compute the same function up to rounding
-POSSIBLE = 0.05  # probability of being best from which a model is listed as a possible best
 MAX_ROWS = 6  # of a table
+MAX_SEEDS = 20  # for which a command is given
+WIDTH = 120  # of the text, in characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +52,19 @@ class Answer:
     limit: float
     chosen: str | None  # None: it cannot be told, because of `reason`
     reason: str
-    contenders: tuple[Row, ...]  # by loss
-    front: tuple[Row, ...]  # the Pareto front of loss against cost, over all runs
+    compared_at: float | None = None  # budget of the contenders: `limit`, or the nearest one that was measured
+    contenders: tuple[Row, ...] = ()  # by loss
+    possible: tuple[str, ...] = ()  # that may be the best, by loss
+    probability: float | None = None  # of the first of them, and of models of equal losses, of being the best
+    at_stake: float | None = None  # nats that the first is at most above the lowest loss, by `contest.STAKE`
+    front: tuple[Row, ...] = ()  # the Pareto front of loss against cost, over all runs
     notes: tuple[str, ...] = ()
-    run: str = ""  # the trained run whose config is given: the chosen one, or the nearest to it
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    command: str = ""  # that trains the chosen model
-
-
-class CannotTellError(Exception):
-    """The records do not answer the question; the message says why."""
+    run: str = ""  # the trained run that is nearest to the first possible model
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # of this run
+    command: str = ""  # that trains the first possible model
+    differences: tuple[str, ...] = ()  # config fields of `model` that tell `run` from the other contenders
+    seeds_needed: int | None = None  # that would tell the first two possible models apart
+    seeds_command: str = ""  # that trains them
 
 
 def choose(path: Path, name: str, limit: float, batch: int = 1) -> Answer:
@@ -91,6 +87,8 @@ def answers(results: dict, name: str, limits: Sequence[float], batch: int = 1) -
         return []
     if name == "decode_ms":
         notes += other_devices(candidates)
+    if name == "parameters" and any(one.active_parameters != one.parameters for one in candidates):
+        notes.append("All experts count, also those that a token does not use.")
     return [answer(candidates, name, budget, limit, notes, comparison) for limit in limits]
 
 
@@ -98,19 +96,58 @@ def answer(candidates: Sequence[Candidate], name: str, budget: Budget, limit: fl
            comparison: str) -> Answer:
     if budget.is_training:
         require_a_step(candidates, name, budget, limit)
-    rows, chosen, nearest, notes = [], None, None, list(notes)
+    found = Answer(name, budget.label, limit, None, "", front=tuple(map(row_of, pareto_front(candidates))),
+                   notes=tuple(notes))
     try:
-        rows, nearest = rank(candidates, budget, limit, notes)
-        chosen, reason = decide(rows)
+        contest = compete(candidates, budget, limit)
+        chosen, reason = decide(contest)
     except CannotTellError as error:
-        reason = str(error)
-    front = tuple(map(_row, pareto_front(candidates)))
-    found = Answer(name, budget.label, limit, chosen, reason, tuple(rows), front, tuple(notes))
-    if chosen is None:
-        return found
-    trained = nearest[chosen]
-    return dataclasses.replace(found, run=trained.name, config=trained.runs[0]["config"], command=training_command(
-        trained, comparison, limit if budget.is_training else None))
+        found = dataclasses.replace(found, reason=str(error))
+        contest = compete_near(candidates, budget, error.nearest)
+        if contest is None:
+            return found
+        nearest, why = decide(contest)
+        chosen, reason = None, f"{error}. At {contest.limit:.3g}, {f'choose {nearest}: ' if nearest else ''}{why}"
+    found = dataclasses.replace(found, chosen=chosen, reason=reason, notes=found.notes + contest.notes)
+    return with_contest(found, contest, budget, comparison)
+
+
+def compete_near(candidates: Sequence[Candidate], budget: Budget, limit: float | None) -> Contest | None:
+    try:
+        return None if limit is None else compete(candidates, budget, limit)
+    except CannotTellError:
+        return None
+
+
+def with_contest(found: Answer, contest: Contest, budget: Budget, comparison: str) -> Answer:
+    """Returns the answer with what follows from the contest: the contenders, the nearest run, how to learn more."""
+    possible = contest.possible
+    first = cheapest(contest.winners)[0]
+    config = first.trained.runs[0]["config"]
+    needed = seeds_needed(first.model, possible[1].model) if len(possible) > 1 else None
+    return dataclasses.replace(
+        found, compared_at=contest.limit, contenders=tuple(row_of(one.model, one) for one in contest.contenders),
+        possible=tuple(one.model.name for one in (first, *possible[1:])),
+        probability=contest.probability, at_stake=contest.at_stake,
+        run=first.trained.name, config=config, differences=distinguishing_fields(config, contest.contenders),
+        command=training_command(first.trained, comparison, contest.limit if budget.is_training else None),
+        seeds_needed=needed,
+        seeds_command=rerun(comparison, f"--config.compare.seeds={needed}") if needed and needed <= MAX_SEEDS else "")
+
+
+def seeds_needed(one: Candidate, other: Candidate) -> int | None:
+    """Returns the seeds that would tell two models apart at the observed difference and spread; None if unknown."""
+    sample = statistics.paired_differences(one.losses, other.losses)
+    if len(sample) < 2:
+        return None
+    found = statistics.seeds_needed(sample.mean(), sample.std(ddof=1))
+    return found and max(found, len(sample) + 1)
+
+
+def distinguishing_fields(config: dict[str, Any], contenders: Sequence[Contender]) -> tuple[str, ...]:
+    configs = [one.trained.runs[0]["config"] for one in contenders]
+    return tuple(field for field, value in config.items() if field.startswith("model.")
+                 and any(other.get(field) != value for other in configs))
 
 
 def require_a_step(candidates: Sequence[Candidate], name: str, budget: Budget, limit: float) -> None:
@@ -127,149 +164,34 @@ def other_devices(candidates: Sequence[Candidate]) -> list[str]:
     return [f"Measured on different devices: {', '.join(devices)}."] if len(devices) > 1 else []
 
 
-def _row(candidate: Candidate, interval=(None, None), probability: float | None = None) -> Row:
-    return Row(candidate.name, candidate.loss, *interval, candidate.cost, candidate.parameters,
-               candidate.active_parameters, candidate.tokens, probability)
+def row_of(model: Candidate, contender: Contender | None = None) -> Row:
+    interval, probability = (contender.interval, contender.probability) if contender else ((None, None), None)
+    return Row(model.name, model.loss, *interval, model.cost, model.parameters, model.active_parameters, model.tokens,
+               probability)
 
 
-def decide(rows: Sequence[Row]) -> tuple[str | None, str]:
-    """Returns (the chosen name or None, the reason). `rows` are the contenders by loss."""
-    if len(rows) == 1:
-        return rows[0].name, "it is the only model within the budget"
-    equal, probability = best_rows(rows)
-    if probability >= scaling.CERTAIN:
-        others = f", as that of {enumeration(equal[1:])}, which costs no less" if len(equal) > 1 else ""
-        return equal[0].name, f"its loss is the lowest with a probability of {probability:.2f}{others}"
-    second = max((row for row in rows if row not in equal), key=lambda row: row.probability)
-    possible = enumeration(row for row in rows if row in (*equal, second) or row.probability >= POSSIBLE)
-    verb = "is" if len(equal) == 1 else "(equal) are"
-    raise CannotTellError(f"the intervals of {possible} overlap: {enumeration(equal)} {verb} the best with a "
-                          f"probability of only {probability:.2f}; train more seeds")
+def decide(contest: Contest) -> tuple[str | None, str]:
+    """Returns (the chosen name or None, the reason)."""
+    winners, probability = cheapest(contest.winners), contest.probability
+    name, *equal = [one.model.name for one in winners]
+    if len(contest.contenders) == 1:
+        return name, "it is the only model within the budget"
+    if probability >= CERTAIN:
+        others = f", as that of {enumeration(equal)}, which costs no less" if equal else ""
+        return name, f"its loss is the lowest with a probability of {probability:.2f}{others}"
+    name += f" (equal to {enumeration(equal)})" if equal else ""
+    others = "".join(f", {one.model.name} with {one.probability:.2f}" for one in contest.possible[1:])
+    return None, (f"{name} has the lowest loss with a probability of {probability:.2f}{others}; to choose, {CERTAIN} "
+                  "is needed")
 
 
-def best_rows(rows: Sequence[Row]) -> tuple[list[Row], float]:
-    """Returns the most probable row, with those of equal losses, cheapest first; and their joint probability."""
-    best = max(rows, key=lambda row: row.probability)
-    equal = [row for row in rows if (row.probability, row.low, row.high) == (best.probability, best.low, best.high)]
-    return sorted(equal, key=lambda row: row.cost), sum(row.probability for row in equal)
+def cheapest(contenders: Iterable[Contender]) -> list[Contender]:
+    return sorted(contenders, key=lambda one: one.model.cost)
 
 
-def enumeration(rows: Iterable[Row]) -> str:
-    *names, last = [row.name for row in rows]
-    return f"{', '.join(names)} and {last}" if names else last
-
-
-# ------------------------------------------------------------------ contenders
-def rank(candidates: Sequence[Candidate], budget: Budget, limit: float, notes: list[str]
-         ) -> tuple[list[Row], dict[str, Candidate]]:
-    """Returns (rows by loss, {name: the trained candidate nearest to it}) of what is within the limit.
-
-    Raises CannotTellError if the limit is outside the measured range, if the losses have no known spread, or if a
-    candidate without a measured cost may be the best.
-    """
-    measured = [candidate for candidate in candidates if candidate.cost is not None]
-    unmeasured = [candidate for candidate in candidates if candidate.cost is None]
-    if not measured:
-        raise CannotTellError(f"no run has measured {budget.label}; to measure: {budget.advice}")
-    if limit * WITHIN < (least := min(one.cost for one in measured)):
-        raise CannotTellError(f"no model is within the budget; the cheapest takes {least:.3g} {budget.label}, "
-                              f"{least / limit:.3g} times as much")
-    pairs = (models_at if budget.is_training else models_within)(measured, limit, notes)
-    contenders = sorted([*(one for one, _ in pairs), *unmeasured], key=lambda one: one.loss)
-    draws = loss_draws(contenders)
-    rows = _contender_rows(contenders, draws)
-    if risky := [row.name for row in rows if row.cost is None and row.probability >= POSSIBLE]:
-        raise CannotTellError(f"{risky[0]} may be the best, but its {budget.label} were not measured; to "
-                              f"measure: {budget.advice}")
-    return [row for row in rows if row.cost is not None], {one.name: trained for one, trained in pairs}
-
-
-def models_at(measured: Sequence[Candidate], limit: float, notes: list[str]) -> list[tuple[Candidate, Candidate]]:
-    """Returns the models at a training budget, each with its nearest trained candidate."""
-    groups: dict[str, list[Candidate]] = {}
-    for one in measured:
-        groups.setdefault(one.model, []).append(one)
-    found = {model: pair for model, group in groups.items() if (pair := at_training_budget(group, limit))}
-    if not found:
-        refuse_range([one.cost for one in measured], limit)
-    if absent := sorted(groups.keys() - found.keys()):
-        if len(found) == 1:
-            raise CannotTellError(f"of {len(groups)} models, only {next(iter(found))} was trained near the budget")
-        notes.append(f"Not trained near this budget: {', '.join(absent)}.")
-    if any(one.losses != trained.losses for one, trained in found.values()):
-        notes.append("Losses, sizes and tokens are interpolated between the runs with the next smaller and larger "
-                     "budgets.")
-    return list(found.values())
-
-
-def models_within(measured: Sequence[Candidate], limit: float, notes: list[str]) -> list[tuple[Candidate, Candidate]]:
-    """Returns the trained candidates that cost no more than the limit, twice each: they are their own nearest."""
-    costs = [one.cost for one in measured]
-    if limit > NEAR * max(costs):
-        refuse_range(costs, limit)
-    within = [one for one in measured if one.cost <= WITHIN * limit]
-    flops = [one.runs[0]["curve"][-1]["flops"] for one in within]
-    if None not in flops and max(flops) > WITHIN * min(flops):
-        notes.append(f"Losses after unequal training, {min(flops):.3g} to {max(flops):.3g} FLOPs.")
-    return [(one, one) for one in within]
-
-
-def refuse_range(costs: Sequence[float], limit: float) -> None:
-    """Raises CannotTellError: the limit is beyond the costs, or too far from the next lower one."""
-    low, high, nearest = min(costs), max(costs), max(cost for cost in costs if cost <= WITHIN * limit)
-    if limit <= high:
-        raise CannotTellError(f"no run was trained near the budget; the nearest budget below it is {nearest:.3g}, by a "
-                              f"factor of {limit / nearest:.3g}")
-    raise CannotTellError(f"the budget is beyond the validated range, {low:.3g} to {high:.3g}, by a factor of "
-                          f"{limit / high:.3g}")
-
-
-def _contender_rows(contenders: Sequence[Candidate], draws: np.ndarray) -> list[Row]:
-    shares = best_shares(draws)
-    intervals = [tuple(map(float, interval)) if np.ptp(interval) else (None, None)
-                 for interval in np.quantile(draws, [0.1, 0.9], axis=1).T]
-    return [_row(candidate, interval, float(share))
-            for candidate, interval, share in zip(contenders, intervals, shares)]
-
-
-def best_shares(draws: np.ndarray) -> np.ndarray:
-    """Returns each row's share of the draws, (rows, draws), in which it is the lowest. Equal rows divide a draw."""
-    is_lowest = draws == draws.min(0)
-    return (is_lowest / is_lowest.sum(0)).mean(-1)
-
-
-def loss_draws(candidates: Sequence[Candidate], draws: int = DRAWS) -> np.ndarray:
-    """Returns draws of the candidates' expected losses from Student's t-distribution, shape (candidates, draws).
-
-    The spread over seeds is pooled over the candidates, because a few seeds determine no spread each. Runs of one seed
-    share their batches: if all candidates have the same seeds, what they have in common is removed. Candidates of equal
-    losses count as one and have equal draws: as several, they would make the spread look smaller than it is.
-    """
-    all_losses = [candidate.losses for candidate in candidates]
-    firsts = [next(first for first, others in enumerate(all_losses) if are_equal(others, by_seed))
-              for by_seed in all_losses]
-    kept = sorted(set(firsts))
-    losses = [all_losses[index] for index in kept]
-    means = np.array([np.mean(list(by_seed.values())) for by_seed in losses])
-    counts = np.array([len(by_seed) for by_seed in losses])
-    residuals = [{seed: loss - mean for seed, loss in by_seed.items()} for by_seed, mean in zip(losses, means)]
-    degrees = int((counts - 1).sum())
-    if len(losses) > 1 and all(by_seed.keys() == losses[0].keys() for by_seed in losses):
-        common = {seed: np.mean([by_seed[seed] for by_seed in residuals]) for seed in losses[0]}
-        residuals = [{seed: value - common[seed] for seed, value in by_seed.items()} for by_seed in residuals]
-        degrees -= len(common) - 1
-    if degrees < 1 and len(losses) > 1:
-        raise CannotTellError("every model was trained with one seed, so the spread of the losses is unknown; train "
-                              "with config.compare.seeds=3 or more")
-    rng = np.random.default_rng(0)
-    squares = sum(value**2 for by_seed in residuals for value in by_seed.values())
-    deviations = np.sqrt(squares / rng.chisquare(max(1, degrees), draws))
-    found = means[:, None] + deviations * rng.standard_normal((len(means), draws)) / np.sqrt(counts)[:, None]
-    return found[[kept.index(first) for first in firsts]]
-
-
-def are_equal(losses: dict[int, float], others: dict[int, float]) -> bool:
-    return losses.keys() == others.keys() and all(abs(losses[seed] - others[seed]) < EQUAL for seed in losses)
+def enumeration(names: Sequence[str], word: str = "and") -> str:
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 # ------------------------------------------------------------------ output
@@ -295,17 +217,31 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
 def format_answer(answer: Answer) -> str:
     verdict = f"Choose {answer.chosen}: " if answer.chosen else "Cannot tell, because "
     parts = [f"Budget: {answer.limit:.4g} {answer.label}", f"{verdict}{answer.reason}."]
+    if len(answer.possible) > 1:
+        parts.append(format_stake(answer))
     if answer.contenders:
-        parts.append(format_rows("within the budget", answer.budget, answer.contenders[:MAX_ROWS]))
+        parts.append(format_rows(f"at most {answer.compared_at:.4g}", answer.budget, answer.contenders[:MAX_ROWS]))
     if answer.front:
         near = sorted(answer.front, key=lambda row: abs(np.log(row.cost / answer.limit)))[:MAX_ROWS]
         parts.append(format_rows("Pareto front", answer.budget, sorted(near, key=lambda row: row.cost)))
     if answer.run:
-        fields = ("architecture", "num_layers", "d_model", "num_heads", "context_length")
-        values = [f"{field}={answer.config[key]}" for field in fields if (key := f"model.{field}") in answer.config]
-        parts.append(f"Config of {answer.run}: {', '.join(values)}\n" * bool(values) + "Train: " + (
+        fields = dict.fromkeys(["model.architecture", "model.d_model", *answer.differences])
+        values = [f"{field.partition('.')[2]}={answer.config[field]}" for field in fields if field in answer.config]
+        parts.append(textwrap.fill(f"Config of {answer.run}: {', '.join(values)}", WIDTH) + "\nTrain: " + (
             answer.command or "the run's workdir is not on this machine; its config is in --json"))
     return "\n\n".join(parts + ["\n".join(answer.notes)] * bool(answer.notes))
+
+
+def format_stake(answer: Answer) -> str:
+    """Returns what the first possible model may cost, and how to learn more."""
+    first, second, *_ = answer.possible
+    text = ""
+    if answer.at_stake > 0:
+        text = f"With a probability of {STAKE:g}, {first} is at most {answer.at_stake:.2g} nats above the lowest loss. "
+    if answer.seeds_needed is None:
+        return text + f"To tell {first} and {second} apart, train more seeds."
+    return (text + f"About {answer.seeds_needed} seeds would tell {first} and {second} apart"
+            + (f":\n{answer.seeds_command}" if answer.seeds_command else "."))
 
 
 def format_interval(row: Row) -> str:

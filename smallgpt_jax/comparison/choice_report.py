@@ -1,15 +1,19 @@
 """The section of a report that says which model to choose for which budget."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, records, scaling
-from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Table
+from smallgpt_jax.comparison import choice, equal_budgets, records, scaling, scaling_figures
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
+from smallgpt_jax.comparison.contest import CERTAIN, STAKE
 from smallgpt_jax.comparison.costs import BUDGETS
+from smallgpt_jax.comparison.equal_budgets import Curve, Estimate, Segment
 from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.statistics import MAX_SEEDS
 from smallgpt_jax.formatting import millions
 
 # {budget: (label, format of a limit)}
@@ -20,12 +24,13 @@ BUDGET_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "memory": ("weights and full cache, batch 1", lambda size: f"{size / 1e6:.3g} MB"),
 }
 MAX_LIMITS = 5  # per budget
+CANNOT_TELL = "cannot tell"
 
 
 def choice_blocks(record: Record) -> list:
     """Returns the answers of `choose` to the budgets of the comparison; [] for fewer than two finished models."""
     content = records.content(record)
-    candidates, _ = read_candidates(content["runs"], BUDGETS["parameters"])
+    candidates, _ = read_candidates(content["runs"], BUDGETS["flops"])
     if len({candidate.model for candidate in candidates}) < 2:
         return []
     by_budget = [choice.answers(content, name, limits(content["runs"], name)) for name in BUDGET_FORMATS]
@@ -33,21 +38,52 @@ def choice_blocks(record: Record) -> list:
     intro = [Heading("Which model?")]
     if len({answer.reason for answer in found}) == 1 and found[0].chosen is None:
         return [*intro, Paragraph(f"Cannot tell, because {found[0].reason}.")]
-    text = ("A model is chosen if the probability that it has the lowest loss within the budget, P(best), is at least "
-            f"{scaling.CERTAIN:.1%}. In parentheses: 80% interval. python -m smallgpt_jax.choose answers for other "
-            "budgets.")
-    notes = [f"{format_budget(last)}: {' '.join(last.notes)}" for *_, last in filter(None, by_budget) if last.notes]
-    blocks = [*intro, Paragraph(text), answers_table(found), *map(Paragraph, notes)]
-    trained = [answer for answer in by_budget[0] if answer.contenders]
-    return blocks + ([Paragraph("Losses at equal training FLOPs."), equal_flops_table(trained)] if len(trained) > 1
-                     else [])
+    intro += [Paragraph(outcome(answers)) for answers in by_budget if answers]
+    text = (f"P: probability of the lowest loss within the budget. A model is chosen from {CERTAIN:.1%} on; otherwise "
+            "all that may be the best are named. Loss: of the first one (80% interval). At stake: with a probability "
+            f"of {STAKE:.0%}, the first one is at most this far above the lowest loss. Seeds: number that would tell "
+            "the first two apart. python -m smallgpt_jax.choose answers for other budgets.")
+    notes = [f"{capitalized(BUDGET_FORMATS[last.budget][0])}: {' '.join(last.notes)}"
+             for *_, last in filter(None, by_budget) if last.notes]
+    curves, reference = equal_budgets.curves_of(candidates), scaling.model_of(record.reference)
+    plots = [Plot("equal-flops", scaling_figures.difference_from(curves, reference),
+                  f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
+                  "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."
+                  )] if reference in curves and len(curves) > 1 else []
+    compared = [answer for answer in by_budget[0] if answer.contenders and answer.compared_at == answer.limit]
+    return [*intro, *plots, answers_table(found), Paragraph(text), *map(Paragraph, notes),
+            *(equal_flops_blocks(compared, curves, reference) if len(compared) > 1 else [])]
+
+
+def outcome(found: Sequence[Answer]) -> str:
+    """Returns one sentence about the models to take for the limits of one budget."""
+    label, form = BUDGET_FORMATS[found[0].budget]
+    parts = []
+    for models, group in itertools.groupby(found, key=named_models):
+        costs = [form(answer.limit) for answer in group]
+        reason = ", because " + found[-1].reason.partition(". ")[0] if models == CANNOT_TELL else ""
+        parts.append(f"{models} at {' to '.join(dict.fromkeys((costs[0], costs[-1])))}{reason}")
+    return f"{capitalized(label)}: {'; '.join(parts)}."
+
+
+def capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def named_models(answer: Answer) -> str:
+    if answer.chosen:
+        return answer.chosen
+    if answer.possible and answer.compared_at == answer.limit:
+        return f"{choice.enumeration(answer.possible, 'or')} (cannot be told apart)"
+    return CANNOT_TELL
 
 
 def limits(runs: Sequence[dict], name: str) -> list[float]:
     """Returns the budgets to ask about, in ascending order.
 
-    Training budgets: those at which at least two models were trained, or if these are many, powers of ten and the
-    largest budget of all models. Others: the costs on the Pareto front; of those about equal, the highest.
+    Training budgets: those at which at least two models were trained, or if these are many, powers of ten, the largest
+    budget of all models, and the next power of ten. Others: the costs on the Pareto front; of those about equal, the
+    highest.
     """
     candidates, _ = read_candidates(runs, BUDGETS[name])
     if not BUDGETS[name].is_training:
@@ -70,7 +106,7 @@ def common_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
 
 def powers_of_ten(low: float, high: float) -> list[float]:
     exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
-    return [*(10.0**exponents).tolist(), high] if low < high else []
+    return [*(10.0**exponents).tolist(), high, float(10.0**np.ceil(np.log10(high)))] if low < high else []
 
 
 def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
@@ -88,22 +124,56 @@ def groups_of_near_costs(candidates: Sequence[Candidate]) -> list[list[Candidate
     return found[::-1]
 
 
-def format_budget(answer: Answer) -> str:
-    label, form = BUDGET_FORMATS[answer.budget]
-    return f"{label[0].upper()}{label[1:]}, at most {form(answer.limit)}"
-
-
 def answers_table(found: Sequence[Answer]) -> Table:
     rows = []
     for answer in found:
         label, form = BUDGET_FORMATS[answer.budget]
-        (best, *_), probability = choice.best_rows(answer.contenders) if answer.contenders else ([None], None)
-        is_evident = answer.chosen and len(answer.contenders) > 1
-        interval = f" ({choice.format_interval(best)})" if best and best.low is not None else ""
-        rows.append((label, form(answer.limit), answer.chosen or "cannot tell",
-                     f"{best.loss:.4f}{interval}" if answer.chosen else MISSING,
-                     f"{probability:.2f}" if best else MISSING, MISSING if is_evident else answer.reason))
-    return Table(("budget", "at most", "choose", "loss", "P(best)", "because"), tuple(rows))
+        models, is_direct = named_models(answer), answer.compared_at == answer.limit
+        rows.append((label, form(answer.limit), models.removesuffix(" (cannot be told apart)"),
+                     *(contest_cells(answer) if is_direct and answer.contenders else [MISSING] * 4),
+                     MISSING if is_direct and len(answer.contenders) > 1 else answer.reason))
+    return Table(("budget", "at most", "model", "P", "loss", "at stake", "seeds", "remark"), tuple(rows))
+
+
+def contest_cells(answer: Answer) -> tuple[str, ...]:
+    by_name = {row.name: row for row in answer.contenders}
+    first, *others = [by_name[name] for name in answer.possible]
+    probabilities = [answer.probability, *(row.probability for row in others)]
+    interval = f" ({choice.format_interval(first)})" if first.low is not None else ""
+    return (", ".join(f"{probability:.2f}" for probability in probabilities), f"{first.loss:.4f}{interval}",
+            f"{answer.at_stake:.2f}" if others else MISSING,
+            str(answer.seeds_needed or f"> {MAX_SEEDS:,}") if others else MISSING)
+
+
+def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], reference: str) -> list:
+    """Returns the losses at the limits of answers, and comparisons with the reference."""
+    blocks = [Paragraph("Losses at equal training FLOPs (80% intervals):"), equal_flops_table(found)]
+    if reference not in curves:
+        return blocks
+    others = [curve for name, curve in curves.items() if name != reference]
+    multipliers = tuple((curve.name, *(
+        multiplier_cell(equal_budgets.compute_multiplier(curve, curves[reference], answer.limit)) for answer in found))
+        for curve in others)
+    orders = tuple((curve.name, order_text(equal_budgets.order(curve, curves[reference]))) for curve in others)
+    return [*blocks, Paragraph(
+                f"Compute multipliers: the FLOPs of {reference}, in the head of the table, divided by the FLOPs with "
+                f"which a model reaches the same loss. Above 1, the model needs less. {MISSING}: it does not reach "
+                "this loss within the trained budgets."),
+            Table(("model", *(BUDGET_FORMATS["flops"][1](answer.limit) for answer in found)), multipliers),
+            Paragraph(f"The order of each model and {reference}. A model is better if the 95% interval of the paired "
+                      "difference excludes zero."),
+            Table(("model", f"better model of it and {reference}, by FLOPs"), orders)]
+
+
+def multiplier_cell(found: Estimate | None) -> str:
+    return MISSING if found is None else f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def order_text(segments: Sequence[Segment]) -> str:
+    if not segments:
+        return "not trained on common budgets"
+    return "; ".join(f"{segment.low:.2g} to {segment.high:.2g}: {segment.better or 'cannot be told'}"
+                     for segment in segments)
 
 
 def equal_flops_table(found: Sequence[Answer]) -> Table:

@@ -62,7 +62,8 @@ def rerun(comparison: str, *flags: str) -> str:
         words = []
     if words[1:3] != ["-m", "smallgpt_jax.compare"] or not any(word.startswith("--config") for word in words):
         return ""
-    return command_line("compare", *words[3:], *flags)
+    given = {flag.partition("=")[0] for flag in flags}
+    return command_line("compare", *(word for word in words[3:] if word.partition("=")[0] not in given), *flags)
 
 
 BUDGETS = budgets()

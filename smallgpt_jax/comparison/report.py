@@ -55,22 +55,29 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
     write_atomically(output / "report.md", to_markdown(record.title, blocks))
     write_atomically(output / "report.html", to_html(record.title, blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
-    return "\n\n".join([*(block.text for block in blocks[:first_table]), aligned_table(blocks[first_table])])
+    texts = [block.text for block in blocks[:first_table] if not isinstance(block, Plot)]
+    return "\n\n".join([*texts, aligned_table(blocks[first_table])])
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
-    """Of several sizes, the section about scaling and the last one contain all runs; the others, the largest size."""
+    """Of several sizes, the sections from the ranking on contain the largest size that all models have."""
     shown, grids = records.at_one_size(record), record.grids
     runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
     order = ranking.rank(groups, shown.reference)
-    blocks = [Paragraph(record.budget), *scaling_report.introduction(record),
-              *(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
+    answers = [*choice_report.choice_blocks(record), *scaling_report.scaling_blocks(record)]
+    losses = [*(Paragraph(text) for text in warnings(shown.runs) + grid_warnings(grids, runs)),
               *([Paragraph(ranking.conclusion(groups, order)), Paragraph(ranking.evidence(groups))]
-                if len(groups) > 1 else []),
-              summary_table(groups, order), Paragraph(legend(runs, order)), *choice_report.choice_blocks(record),
-              *scaling_report.scaling_blocks(record),
-              *differences_blocks(order), Heading("Validation loss")]
+                if len(groups) > 1 else []), summary_table(groups, order), Paragraph(legend(runs, order))]
+    if records.is_scaling(record.runs):
+        unfinished = sum(not run.is_finished for run in record.runs)
+        size = records.largest_common_size(record.runs)
+        text = record.budget + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished."
+        blocks = [Paragraph(text), *answers, Heading(f"Ranking at {size}"),
+                  Paragraph(f"This section and the next ones are about size {size}."), *losses]
+    else:
+        blocks = [Paragraph(record.budget), *losses, *answers]
+    blocks += [*differences_blocks(order), Heading("Validation loss")]
     has_seeds = len(groups) < len(runs)
     blocks += [Plot(f"loss-{axis}", figures.loss_against(axis, runs, logged if axis == "tokens" else None),
                     f"Validation loss against {label}."

@@ -1,8 +1,4 @@
-"""Scaling laws of several models: predictions with intervals, compute multipliers, budgets at which the order changes.
-
-Each model's uncertainty is a bootstrap over runs. Between models, the bootstraps are independent, which ignores that
-runs of one seed share their batches. The intervals of differences are therefore wide rather than narrow.
-"""
+"""Scaling laws of several models: fits with a bootstrap over runs, predictions with intervals, and their check."""
 
 import dataclasses
 import itertools
@@ -17,10 +13,9 @@ from smallgpt_jax.errors import UserError
 
 DRAWS = 4000
 INTERVAL = 0.8
-CERTAIN = 0.975  # probability from which one model is called better than another: a two-sided error of 5%
 MIN_RUNS, MIN_SIZES, MIN_HORIZONS = 6, 3, 3  # of a fit, which has five parameters
 MIN_RATIO = 1.5  # between the most and the fewest tokens per parameter; at an equal ratio, α and β are one exponent
-GRID = 32  # budgets, and sizes, at which a law is evaluated
+GRID = 32  # sizes at which a law is evaluated
 SIZES = ("parameters", "non_embedding_parameters", "active_parameters")
 
 
@@ -235,18 +230,10 @@ def flops_per_token(fitted: Fit, sizes: np.ndarray) -> np.ndarray:
 class Frontier:
     """The lowest loss of a model at each budget, over the trained range of sizes, tokens, and tokens per parameter."""
 
-    name: str
     budgets: np.ndarray  # (budgets,)
     losses: np.ndarray  # (budgets,)
-    draws: np.ndarray  # (draws, budgets)
     sizes: np.ndarray  # (budgets,) of the lowest loss
     tokens: np.ndarray  # (budgets,)
-
-
-def trained_range(fits: Sequence[Fit]) -> tuple[float, float]:
-    """Returns the budgets, from and to, at which all models were trained."""
-    costs = [fitted.values("flops") for fitted in fits]
-    return float(max(map(np.min, costs))), float(min(map(np.max, costs)))
 
 
 def frontier(fitted: Fit, budgets: np.ndarray) -> Frontier:
@@ -259,79 +246,5 @@ def frontier(fitted: Fit, budgets: np.ndarray) -> Frontier:
     is_trained |= ~is_trained.any(-1, keepdims=True)  # beyond the trained range: all sizes
     losses = np.where(is_trained, fitted.law.loss(sizes, tokens), np.inf)
     best = losses.argmin(-1)
-    draws = np.stack([np.where(allowed, fitted.draws.loss(sizes, row), np.inf).min(-1)
-                      for allowed, row in zip(is_trained, tokens)], -1)
     rows = np.arange(len(tokens))
-    return Frontier(fitted.name, np.asarray(budgets, float), losses[rows, best], draws, sizes[best],
-                    tokens[rows, best])
-
-
-@dataclasses.dataclass(frozen=True)
-class Multiplier:
-    """The compute of `base` divided by that of `name`, at equal loss. Above 1, `name` needs less."""
-
-    name: str
-    base: str
-    loss: float
-    ratio: float
-    low: float
-    high: float
-
-
-def compute_multipliers(base: Fit, other: Fit, interval: float = INTERVAL, levels: int = 5) -> list[Multiplier]:
-    """Returns multipliers at losses that both models reach in the range of budgets that both were trained on."""
-    low, high = trained_range([base, other])
-    if low >= high:
-        return []
-    budgets = np.geomspace(low, high, GRID)
-    ours, theirs = (frontier(fitted, budgets) for fitted in (other, base))
-    worst, best = (pick(limit(ours.losses), limit(theirs.losses)) for pick, limit in ((min, np.max), (max, np.min)))
-    if best >= worst:
-        return []
-    found = []
-    for level in np.linspace(worst, best, levels + 2)[1:-1]:
-        ratio, draws = (np.exp(_log_budget(a, budgets, level) - _log_budget(b, budgets, level))
-                        for a, b in ((theirs.losses[None], ours.losses[None]), (theirs.draws, ours.draws)))
-        found.append(Multiplier(other.name, base.name, float(level), float(ratio[0]), *map(
-            float, _bounds(draws, interval))))
-    return found
-
-
-def _log_budget(losses: np.ndarray, budgets: np.ndarray, level: float) -> np.ndarray:
-    """Returns the logarithm of the budget at which each row of `losses`, (draws, budgets), falls to `level`.
-
-    Interpolates linearly in the logarithm, and extrapolates the first and last pieces.
-    """
-    falling = np.minimum.accumulate(losses, -1)
-    after = np.clip((falling > level).sum(-1), 1, len(budgets) - 1)
-    rows, logs = np.arange(len(losses)), np.log(budgets)
-    high, low = falling[rows, after - 1], falling[rows, after]
-    share = (high - level) / np.maximum(high - low, 1e-12)
-    return logs[after - 1] + share * (logs[after] - logs[after - 1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """A range of budgets in which one of two models is better, or in which it cannot be told (better is None)."""
-
-    low: float
-    high: float
-    better: str | None
-
-
-def order(one: Fit, other: Fit, certain: float = CERTAIN) -> list[Segment]:
-    """Returns the better of two models over the range of budgets that both were trained on.
-
-    The order changes where two segments name different models. Returns [] if the ranges do not overlap.
-    """
-    low, high = trained_range([one, other])
-    if low >= high:
-        return []
-    budgets = np.geomspace(low, high, GRID)
-    wins = (frontier(one, budgets).draws < frontier(other, budgets).draws).mean(0)
-    better = [one.name if share >= certain else other.name if share <= 1 - certain else None for share in wins]
-    segments = []
-    for name, group in itertools.groupby(zip(budgets, better), key=lambda pair: pair[1]):
-        reached = [float(budget) for budget, _ in group]
-        segments.append(Segment(segments[-1].high if segments else reached[0], reached[-1], name))
-    return segments
+    return Frontier(np.asarray(budgets, float), losses[rows, best], sizes[best], tokens[rows, best])

@@ -1,4 +1,4 @@
-"""The plots of the scaling section of a report."""
+"""Plots of losses against training FLOPs, and of predicted losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from smallgpt_jax.comparison import figures, prediction, scaling
+from smallgpt_jax.comparison import equal_budgets, figures, prediction, scaling
+from smallgpt_jax.comparison.equal_budgets import Curve
 from smallgpt_jax.comparison.scaling import Fit, Outcome, Prediction
-from smallgpt_jax.run.plotting import style_axes
 
 POINTS = 40  # of a line
-LIMITS = [(1 - scaling.INTERVAL) / 2, (1 + scaling.INTERVAL) / 2]
 
 
 def loss_against_compute(fits: Mapping[str, Fit], predictions: Mapping[str, Any] | None) -> Figure:
     """Plots each model's trained losses, the frontier of its law, and the held-out losses beside their predictions."""
     figure, plot = figures.new_plot("training FLOPs", "validation loss, nats per token")
     held_out = _held_out_points(predictions)
-    for style, (name, fitted) in zip(figures.line_styles(), fits.items()):
+    for number, (style, (name, fitted)) in enumerate(zip(figures.line_styles(), fits.items())):
+        shift = 1.06**(number - len(fits) // 2)  # held-out runs have about equal FLOPs
         means = mean_losses(fitted)
         trained = [(flops, loss) for point, (flops, loss) in means.items() if (name, *point) not in held_out]
         plot.plot(*zip(*trained), style["marker"], color=style["color"], markersize=4, markerfacecolor="none",
@@ -30,9 +30,9 @@ def loss_against_compute(fits: Mapping[str, Fit], predictions: Mapping[str, Any]
         plot.plot(frontier.budgets, frontier.losses, label=name, markevery=[-1], **style)
         for point, (flops, loss) in means.items():
             if row := held_out.get((name, *point)):
-                plot.vlines(flops, row.low, row.high, color=style["color"], linewidth=8, alpha=0.4)
-                plot.plot(flops, loss, style["marker"], color=style["color"], markersize=5, markeredgecolor="black",
-                          label="_held-out")
+                plot.vlines(flops * shift, row.low, row.high, color=style["color"], linewidth=4, alpha=0.4)
+                plot.plot(flops * shift, loss, style["marker"], color=style["color"], markersize=5,
+                          markeredgecolor="black", label="_held-out")
     log_axis(plot)
     plot.set_yscale("log")
     plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)))
@@ -68,30 +68,29 @@ def _with_legend(figure: Figure, plot) -> Figure:
     return figure
 
 
-def difference_from(fits: Mapping[str, Fit], reference: str) -> Figure:
-    """Returns one panel per model: the loss minus that of the reference at equal budgets, with its interval."""
-    others = [(style, name) for style, name in zip(figures.line_styles(), fits) if name != reference]
-    columns = min(3, len(others))
-    figure = Figure(figsize=figures.SIZE, layout="constrained")
-    panels = figure.subplots(-(-len(others) // columns), columns, sharex=True, sharey=True, squeeze=False).flat
-    for panel, (style, name) in zip(panels, others):
-        style_axes(panel, "", "")
-        low, high = scaling.trained_range([fits[name], fits[reference]])
-        if low < high:
-            budgets = np.geomspace(low, high, POINTS)
-            own, base = (scaling.frontier(fits[one], budgets) for one in (name, reference))
-            panel.fill_between(budgets, *np.quantile(own.draws - base.draws, LIMITS, axis=0), color=style["color"],
-                               alpha=0.25, linewidth=0)
-            panel.plot(budgets, own.losses - base.losses, color=style["color"], linewidth=1.8)
-        panel.axhline(0, color="black", linewidth=0.8)
-        panel.set_title(name, fontsize=9)
-        panel.tick_params(labelsize=7)
-        log_axis(panel)
-    for panel in list(panels):  # the grid has more panels than models
-        panel.set_axis_off()
-    figure.supxlabel("training FLOPs", fontsize=9)
-    figure.supylabel(f"loss minus that of {reference}, nats", fontsize=9)
-    return figure
+def difference_from(curves: Mapping[str, Curve], reference: str) -> Figure:
+    """Plots the loss of each model minus that of the reference at equal budgets, with the interval of its mean."""
+    figure, plot = figures.new_plot("training FLOPs", f"loss minus that of {reference}, nats")
+    base, means = curves[reference], []
+    plot.axhline(0, color="black", linewidth=1, label="_child")
+    for style, (name, curve) in zip(figures.line_styles(), curves.items()):
+        budgets = equal_budgets.common_budgets(curve, base)
+        if name == reference or not len(budgets):
+            continue
+        found = [equal_budgets.estimate(values) for values in equal_budgets.differences(curve, base, budgets).T]
+        x, rows = zip(*[(budget, row) for budget, row in zip(budgets, found) if row])
+        plot.plot(x, [row.mean for row in rows], label=name, color=style["color"], linestyle=style["linestyle"])
+        plot.fill_between(x, [row.low for row in rows], [row.high for row in rows], color=style["color"], alpha=0.12,
+                          linewidth=0)
+        means += [row.mean for row in rows]
+    log_axis(plot)
+    last, margin = max(curve.budgets[-1] for curve in curves.values()), 0.3 * max(np.ptp(means), 0.1) if means else 0.0
+    plot.set_xlim(right=10 * last)
+    plot.axvspan(last, 10 * last, color="0.93", zorder=0)
+    plot.text(3 * last, plot.get_ylim()[0], "not trained", ha="center", va="bottom", fontsize=8, color="0.4")
+    if means:  # wide intervals of few seeds are cut off
+        plot.set_ylim(min(means) - margin, max(means) + margin)
+    return figures.finish_plot(figure, plot)
 
 
 def held_out(predictions: Sequence[Prediction], outcomes: Sequence[Outcome]) -> Figure:

@@ -5,58 +5,39 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import prediction, records, scaling, scaling_figures
-from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.blocks import Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.records import Record
-from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck, Segment
+from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck
 
 SIZE_LABELS = {"parameters": "total", "active_parameters": "active"}
 INTERVAL = f"{scaling.INTERVAL:.0%}"
-
-
-def introduction(record: Record) -> list:
-    if not records.is_scaling(record.runs):
-        return []
-    unfinished = sum(not run.is_finished for run in record.runs)
-    return [Paragraph(f"The first table compares the models at size {records.largest_common_size(record.runs)}, the "
-                      "section Scaling at all sizes."
-                      + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished.")]
 
 
 def scaling_blocks(record: Record) -> list:
     if not records.is_scaling(record.runs):
         return []
     groups = scaling.group_by_name(prediction.records_of(record.runs))
-    reference = scaling.model_of(record.reference)
     lacking = {name: lack for name, rows in groups.items() if (lack := scaling.missing_for_fit(rows))}
     fits = {name: scaling.fit(rows) for name, rows in groups.items() if name not in lacking}
-    blocks = [Heading("Scaling"), Paragraph(
+    blocks = [Heading("Scaling laws"), *(Paragraph(text) for text in [check_text(record)] if text), Paragraph(
         f"Fits of L = E + A/N^α + B/D^β to the last losses of all finished runs, with the training tokens D. Intervals "
         f"are {INTERVAL}, from {scaling.DRAWS:,} bootstrap samples of the runs.")]
     blocks += [Paragraph(f"{name}: no scaling law; it needs {lack}.") for name, lack in lacking.items()]
     if unknown := sorted({scaling.model_of(run.name) for run in record.runs if run.is_finished} - groups.keys()):
         blocks.append(Paragraph(f"No scaling law, because the FLOPs are unknown: {', '.join(unknown)}."))
     if fits:
-        blocks += law_blocks(record, fits, reference)
+        blocks += law_blocks(record, fits)
     return blocks + held_out_blocks(record, groups)
 
 
-def law_blocks(record: Record, fits: dict[str, Fit], reference: str) -> list:
+def law_blocks(record: Record, fits: dict[str, Fit]) -> list:
     active = {name: scaling.fit(fitted.records, "active_parameters") for name, fitted in fits.items()
               if any(row.active_parameters != row.parameters for row in fitted.records)}
-    low, high = scaling.trained_range(list(fits.values()))
-    figures = [Plot("scaling", scaling_figures.loss_against_compute(fits, record.predictions),
-                    "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
-                    "Lines: the lowest loss of a model's law at each budget, over the trained sizes."
-                    + bool(record.predictions) * f" Filled markers: held-out, in front of the predicted {INTERVAL} "
-                    "intervals.")]
-    if reference in fits and len(fits) > 1 and low < high:
-        figures.append(Plot("scaling-difference", scaling_figures.difference_from(fits, reference),
-                            f"Loss minus that of {reference}, by their laws, at equal training FLOPs. Above zero, "
-                            f"{reference} is better. Bands: {INTERVAL} intervals."))
-    blocks = [*figures, fit_table([*fits.values(), *active.values()])]
-    if reference in fits and len(fits) > 1:
-        blocks += reference_blocks(fits, reference)
-    return blocks
+    return [Plot("scaling", scaling_figures.loss_against_compute(fits, record.predictions),
+                 "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
+                 "Lines: the lowest loss of a model's law at each budget, over the trained sizes."
+                 + bool(record.predictions) * f" Filled markers: held-out, in front of the predicted {INTERVAL} "
+                 "intervals, shifted sideways to be told apart."), fit_table([*fits.values(), *active.values()])]
 
 
 def fit_table(fits: Sequence[Fit]) -> Table:
@@ -69,30 +50,6 @@ def fit_table(fits: Sequence[Fit]) -> Table:
          *(cell(fitted, constant, form) for constant, form in (
              ("irreducible", ".3f"), ("size_factor", ".3g"), ("size_exponent", ".3f"), ("token_factor", ".3g"),
              ("token_exponent", ".3f"))), f"{np.sqrt(np.mean(fitted.noise**2)):.4f}") for fitted in fits))
-
-
-def reference_blocks(fits: dict[str, Fit], reference: str) -> list:
-    base = fits[reference]
-    found = {name: scaling.compute_multipliers(base, fitted) for name, fitted in fits.items() if name != reference}
-    levels = max(map(len, found.values()))
-    head = ("model", *(f"level {number}" for number in range(1, levels + 1)))
-    multipliers = tuple((name, *(
-        f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f}) at {row.loss:.3f}" for row in rows),
-        *[MISSING] * (levels - len(rows))) for name, rows in found.items())
-    orders = tuple((name, order_text(scaling.order(fitted, base))) for name, fitted in fits.items()
-                   if name != reference)
-    return [Paragraph(f"Compute multipliers: the FLOPs that {reference} needs, divided by those of the model, at equal "
-                      "losses, given after \"at\". Above 1, the model needs less."), Table(head, multipliers),
-            Paragraph(f"The order of each model and {reference} over the trained budgets. A model is better if its "
-                      f"probability of a lower loss is at least {scaling.CERTAIN}."),
-            Table(("model", f"better model of it and {reference}, by FLOPs"), orders)]
-
-
-def order_text(segments: Sequence[Segment]) -> str:
-    if not segments:
-        return "not trained on common budgets"
-    return "; ".join(f"{segment.low:.2g} to {segment.high:.2g}: {segment.better or 'cannot be told'}"
-                     for segment in segments)
 
 
 # ------------------------------------------------------------------ held-out runs
@@ -110,10 +67,7 @@ def held_out_blocks(record: Record, groups: Mapping[str, list[scaling.Record]]) 
         f"other sizes predicted its losses (predictions.json, from {len(content['records'])} records with the SHA-256 "
         f"{content['records_sha256'][:12]}…).")]
     blocks += [Paragraph(f"{name}: no prediction; it {lack}.") for name, lack in content["not_predicted"].items()]
-    held_out = prediction.records_of(runs)
-    checks = {field: scaling.check_predictions(
-        prediction.predictions_of(content, field), content["at_one_size"], held_out, field)
-        for field in content["predictions"]}
+    checks, held_out = checks_of(record), prediction.records_of(runs)
     predicted = {row.name for row in prediction.predictions_of(content)} | content["not_predicted"].keys()
     blocks += [Paragraph(f"{name}: no prediction was made before its run of size {size} was trained.")
                for name in dict.fromkeys(row.name for row in held_out) if name not in predicted]
@@ -126,17 +80,42 @@ def held_out_blocks(record: Record, groups: Mapping[str, list[scaling.Record]]) 
     return blocks + check_blocks(checks)
 
 
+def checks_of(record: Record) -> dict[str, HeldOutCheck]:
+    """Returns the check of the predictions by each kind of N."""
+    content = record.predictions
+    held_out = prediction.records_of([run for run in record.runs if scaling.size_of(run.name) == record.held_out])
+    return {field: scaling.check_predictions(
+        prediction.predictions_of(content, field), content["at_one_size"], held_out, field)
+        for field in content["predictions"]}
+
+
+def check_text(record: Record) -> str:
+    """Returns a sentence about what the laws are worth, or "" without held-out runs."""
+    check = checks_of(record)["parameters"] if record.held_out and record.predictions else None
+    if check is None or not check.outcomes:
+        return ""
+    error = np.abs([row.error for row in check.outcomes]).mean()
+    is_failed = check.coverage < scaling.INTERVAL / 2
+    return (f"Laws of the smaller sizes missed the losses of size {record.held_out} by {error:.2f} nats on average; "
+            f"{check.coverage:.0%} of these losses are inside the predicted {INTERVAL} intervals"
+            + is_failed * ". The laws failed: do not use them beyond the trained sizes" + ".")
+
+
 def prediction_table(content: Mapping) -> Table:
+    totals = set(prediction.predictions_of(content))
     return Table(("model", "N: parameters", "tokens", "predicted loss", f"{INTERVAL} interval"), tuple(
         (row.name, SIZE_LABELS[field], f"{row.tokens:,.0f}", f"{row.loss:.4f}", f"{row.low:.4f} to {row.high:.4f}")
-        for field in content["predictions"] for row in prediction.predictions_of(content, field)))
+        for field in content["predictions"] for row in prediction.predictions_of(content, field)
+        if field == "parameters" or row not in totals))
 
 
 def check_blocks(checks: Mapping[str, HeldOutCheck]) -> list:
+    totals = {row.prediction for row in checks["parameters"].outcomes}  # without experts, all parameters are active
     rows = tuple((
         row.prediction.name, SIZE_LABELS[field], f"{row.prediction.tokens:,.0f}", f"{row.prediction.loss:.4f}",
         f"{row.prediction.low:.4f} to {row.prediction.high:.4f}", f"{row.loss:.4f}", f"{row.error:+.4f}",
-        "yes" if row.is_covered else "no", str(row.seeds)) for field, check in checks.items() for row in check.outcomes)
+        "yes" if row.is_covered else "no", str(row.seeds)) for field, check in checks.items() for row in check.outcomes
+        if field == "parameters" or row.prediction not in totals)
     errors = {field: np.abs([row.error for row in check.outcomes]).mean() for field, check in checks.items()}
     text = "; ".join(f"with N in {SIZE_LABELS[field]} parameters, the mean absolute error is {error:.4f} nats, and "
                      f"{checks[field].coverage:.0%} of the losses are inside their {INTERVAL} intervals"

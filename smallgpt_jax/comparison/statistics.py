@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special  # not scipy.stats, whose import takes longer than an answer of `choose`
 
 LEVEL = 0.05  # probability of at least one false verdict in a family of comparisons
 POWER = 0.8  # probability that the seeds that `seeds_needed` returns reveal a difference
 MAX_SEEDS = 10_000
+ROUNDING = 1e-4  # nats; smaller spreads are not told apart
 
 Losses = Mapping[str, Mapping[int, float]]
 
@@ -70,7 +71,13 @@ def paired_differences(losses: Mapping[int, float], others: Mapping[int, float])
 
 def half_width(sample: np.ndarray) -> float:
     """Returns half the width of the 95% t-interval of the mean of at least two values."""
-    return float(stats.t.ppf(1 - LEVEL / 2, len(sample) - 1) * sample.std(ddof=1) / math.sqrt(len(sample)))
+    return student_quantile(1 - LEVEL / 2, len(sample) - 1) * sample.std(ddof=1) / math.sqrt(len(sample))
+
+
+def student_quantile(probability: float, degrees: float) -> float:
+    if math.isinf(degrees):
+        return float(special.ndtri(probability))
+    return float(special.stdtrit(degrees, probability))
 
 
 def p_value(sample: np.ndarray) -> float:
@@ -78,7 +85,7 @@ def p_value(sample: np.ndarray) -> float:
     error = sample.std(ddof=1) / math.sqrt(len(sample))
     if error == 0:
         return float(sample.mean() == 0)
-    return float(2 * stats.t.sf(abs(sample.mean()) / error, len(sample) - 1))
+    return float(2 * special.stdtr(len(sample) - 1, -abs(sample.mean()) / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -103,8 +110,46 @@ def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | N
 
 def power(effect: float, seeds: int, level: float) -> float:
     """Returns the probability that a two-sided paired t-test finds a difference of `effect` standard deviations."""
-    critical, shift = stats.t.ppf(1 - level / 2, seeds - 1), effect * math.sqrt(seeds)
+    critical, shift = student_quantile(1 - level / 2, seeds - 1), effect * math.sqrt(seeds)
     if shift > 30 + critical:  # the noncentral t-distribution is not computed accurately so far from zero
         return 1.0
     # The other tail, a verdict of the wrong sign, has no weight where the power is near 80%.
-    return float(stats.nct.sf(critical, seeds - 1, shift))
+    return float(1 - special.nctdtr(seeds - 1, shift, critical))
+
+
+# ------------------------------------------------------------------ spreads of several samples
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What the variances of several samples have in common: a typical one, worth `degrees` degrees of freedom."""
+
+    variance: float
+    degrees: float  # 0 if the samples have nothing in common, inf if all have one variance
+
+    def shrink(self, variance: float, degrees: int) -> tuple[float, float]:
+        """Returns the variance of one sample, drawn towards the typical one, and its degrees of freedom."""
+        total = self.degrees + degrees
+        if math.isinf(total):
+            return self.variance, total
+        return (self.degrees * self.variance + degrees * variance) / total, total
+
+
+def variance_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior:
+    """Returns the prior that explains how much the variances differ (Smyth, 2004, doi:10.2202/1544-6115.1027, 6.2)."""
+    if len(variances) < 2:
+        return Prior(0.0, 0.0)
+    half = np.array(degrees) / 2
+    logs = np.log(np.maximum(variances, ROUNDING**2)) - special.digamma(half) + np.log(half)
+    excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
+    if excess <= 0:
+        return Prior(float(np.exp(logs.mean())), math.inf)
+    half_degrees = inverse_trigamma(excess)
+    return Prior(float(np.exp(logs.mean() + special.digamma(half_degrees) - np.log(half_degrees))), 2 * half_degrees)
+
+
+def inverse_trigamma(value: float) -> float:
+    """Returns x > 0 with trigamma(x) = value, by Newton's method for 1/trigamma, which is nearly linear."""
+    x = 0.5 + 1 / value
+    for _ in range(50):
+        found = special.polygamma(1, x)
+        x += found * (1 - found / value) / special.polygamma(2, x)
+    return float(x)

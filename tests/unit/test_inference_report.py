@@ -58,16 +58,24 @@ def test_plots_mark_the_pareto_front():
     assert at_32 == [pytest.approx(2 + 32 * 0.064)]  # MB
 
 
+def answers_table(found: list) -> Table:
+    return next(block for block in found if isinstance(block, Table))
+
+
 def test_which_model():
-    heading, text, table = choice_report.choice_blocks(record())
-    assert heading.text == "Which model?" and "at least 97.5%" in text.text
+    heading, flops, parameters, latency, memory, table, text, *_ = choice_report.choice_blocks(record())
+    assert heading.text == "Which model?" and "from 97.5% on" in text.text
+    assert flops.text == "Training FLOPs: good at 200."
+    assert parameters.text == "Parameters: fast at 1.00 M; good at 2.00 M."
+    assert latency.text.endswith("fast at 1.1 ms; good at 4.1 ms.") and memory.text.endswith("good at 4.64 MB.")
     assert [row[:3] for row in table.rows] == [
         ("training FLOPs", "200", "good"), ("parameters", "1.00 M", "fast"), ("parameters", "2.00 M", "good"),
         ("decoding step, batch 1, full cache", "1.1 ms", "fast"),
         ("decoding step, batch 1, full cache", "4.1 ms", "good"),
         ("weights and full cache, batch 1", "2.06 MB", "fast"), ("weights and full cache, batch 1", "4.64 MB", "good")]
-    assert table.rows[1][5] == "it is the only model within the budget"
-    assert table.rows[0][3].startswith("3.0000 (2.99") and table.rows[0][4] == "1.00"
+    assert table.rows[1][-1] == "it is the only model within the budget"
+    assert table.rows[0][3] == "1.00" and table.rows[0][4].startswith("3.0000 (2.99")
+    assert table.rows[0][5:] == ("–",) * 3
 
 
 def test_losses_at_equal_flops():
@@ -79,7 +87,8 @@ def test_losses_at_equal_flops():
     runs = [with_flops(run, *step) for run in record().runs for step in ((1, 0.0), (10, 0.5))]
     blocks = choice_report.choice_blocks(dataclasses.replace(
         record(), runs=tuple(run for run in runs if run.name != "bad@10")))
-    table = blocks[-1]
+    start = next(i for i, block in enumerate(blocks) if getattr(block, "text", "").startswith("Losses at equal"))
+    table = blocks[start + 1]
     assert table.head == ("model", "200", "2e+03") and [row[0] for row in table.rows] == ["good", "fast", "bad"]
     assert table.rows[0][1].startswith("3.000 (2.99") and table.rows[0][2].startswith("2.500 (2.49")
     assert table.rows[2][1].startswith("3.400 (3.") and table.rows[2][2] == "–"
@@ -87,20 +96,23 @@ def test_losses_at_equal_flops():
 
 def test_about_equal_budgets_are_one():
     near = tuple(dataclasses.replace(run, parameters=1_700_000) if run.name == "fast" else run for run in record().runs)
-    table = choice_report.choice_blocks(dataclasses.replace(record(), runs=near))[2]
+    table = answers_table(choice_report.choice_blocks(dataclasses.replace(record(), runs=near)))
     assert [row[1:3] for row in table.rows if row[0] == "parameters"] == [("2.00 M", "good")]
 
 
 def test_when_it_cannot_be_told():
-    tie = choice_report.choice_blocks(record(noise=1.0))[2]
-    assert tie.rows[0][2] == "cannot tell" and "overlap" in tie.rows[0][5]
+    blocks = choice_report.choice_blocks(record(noise=1.0))
+    tie = answers_table(blocks).rows[0]
+    assert " or " in tie[2] and "fast" in tie[2]
+    assert blocks[1].text == f"Training FLOPs: {tie[2]} (cannot be told apart) at 200."
+    assert sum(map(float, tie[3].split(", "))) == pytest.approx(1, abs=0.02) and float(tie[5]) > 0
     one_seed = dataclasses.replace(record(), runs=record().runs[::3])
     blocks = choice_report.choice_blocks(one_seed)
-    assert isinstance(blocks[2], Table)  # one model is within the smallest budget
+    assert answers_table(blocks).rows[1][2] == "fast"  # one model is within the smallest budget
     equal = dataclasses.replace(one_seed, runs=tuple(dataclasses.replace(
         run, parameters=9, weight_bytes=None, inference=None) for run in one_seed.runs))
     *_, text = choice_report.choice_blocks(equal)
-    assert isinstance(text, Paragraph) and text.text.startswith("Cannot tell, because every model was trained with one")
+    assert isinstance(text, Paragraph) and text.text.startswith("Cannot tell, because the models have fewer than two")
     assert choice_report.choice_blocks(dataclasses.replace(equal, runs=equal.runs[:1])) == []
     assert inference_report.inference_blocks(equal) == []
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 from smallgpt_jax.comparison import statistics
 
@@ -104,3 +104,25 @@ def test_a_tie_is_called_a_tie(names):
         rows = statistics.compare_pairs(losses, pairs)
         ties += all(row.verdict == "not distinguishable" for row in rows)
     assert ties / 400 >= 0.9
+
+
+@pytest.mark.parametrize("degrees, typical, own", [(4.0, 1e-4, 2), (10.0, 0.03, 1), (1.0, 0.5, 3)])
+def test_the_prior_of_variances_is_recovered(degrees, typical, own):
+    """Variances drawn from a scaled inverse chi-squared distribution (Smyth, 2004, section 3)."""
+    rng = np.random.default_rng(0)
+    true = degrees * typical / rng.chisquare(degrees, 40_000)
+    prior = statistics.variance_prior(true * rng.chisquare(own, 40_000) / own, [own] * 40_000)
+    assert (prior.degrees, prior.variance) == pytest.approx((degrees, typical), rel=0.1)
+    # The expected precision of a sample, given its variance, is one by the shrunk variance (equation 6 there).
+    variance = 3 * typical
+    near = np.abs(np.log(true * rng.chisquare(own, 40_000) / own / variance)) < 0.1
+    assert (1 / true[near]).mean() == pytest.approx(1 / prior.shrink(variance, own)[0], rel=0.15)
+
+
+def test_the_prior_of_equal_and_of_few_variances():
+    rng = np.random.default_rng(1)
+    equal = statistics.variance_prior(0.2 * rng.chisquare(2, 1000) / 2, [2] * 1000)
+    assert equal.degrees > 50 and equal.variance == pytest.approx(0.2, rel=0.1)
+    assert statistics.variance_prior([0.1, 0.1, 0.1], [2, 2, 2]) == statistics.Prior(
+        pytest.approx(0.1 * np.exp(-special.digamma(1))), math.inf)  # half of 2 degrees
+    assert statistics.variance_prior([0.1], [2]).shrink(0.3, 2) == (pytest.approx(0.3), 2)

@@ -55,12 +55,12 @@ def by_depth(groups: dict[str, list[dict]]) -> Figure:
         for plot, measure in zip(plots, BY_DEPTH):
             values = [summary.mean(block[measure] for block in blocks)
                       for blocks in zip(*(found["blocks"] for found in group))]
-            points = [(number, value) for number, value in enumerate(values, start=1) if value is not None]
+            points = [(number, value) for number, value in enumerate(values) if value is not None]
             if points:
                 plot.plot(*zip(*points), label=name, **style)
     for plot, label in zip(plots, BY_DEPTH.values()):
-        style_axes(plot, "block", label)
-        plot.set_xlim(0.5, depth + 0.5)
+        style_axes(plot, "after block", label)
+        plot.set_xlim(-0.5, depth - 0.5)
         plot.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plots[0].legend(fontsize=8, frameon=False)
     return figure

@@ -98,8 +98,8 @@ def collapse(content: dict[str, Any]) -> Figure:
         similarity.plot(x, found["token_similarity"], color=color)
     residual.plot(x, [found["residual"][-1] * 2.0 ** (len(x) - number) for number in x], ":", color="black",
                   label="half per block")
-    finish(residual, "block", STREAM["residual"])
-    finish(similarity, "block", STREAM["token_similarity"])
+    finish(residual, "number of blocks", STREAM["residual"])
+    finish(similarity, "number of blocks", STREAM["token_similarity"])
     residual.set_yscale("log")
     residual.set_ylim(top=2)
     residual.yaxis.set_major_formatter(FormatStrFormatter("%g"))  # powers of ten would need math text

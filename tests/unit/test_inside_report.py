@@ -50,6 +50,6 @@ def test_the_section_has_means_over_seeds():
     *_, plot, table = inside_report.inside_blocks(runs)
     assert table.rows == (("gpt", "0.200", "0.500", "5.0", "0.600", "0.000", "-0.2500", "+2.0000", "+2.0000"),)
     lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in plot.figure.axes}
-    assert lines["mean cosine of all tokens"] == [[[1, pytest.approx(0.1)], [2, pytest.approx(0.2)]]]
-    assert lines["attention entropy / ln(keys)"] == [[[1, pytest.approx(0.6)]]]
+    assert lines["mean cosine of all tokens"] == [[[0, pytest.approx(0.1)], [1, pytest.approx(0.2)]]]
+    assert lines["attention entropy / ln(keys)"] == [[[0, pytest.approx(0.6)]]]
     assert inside_report.inside_blocks([*runs[2:], run("empty", 0, measured[0] | {"blocks": []})]) == []

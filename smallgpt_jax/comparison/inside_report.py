@@ -25,11 +25,13 @@ def inside_blocks(runs: Sequence[Run]) -> list:
     return [Heading("Inside the models"), Paragraph(
         "Measured by diagnose on windows of the validation split, after the last step; means over seeds, paths and "
         "heads. Similarity of all and of adjacent tokens, and rank: after the last block. Entropy and weight on "
-        "position 0: means over the blocks. In-context score: loss late minus early in the context. Last columns: how "
-        "much higher the loss is without the block that matters least, and without the one that matters most."),
+        "position 0: means over the blocks. Repeats: loss of tokens that follow a pair of tokens as at its last "
+        "occurrence in the window (lowest to highest over the seeds). In-context score: loss late minus early in the "
+        "context. Last columns: how much higher the loss is without the block that matters least, and without the one "
+        "that matters most."),
         Plot("inside", by_depth(groups), "Measures after each block. Blocks of parallel paths are averaged."),
-        Table(("run", "similarity", "neighbours", "effective rank", "entropy", "position 0", "in-context score",
-               "least important block", "most important block"),
+        Table(("run", "similarity", "neighbours", "effective rank", "entropy", "position 0", "repeats", "other tokens",
+               "in-context score", "least important block", "most important block"),
               tuple((name, *cells(group)) for name, group in groups.items()))]
 
 
@@ -42,8 +44,16 @@ def cells(group: Sequence[dict]) -> tuple[str, ...]:
               for measure, form in zip(summary.STREAM, (".3f", ".3f", ".1f"))),
             *(cell((block[measure] for found in group for block in found["blocks"]), ".3f")
               for measure in summary.ATTENTION),
+            *(spread_cell([found.get(name) for found in group]) for name in ("loss_of_repeats", "loss_of_others")),
             *(cell((found[name] for found in group), "+.4f")
               for name in ("in_context_score", "least_important_block", "most_important_block")))
+
+
+def spread_cell(values: Sequence[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    if not found:
+        return MISSING
+    return f"{summary.mean(found):.3f}" + f" ({min(found):.3f} to {max(found):.3f})" * (len(found) > 1)
 
 
 def by_depth(groups: dict[str, list[dict]]) -> Figure:

@@ -18,9 +18,11 @@ DIAGNOSIS = {
     "format": one_of(FORMAT), "split": one_of(VALIDATION), "step": integer(0), "paths": integer(1), "trained": {
         "blocks": [{"output": dict.fromkeys(STREAM, MAYBE),
                     "attention": Optional({measure: [MAYBE] for measure in ATTENTION})}],
-        "losses": {"loss": MAYBE, "in_context_score": MAYBE, "without_block": [{"difference": MAYBE}]}}}
+        "losses": {"loss": MAYBE, "in_context_score": MAYBE, "without_block": [{"difference": MAYBE}],
+                   "repeats": Optional({"loss": MAYBE, "others": MAYBE})}}}
 SUMMARY = {"step": integer(0), "loss": MAYBE, "in_context_score": MAYBE, "least_important_block": MAYBE,
-           "most_important_block": MAYBE, "blocks": [dict.fromkeys((*STREAM, *ATTENTION), MAYBE)]}
+           "most_important_block": MAYBE, "loss_of_repeats": Optional(MAYBE),
+           "loss_of_others": Optional(MAYBE), "blocks": [dict.fromkeys((*STREAM, *ATTENTION), MAYBE)]}
 
 
 def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
@@ -30,11 +32,13 @@ def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
 
 
 def summarize(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a SUMMARY: means over paths and heads by depth, and the increases of the loss without one block."""
+    """Returns a SUMMARY: losses, means over paths and heads by depth, and what leaving out one block costs."""
     blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
     depth = len(blocks) // content["paths"]
     increases = [entry["difference"] for entry in losses["without_block"] if entry["difference"] is not None]
+    repeats = losses.get("repeats", {})
     return {"step": content["step"], "loss": losses["loss"], "in_context_score": losses["in_context_score"],
+            "loss_of_repeats": repeats.get("loss"), "loss_of_others": repeats.get("others"),
             "least_important_block": min(increases, default=None), "most_important_block": max(increases, default=None),
             "blocks": [measures_of(blocks[number::depth]) for number in range(depth)]}
 

@@ -5,6 +5,7 @@ request or if there is nothing to save yet, for example during compilation.
 """
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -54,8 +55,9 @@ class StopRequest:
         if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
             return
         again = "second request: " if self.signal else ""
-        print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
-        os._exit(128 + number)
+        with contextlib.redirect_stdout(io.StringIO()):  # the main thread goes on, and must not print after the message
+            print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
+            os._exit(128 + number)
 
 
 @contextlib.contextmanager

@@ -65,3 +65,12 @@ def test_exits_at_once_if_there_is_nothing_to_save(exits, capsys):
     assert capsys.readouterr().err == (
         "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one\n")
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_the_message_is_the_last_output(exits, capsys, monkeypatch):
+    """The main thread is not stopped by the signal, and may print between the message and the end of the process."""
+    monkeypatch.setattr(preemption.os, "_exit", lambda status: (print("compiled and ready"), exits.append(status)))
+    with preemption.handle_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: exits)
+    assert exits == [143] and capsys.readouterr().out == ""

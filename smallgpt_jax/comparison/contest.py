@@ -39,11 +39,10 @@ class Contender:
     @property
     def interval(self) -> tuple[float, float] | tuple[None, None]:
         """The interval of the expected loss, from the spread over the model's own seeds; unknown for a single seed."""
-        losses = list(self.model.losses.values())
+        losses = np.array(list(self.model.losses.values()))
         if len(losses) < 2:
             return None, None
-        error = np.std(losses, ddof=1) / math.sqrt(len(losses))
-        half = float(statistics.student_quantile((1 + INTERVAL) / 2, len(losses) - 1) * error)
+        half = statistics.half_width(losses, 1 - INTERVAL)
         return self.model.loss - half, self.model.loss + half
 
 

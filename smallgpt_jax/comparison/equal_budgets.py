@@ -60,23 +60,19 @@ def curves_of(candidates: Sequence[Candidate]) -> dict[str, Curve]:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, with its interval from the t-distribution; both ends are the mean for a single seed."""
+    """A mean over seeds, with its interval from the t-distribution; that of a single seed has no width."""
 
     mean: float
     low: float
     high: float
 
 
-def estimate(values: np.ndarray, interval: float = INTERVAL) -> Estimate | None:
-    """Returns the estimate from the values of several seeds, without NaN; None without a value."""
+def estimate(values: np.ndarray) -> Estimate | None:
+    """Returns the estimate from the values of several seeds, of which NaN do not count; None without a value."""
     values = values[~np.isnan(values)]
     if not len(values):
         return None
-    mean = float(values.mean())
-    if len(values) == 1:
-        return Estimate(mean, mean, mean)
-    half = (statistics.student_quantile((1 + interval) / 2, len(values) - 1) * float(values.std(ddof=1))
-            / math.sqrt(len(values)))
+    mean, half = float(values.mean()), statistics.half_width(values, 1 - INTERVAL) if len(values) > 1 else 0.0
     return Estimate(mean, mean - half, mean + half)
 
 

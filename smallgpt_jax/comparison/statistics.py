@@ -69,9 +69,9 @@ def paired_differences(losses: Mapping[int, float], others: Mapping[int, float])
     return np.array([losses[seed] - others[seed] for seed in sorted(losses.keys() & others.keys())], np.float64)
 
 
-def half_width(sample: np.ndarray) -> float:
-    """Returns half the width of the 95% t-interval of the mean of at least two values."""
-    return student_quantile(1 - LEVEL / 2, len(sample) - 1) * sample.std(ddof=1) / math.sqrt(len(sample))
+def half_width(sample: np.ndarray, level: float = LEVEL) -> float:
+    """Returns half the width of the t-interval of the mean of at least two values, which misses it with `level`."""
+    return student_quantile(1 - level / 2, len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
 
 
 def student_quantile(probability: float, degrees: float) -> float:

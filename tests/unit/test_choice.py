@@ -97,6 +97,15 @@ def test_a_tie_names_the_models_and_what_would_decide(ask):
     assert few.seeds_command.endswith(f"compare --config=c.py --config.compare.seeds={few.seeds_needed}")
 
 
+def test_more_seeds_than_were_trained_are_needed(ask):
+    """By their own two seeds, a and b are apart, but those of the other models say that this may be chance."""
+    losses = {"a": (3.0, 3.1), "b": (3.02, 3.123)} | {
+        f"other {spread}": (4.0 + spread, 4.1 - spread) for spread in (0.02, -0.03, 0.05, 0.04, -0.025)}
+    answer = ask([make_run(name, seed, loss) for name, pair in losses.items() for seed, loss in enumerate(pair)],
+                 "bytes", 4e6)
+    assert answer.possible == ("a", "b") and answer.seeds_needed == 3
+
+
 def test_models_of_equal_losses(ask):
     """lgpt and cgpt with kernel 1 are the same function. Copies of a model are no evidence for it or against it."""
     noise = {"a": (0.03, -0.03, 0.0), "b": (-0.04, 0.02, 0.02)}
@@ -133,6 +142,7 @@ def test_beyond_the_range_the_nearest_budget_is_answered(ask):
     answer = ask(make_runs({"a": 3.0, "b": 3.1}), "flops", 1.2e16)
     assert answer.reason == ("the budget is beyond the validated range, 1.2e+14 to 1.2e+14, by a factor of 100. At "
                              "1.2e+14, choose a: its loss is the lowest with a probability of 1.00")
+    assert "at most 1.2e+14 " in choice.format_answer(answer)
 
 
 def test_a_training_budget_between_the_trained_ones(ask):

@@ -61,7 +61,25 @@ def test_models_with_too_few_seeds():
     """The spread of a model with one seed is the widest of the others."""
     first, other = make("a", [3.0, 3.0, 3.0]), make("b", [3.5, 3.51, 3.52])
     assert compete(first, other, make("c", [3.5])).probability > 0.975
+    assert compete(first, other, make("d", [3.5, 3.9, 3.7]), make("c", [3.05])).probability < 0.7
     near = compete(first, other, make("c", [3.005]))
     assert near.contenders[1].probability == pytest.approx(stats.t.cdf(-0.005 / 0.01, 2), abs=0.01)
     with pytest.raises(contest.CannotTellError, match="fewer than two seeds in common, so the spread"):
         compete(first, make("b", [3.2]))
+
+
+def test_copies_of_a_model_have_its_losses():
+    """Of equal losses, they divide the probability."""
+    b = [3.4, 3.41, 3.43]
+    found = compete(make("a", [3.0, 3.02, 3.01]), make("b", b), make("c", b, cost=0.5))
+    assert found.probability > 0.99 and [one.model.name for one in found.contenders] == ["a", "c", "b"]
+    first = compete(make("b", b), make("c", b, cost=0.5), make("d", [3.6, 3.7, 3.65]))
+    assert [one.model.name for one in first.winners] == ["c", "b"] and first.probability > 0.975
+    assert first.contenders[0].probability == pytest.approx(first.probability / 2)
+
+
+def test_a_near_miss_names_the_second_model():
+    contenders = [contest.Contender(make(name, [loss]), make(name, [loss]), probability)
+                  for name, loss, probability in (("a", 3.0, 0.96), ("b", 3.1, 0.01), ("c", 3.2, 0.03))]
+    found = contest.Contest(1.0, tuple(contenders), 0.0, ())
+    assert [one.model.name for one in found.possible] == ["a", "c"]

@@ -58,6 +58,7 @@ def test_laws_multipliers_and_order(tmp_path):
         assert found[2] == "6"
         constants = [float(cell.split()[0]) for cell in found[3:8]]
         assert constants == pytest.approx([1.5, factor * 60, 0.34, 60, 0.28], rel=0.15)
+    assert "Training FLOPs: b at " in markdown and "cannot tell at 1e+15, because the budget is beyond" in markdown
     section = markdown.partition("Compute multipliers")[2]
     ratios = row_of(section, "b")[1:-1]  # without the largest budget, whose loss is at the end of b's range
     assert [float(cell.split()[0]) for cell in ratios] == pytest.approx([1.5] * len(ratios), rel=0.03) and ratios

@@ -91,6 +91,9 @@ th.sentence, td.sentence { text-align: left; white-space: normal; min-width: 24r
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; }
 tr:not(.best) > :first-child { background: #fff; }
 pre { background: #f4f4f4; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media print { body { font-size: 12px; } .table { overflow: visible; } table { font-size: .6rem; }
+               th, td { padding: .2rem; white-space: normal; } th.sentence, td.sentence { min-width: 10rem; }
+               figure { break-inside: avoid; } }
 """
 
 

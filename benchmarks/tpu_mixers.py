@@ -20,6 +20,8 @@ from smallgpt_jax import cli
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, topologies
+from smallgpt_jax.estimation.compilation import Compiler
+from smallgpt_jax.estimation.hlo import HloModule
 from smallgpt_jax.training.program import build_program
 
 MIXERS = {"attention": (llama, {}), "hybrid": (hybrid, {}), "mamba": (mamba, {}),
@@ -44,11 +46,11 @@ def cycles_per_token(name: str, context: int, devices: list[jax.Device]) -> tupl
     config.train.update(batch_size=max(1, TOKENS // context), microbatches=1)
     program, chip = build_program(config, devices), chips.find_chip(devices[0].device_kind)
     try:
-        _, module = estimate.compile_and_read(program)
+        text = Compiler(devices).compile(program.steps.lowered_train_step).text
     except jax.errors.JaxRuntimeError as error:
         needed = estimate.bytes_needed(error, 0) / chips.GiB
         raise UserError(f"{name}, context {context}: needs {needed:.1f} GiB; decrease --blocks") from None
-    if module is None or not (speed := estimate.tpu_speed(module, context, chip)):
+    if text is None or not (speed := estimate.tpu_speed(HloModule(text), context, chip)):
         raise UserError(f"--topology={_TOPOLOGY.value}: the compiled program has no readable cycles; choose v5e:1x1")
     tokens = config.train.batch_size * context
     return speed["estimated_cycles"] / tokens, speed["kernel_cycles"] / tokens

@@ -26,6 +26,7 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import examples, report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
+from smallgpt_jax.output import StatusLine
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import training_format
@@ -191,20 +192,22 @@ class ScoringProgress:
     """Updates one line on a terminal; elsewhere, prints a new line every ten seconds."""
 
     def __init__(self):
-        self._in_place, self._shown_at, self._started = sys.stderr.isatty(), 0.0, 0.0
+        self._line, self._shown_at, self._started = StatusLine(), 0.0, 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
         if done <= 1 or not self._started:
             self._started = self._shown_at = now
-        if done < total and now - self._shown_at < (0.2 if self._in_place else 10):
+        if done < total and now - self._shown_at < (0.2 if self._line.is_on_terminal else 10):
             return
         self._shown_at = now
+        if done >= total:
+            return self._line.clear()
         left = (now - self._started) * (total - done) / max(done, 1)
-        text = f"{done:,} of {total:,} {what}" + (f"   {duration(left)} left" if done < total else "")
-        if self._in_place:
-            print(f"\r\x1b[K{text}", end="" if done < total else "\r\x1b[K", file=sys.stderr, flush=True)
-        elif done < total:
+        text = f"{done:,} of {total:,} {what}   {duration(left)} left"
+        if self._line.is_on_terminal:
+            self._line.show(text)
+        else:
             print(text, file=sys.stderr, flush=True)
 
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from smallgpt_jax.formatting import duration
+
 PATIENCE_SECONDS = 1.0  # a reader that takes nothing for this long is not waited for
 MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 
@@ -135,3 +137,39 @@ def is_output_closed() -> bool:
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
     except (OSError, ValueError):  # standard output has no file descriptor
         return False
+
+
+class StatusLine:
+    """One line on standard error, updated in place on a terminal; elsewhere, nothing is written."""
+
+    def __init__(self):
+        self.is_on_terminal = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        if self.is_on_terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        self.show("")
+
+
+@contextlib.contextmanager
+def elapsed_time_shown(text: str, seconds: float = 1.0) -> Iterator[None]:
+    """Shows `text` and the time since the start, updated every few `seconds`, in a `StatusLine`."""
+    line, started, is_done = StatusLine(), time.monotonic(), threading.Event()
+
+    def update():
+        while True:
+            line.show(f"{text} … {duration(time.monotonic() - started)}")
+            if is_done.wait(seconds):
+                return line.clear()
+
+    thread = threading.Thread(target=update, daemon=True)
+    if line.is_on_terminal:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        if line.is_on_terminal:
+            thread.join()

@@ -14,15 +14,16 @@ import dataclasses
 import functools
 import json
 import sys
+from contextlib import AbstractContextManager
 
 import jax
 from absl import flags
 
-from smallgpt_jax import cli, models
+from smallgpt_jax import cli, models, output
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import inference, topologies
+from smallgpt_jax.estimation import compilation, inference, topologies
 from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.run.config import Config
@@ -39,6 +40,7 @@ _BATCH = flags.DEFINE_integer("batch", 1, "With --inference: texts that are deco
 _JSON = flags.DEFINE_bool("json", False, "Print the estimate as one JSON object, without the table.")
 flags.mark_flags_as_required(["config", "topology"])
 
+STEPS = 2  # training step and evaluation step
 PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
@@ -53,31 +55,34 @@ def main() -> None:
 
 
 def plan_inference(config: Config, devices: list[jax.Device]) -> None:
-    print(f"compiling for {_TOPOLOGY.value}; large models take minutes", file=sys.stderr, flush=True)
-    found = inference.estimate_inference(models.LanguageModel(config.model), devices[0], _BATCH.value)
+    with compilation_shown("decoding step"):
+        found = inference.estimate_inference(models.LanguageModel(config.model), devices[0], _BATCH.value)
     print(json.dumps(dataclasses.asdict(found)) if _JSON.value else
           inference.format_inference(found, config.model.architecture))
 
 
 def plan(config: Config, devices: list[jax.Device]) -> None:
-    log = functools.partial(print, file=sys.stderr, flush=True)
     if _SEARCH.value:
         chip = chips.find_chip(devices[0].device_kind)
         if not chip:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
                             "choose TPUs or GPUs")
         batch_size = largest_batch(
-            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm, log)
+            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
+            functools.partial(print, file=sys.stderr, flush=True), compilation_shown)
         config = config.replace(train={"batch_size": batch_size})
     program = build_program(config, devices)
-    log(f"compiling for {_TOPOLOGY.value}; large models take minutes")
-    result = estimate(program, log)
+    result = estimate(program, compilation_shown)
     print(json.dumps(dataclasses.asdict(result)) if _JSON.value else format_plan(program, result))
     if not result.fits:
         step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
         gib = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
         raise UserError(f"does not fit: the {step} step needs {gib[0]:.2f} GiB, the chip has {gib[1]:.3g} GiB; "
                         f"{' or '.join(remedies(program))}")
+
+
+def compilation_shown(name: str) -> AbstractContextManager:
+    return output.elapsed_time_shown(f"compiling the {name} for {_TOPOLOGY.value}")
 
 
 def remedies(program: Program) -> list[str]:
@@ -110,7 +115,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         *format_parameters(program, result), "",
         *format_memory(result), "",
         format_flops(result),
-        f"compiled in {result.compile_seconds:.0f} s"]
+        format_compilation(result)]
     if result.collectives is not None:
         lines += ["", "Collectives per step and device:" if result.collectives else "No collectives."]
         lines += [f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
@@ -132,6 +137,13 @@ def format_plan(program: Program, result: Estimate) -> str:
             lines += ["", f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set the "
                       "environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"]
     return "\n".join(lines)
+
+
+def format_compilation(result: Estimate) -> str:
+    compiled, seconds = result.compiled_programs, f"{result.compile_seconds:.0f} s"
+    if compiled == STEPS:
+        return f"compiled in {seconds}"
+    return f"{compiled} of {STEPS} programs compiled in {seconds}; earlier compilations are in {compilation.folder()}"
 
 
 def format_roofline(result: Estimate) -> list[str]:

@@ -3,11 +3,8 @@
 import contextlib
 import dataclasses
 import re
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,16 +14,13 @@ from smallgpt_jax.analysis import chips, flops, memory
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import gpus, hlo, kernels
+from smallgpt_jax.estimation.compilation import Compiler
 from smallgpt_jax.estimation.roofline import Roofline
-from smallgpt_jax.formatting import duration
 
 if TYPE_CHECKING:
     from smallgpt_jax.training.program import Program
 
-PROGRESS_SECONDS = 30.0  # interval of the messages during a compilation
-# On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all Triton products would
-# have the same tiles.
-GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+Progress = Callable[[str], contextlib.AbstractContextManager]  # called with what is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +48,7 @@ class Estimate:
     fits: bool
     account: dict[str, float]
     compile_seconds: float
+    compiled_programs: int  # of the two steps; the others are stored, see `Compiler`
     collectives: dict[str, dict[str, int]] | None  # {kind: count and bytes}; None without fit or readable HLO
     estimated_cycles: int | None  # see `HloModule.cycles`
     kernel_cycles: int | None  # roofline of the custom kernels
@@ -68,115 +63,63 @@ class Estimate:
         return max(self.needed_bytes, self.eval_needed_bytes or 0)
 
 
-def estimate(program: "Program", log: Callable[[str], None] = lambda line: None) -> Estimate:
+def estimate(program: "Program", progress: Progress = contextlib.nullcontext) -> Estimate:
     """Compiles both steps. If one does not fit into a device's memory, `Estimate.fits` is False."""
-    config, model, mesh = program.config, program.model, program.mesh
-    state, kind = program.abstract_state, mesh.devices.flat[0].device_kind
-    chip = chips.find_chip(kind)
-    teacher = program.teacher
-    cost = flops.train_cost(model, teacher and teacher.model)
-    tokens = config.train.batch_size * config.model.context_length
-    model_flops = None if cost.flops is None else cost.flops * tokens
-    sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
-    known = dict(
-        parameters=models.num_parameters(model),
-        active_parameters=models.num_active_parameters(model), tokens_per_step=tokens,
-        flops_per_token=cost.flops, flops_problem=cost.problem,
-        flops_per_step=None if cost.flops is None else (
-            model_flops + flops.update_flops(state.trained, program.optimizer)),
-        devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
-        account=memory.memory_breakdown(model, mesh, state, sequences, config.train.loss_chunks,
-                                        config.data.separate_documents)
-        | ({"teacher": memory.bytes_on_device(teacher.abstract_constants)} if teacher else {}))
-    started = time.monotonic()
+    state, compiler = program.abstract_state, Compiler(program.mesh.devices.ravel())
+    known, started = properties(program), time.monotonic()
     try:
-        with progress("compiling the training step", log):
-            step, text = compile_and_read(program)
+        with progress("training step"):
+            step = compiler.compile(program.steps.lowered_train_step)
     except jax.errors.JaxRuntimeError as error:
         return Estimate(
             **known, argument_bytes=memory.bytes_on_device(state), temp_bytes=None,
             needed_bytes=bytes_needed(error, memory.bytes_on_device(state)), eval_temp_bytes=None,
             eval_needed_bytes=None, fits=False, **UNKNOWN_SPEED, collectives=None,
-            compile_seconds=time.monotonic() - started)
-    with progress("compiling the evaluation step", log):
-        eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, state)
+            compile_seconds=time.monotonic() - started, compiled_programs=compiler.compilations)
+    with progress("evaluation step"):
+        eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, compiler)
     seconds = time.monotonic() - started
-    memory_stats = step.memory_analysis()
+    module, hbm = hlo.HloModule(step.text) if step.text else None, known["hbm_bytes"]
     return Estimate(
-        **known, argument_bytes=memory_stats.argument_size_in_bytes, temp_bytes=memory_stats.temp_size_in_bytes,
-        needed_bytes=total_bytes(memory_stats), eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
-        fits=eval_temp_bytes is not None and (
-            chip is None or max(total_bytes(memory_stats), eval_needed_bytes) <= chip.hbm),
-        **(estimate_speed(text, program, model_flops and model_flops / mesh.size) if text else UNKNOWN_SPEED),
-        collectives=text.collectives() if text else None, compile_seconds=seconds)
+        **known, argument_bytes=step.argument_bytes, temp_bytes=step.temp_bytes, needed_bytes=step.total_bytes,
+        eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
+        fits=eval_temp_bytes is not None and (hbm is None or max(step.total_bytes, eval_needed_bytes) <= hbm),
+        **(estimate_speed(module, program, known["flops_per_token"]) if module else UNKNOWN_SPEED),
+        collectives=module.collectives() if module else None, compile_seconds=seconds,
+        compiled_programs=compiler.compilations)
 
 
-@contextlib.contextmanager
-def progress(text: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Logs `text` and, every PROGRESS_SECONDS inside the context, `text` with the time since the start."""
-    started, is_done = time.monotonic(), threading.Event()
-
-    def repeat():
-        while not is_done.wait(PROGRESS_SECONDS):
-            log(f"{text}: {duration(time.monotonic() - started)}")
-
-    log(text)
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-
-
-def compile_and_read(program: "Program") -> tuple[jax.stages.Compiled, hlo.HloModule | None]:
-    """Returns the compiled training step and its HLO. The HLO is None if it cannot be read."""
-    if program.mesh.devices.flat[0].platform != "tpu":
-        step = program.compile_train_step(compiler_options(program))
-        return step, hlo.HloModule(step.as_text())
-    with tempfile.TemporaryDirectory() as dump:
-        step = program.compile_train_step({"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
-        return step, read_hlo(step, Path(dump))
+def properties(program: "Program") -> dict:
+    """Returns the fields of an `Estimate` that need no compilation."""
+    config, model, mesh, teacher = program.config, program.model, program.mesh, program.teacher
+    kind = mesh.devices.flat[0].device_kind
+    chip, cost = chips.find_chip(kind), flops.train_cost(model, teacher and teacher.model)
+    sequences = config.train.batch_size / (sharding.num_batch_shards(mesh) * config.train.microbatches)
+    tokens, state = config.train.batch_size * config.model.context_length, program.abstract_state
+    account = memory.memory_breakdown(
+        model, mesh, state, sequences, config.train.loss_chunks, config.data.separate_documents)
+    return dict(
+        parameters=models.num_parameters(model), active_parameters=models.num_active_parameters(model),
+        tokens_per_step=tokens, flops_per_token=cost.flops, flops_problem=cost.problem,
+        flops_per_step=None if cost.flops is None else (
+            cost.flops * tokens + flops.update_flops(state.trained, program.optimizer)),
+        devices=mesh.size, device_kind=kind, hbm_bytes=chip and int(chip.hbm),
+        account=account | ({"teacher": memory.bytes_on_device(teacher.abstract_constants)} if teacher else {}))
 
 
-def compiler_options(program: "Program") -> dict | None:
-    return GPU_OPTIONS if program.mesh.devices.flat[0].platform == "gpu" else None
-
-
-def read_hlo(step: jax.stages.Compiled, dump: Path) -> hlo.HloModule | None:
-    """Returns the HLO of a training step from the TPU compiler's dump, else from `as_text()`; None if unreadable.
-
-    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2:
-    "async-update instruction should have 1 operands but sees 3").
-    """
-    # The dump also contains single-kernel programs, which the compiler uses for autotuning.
-    if dumped := next(dump.glob("*.jit_train_step.*.after_codegen.txt"), None):
-        return hlo.HloModule(dumped.read_text())
-    try:
-        return hlo.HloModule(step.as_text())
-    except jax.errors.JaxRuntimeError:
-        return None
-
-
-def evaluation_memory(program: "Program", state) -> tuple[int | None, int]:
+def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | None, int]:
     """Returns the bytes of an evaluation step's temporaries and the total bytes that evaluation needs.
 
     The first number is None if the step does not fit into memory. The second number includes the optimizer state, which
     stays in memory during evaluation.
     """
+    state = program.abstract_state
     optimizer_bytes = memory.bytes_on_device((state.opt_state, state.ema))
     try:
-        memory_stats = program.compile_eval_step(compiler_options(program)).memory_analysis()
+        step = compiler.compile(program.steps.lower_eval_step())
     except jax.errors.JaxRuntimeError as error:
         return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
-    return memory_stats.temp_size_in_bytes, total_bytes(memory_stats) + optimizer_bytes
-
-
-def total_bytes(memory_stats) -> int:
-    """Returns the bytes of a program's `memory_analysis()`. Results that share an argument's memory count once."""
-    return (memory_stats.argument_size_in_bytes + memory_stats.temp_size_in_bytes
-            + memory_stats.output_size_in_bytes - memory_stats.alias_size_in_bytes)
+    return step.temp_bytes, step.total_bytes + optimizer_bytes
 
 
 # The TPU compiler's two error messages for a program that does not fit into memory.
@@ -202,20 +145,22 @@ UNKNOWN_SPEED = dict.fromkeys((
     "estimated_step_seconds", "estimated_mfu"))
 
 
-def estimate_speed(module: hlo.HloModule, program: "Program", flops_per_device: float | None) -> dict:
+def estimate_speed(module: hlo.HloModule, program: "Program", flops_per_token: float | None) -> dict:
     """Returns the speed fields of an `Estimate`."""
-    devices = program.mesh.devices.ravel()
+    config, devices = program.config, program.mesh.devices.ravel()
     chip, gpu = chips.find_chip(devices[0].device_kind), gpus.find_gpu(devices[0].device_kind)
     if gpu:
         per_host = sum(device.process_index == devices[0].process_index for device in devices)
         known = gpu_speed(Roofline(module, gpu, per_host))
     elif chip and chip.hertz:
-        known = tpu_speed(module, program.config.model.context_length, chip)
+        known = tpu_speed(module, config.model.context_length, chip)
     else:
         known = {}
     seconds = known.get("estimated_step_seconds")
-    mfu = flops_per_device / (seconds * chip.flops) if flops_per_device and seconds else None
-    return UNKNOWN_SPEED | known | {"estimated_mfu": mfu}
+    if not flops_per_token or not seconds:
+        return UNKNOWN_SPEED | known
+    flops_per_device = flops_per_token * config.train.batch_size * config.model.context_length / len(devices)
+    return UNKNOWN_SPEED | known | {"estimated_mfu": flops_per_device / (seconds * chip.flops)}
 
 
 def gpu_speed(roofline: Roofline) -> dict:
@@ -234,7 +179,8 @@ def tpu_speed(module: hlo.HloModule, positions: int, chip: chips.Chip) -> dict:
                 estimated_step_seconds=(cycles + kernel_cycles) / chip.hertz)
 
 
-def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None]) -> int:
+def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, log: Callable[[str], None],
+                  progress: Progress = contextlib.nullcontext) -> int:
     """Returns the largest batch size, a multiple of `divisor`, that fits into `hbm` bytes per device.
 
     Compiles few programs: interpolates the memory linearly between a batch size that fits and one that does not.
@@ -242,7 +188,7 @@ def largest_batch(build: Callable[[int], "Program"], divisor: int, hbm: float, l
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
-        result = estimate(build(sequences * divisor), log)
+        result = estimate(build(sequences * divisor), progress)
         needed[sequences] = result.peak_bytes
         log(f"{sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
             + ("" if result.fits else ", does not fit"))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, flops
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.estimation.compilation import Compiler
 from smallgpt_jax.estimation.gpus import find_gpu
 from smallgpt_jax.inference import decoder, layout, require_next_tokens
 from smallgpt_jax.inference.sampling import Sampling
@@ -175,9 +176,7 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
             numbers("int32", batch, 1), numbers("int32", batch), numbers("int32", batch), numbers("uint32"),
             numbers("uint32", batch, 2), Sampling(temperature=None), model=model, cache_length=length,
             vocab_size=model.config.vocab_size, end_of_text=None)
-    found = lowered.compile().memory_analysis()
-    return (found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
-            - found.alias_size_in_bytes)
+    return Compiler([device]).compile(lowered).total_bytes
 
 
 def format_inference(found: InferenceEstimate, architecture: str) -> str:

@@ -88,15 +88,13 @@ class Program:
             wait(steps)
         return steps
 
-    def compile_train_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
+    def compile_train_step(self) -> jax.stages.Compiled:
         """Returns (state, batch, hyperparameters[, constants]) → (state, metrics); the input state is donated."""
-        if compiler_options:
-            return self.steps.lowered_train_step.compile(compiler_options)
         return self.steps.train_step
 
-    def compile_eval_step(self, compiler_options: dict | None = None) -> jax.stages.Compiled:
+    def compile_eval_step(self) -> jax.stages.Compiled:
         """Returns (`CompiledSteps.evaluated`, model_state, batch) → sums; see `eval_step`."""
-        return self.steps.lower_eval_step().compile(compiler_options) if compiler_options else self.steps.eval_step
+        return self.steps.eval_step
 
     def bind(self, train_step: jax.stages.Compiled):
         """Restores the objective's constants, if any; returns (state, batch) → (state, metrics)."""

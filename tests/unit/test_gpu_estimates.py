@@ -14,6 +14,7 @@ from conftest import load_config, run
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, gpus, hlo, topologies
+from smallgpt_jax.estimation.compilation import CompiledProgram, Compiler
 from smallgpt_jax.estimation.roofline import PLAIN_PRODUCTS, Clock, Roofline, ring_bytes
 from smallgpt_jax.plan import format_plan, remedies
 from smallgpt_jax.training.program import build_program
@@ -205,11 +206,9 @@ def planned(monkeypatch):
     The compiled program is PROGRAM.
     """
     def plan(training: float, evaluation: float):
-        stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=training, output_size_in_bytes=5,
-                                alias_size_in_bytes=5)
-        step = SimpleNamespace(memory_analysis=lambda: stats)
-        monkeypatch.setattr(estimate, "compile_and_read", lambda program: (step, hlo.HloModule(PROGRAM)))
-        monkeypatch.setattr(estimate, "evaluation_memory", lambda program, state: (7, evaluation))
+        step = CompiledProgram(argument_bytes=0, temp_bytes=training, output_bytes=5, alias_bytes=5, text=PROGRAM)
+        monkeypatch.setattr(Compiler, "compile", lambda compiler, lowered: step)
+        monkeypatch.setattr(estimate, "evaluation_memory", lambda program, compiler: (7, evaluation))
         program = build_program(load_config("gpt"), jax.devices()[:1])
         return program, estimate.estimate(program)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import time
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -17,14 +16,15 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import chips, memory
 from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import estimate, hlo, kernels, topologies
+from smallgpt_jax.estimation import compilation, estimate, hlo, kernels, topologies
+from smallgpt_jax.estimation.compilation import Compiler
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.training import messages
-from smallgpt_jax.training.program import Program, build_program
+from smallgpt_jax.training.program import build_program
 
 # Sizes of the models at size `paper`: V is the vocabulary size, S the context length, D the width, L the number of
 # layers. WIDTHS are the widths of the stages of lgpt and cgpt.
@@ -176,34 +176,31 @@ SPLASH_PROGRAM = PROGRAM.replace('="tpu_custom_call"', '="tpu_custom_call", name
 
 @pytest.fixture(scope="module")
 def tiny():
-    """Returns (program, training step, evaluation step, estimate) of a tiny model on one device."""
+    """Returns (program, estimate) of a tiny model on one device. Further estimates of the program are fast: the
+    compiled steps are stored.
+    """
     program = build_program(load_config("gpt", model__num_layers=1, model__d_model=16), jax.devices()[:1])
-    return program, program.compile_train_step(), program.compile_eval_step(), estimate.estimate(program)
+    return program, estimate.estimate(program)
 
 
-@pytest.fixture
-def compiled(tiny, monkeypatch):
-    """Returns (program, estimate) of `tiny`. During the test, every program gets the compiled steps of `tiny`."""
-    program, train_step, eval_step, known = tiny
-    monkeypatch.setattr(Program, "compile_train_step", lambda program, options=None: train_step)
-    monkeypatch.setattr(Program, "compile_eval_step", lambda program, options=None: eval_step)
-    return program, known
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."
 
 
-@pytest.mark.parametrize("refusal", [
-    None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
-def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
+@pytest.mark.parametrize("refusal", [None, OUT_OF_MEMORY])
+def test_evaluation_that_does_not_fit(tiny, monkeypatch, refusal):
     """`estimate` reports that a program does not fit if its evaluation step needs too much memory.
 
     Covers a step that does not fit into memory together with the optimizer state, and a step that does not compile.
     """
-    program, known = compiled
+    program, known = tiny
+    compile_program = Compiler.compile
 
-    def refuse(program, options=None):
-        raise jax.errors.JaxRuntimeError(refusal)
+    def compile_or_refuse(compiler, lowered):
+        if refusal and lowered is not program.steps.lowered_train_step:
+            raise jax.errors.JaxRuntimeError(refusal)
+        return compile_program(compiler, lowered)
 
-    if refusal:
-        monkeypatch.setattr(Program, "compile_eval_step", refuse)
+    monkeypatch.setattr(Compiler, "compile", compile_or_refuse)
     monkeypatch.setattr(chips, "find_chip", lambda kind: chips.Chip(1.0, known.eval_needed_bytes - 1))
     planned = estimate.estimate(program)
     assert known.fits and not planned.fits and planned.temp_bytes == known.temp_bytes
@@ -215,11 +212,10 @@ def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):
 
 def test_plan_of_a_step_that_does_not_fit(monkeypatch):
     """`plan` reports the size that the TPU compiler's out-of-memory error states."""
-    def refuse(program, options=None):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm.")
+    def refuse(compiler, lowered):
+        raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(Program, "compile_train_step", refuse)
+    monkeypatch.setattr(Compiler, "compile", refuse)
     monkeypatch.setattr(topologies, "topology_devices", lambda topology: jax.devices()[:1])
     monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v5e"])
     result = call("plan", "--config=configs/gpt.py:tiny", "--topology=v5e:1x1", "--json")
@@ -230,17 +226,18 @@ def test_plan_of_a_step_that_does_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("text, missing", [
-    ("", "Cycles and collectives are not available: the compiled program cannot be read"),
+    (None, "Cycles and collectives are not available: the compiled program cannot be read"),
     (PROGRAM, "Cycles are not available: the program calls a kernel whose cost is unknown"),
     (SPLASH_PROGRAM, None)])
-def test_cycles_that_are_not_available(compiled, monkeypatch, text, missing):
-    program, known = compiled
-    read = hlo.HloModule(text) if text else None
-    monkeypatch.setattr(estimate, "compile_and_read", lambda program: (program.compile_train_step(), read))
+def test_cycles_that_are_not_available(tiny, monkeypatch, text, missing):
+    program, known = tiny
+    compile_program = Compiler.compile
+    monkeypatch.setattr(Compiler, "compile", lambda compiler, lowered: dataclasses.replace(
+        compile_program(compiler, lowered), text=text))
     monkeypatch.setattr(chips, "find_chip", lambda kind: chips.CHIPS["TPU v4"])
     planned = estimate.estimate(program)
     assert planned.fits and planned.temp_bytes == known.temp_bytes
-    assert (planned.collectives is None) == (read is None)
+    assert (planned.collectives is None) == (text is None)
     message = format_plan(program, planned)
     if missing:
         assert planned.estimated_cycles is planned.kernel_cycles is planned.estimated_mfu is None
@@ -304,20 +301,6 @@ def test_names_a_missing_compiler(monkeypatch):
         topologies.tpu_devices("v5e:2x2")
 
 
-def test_progress_during_a_compilation(monkeypatch):
-    """A line announces each step that is compiled, and further lines the time since."""
-    monkeypatch.setattr(estimate, "PROGRESS_SECONDS", 0.01)
-    lines = []
-    with estimate.progress("compiling the training step", lines.append):
-        deadline = time.monotonic() + 60
-        while len(lines) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    count = len(lines)
-    time.sleep(0.05)
-    assert lines[0] == "compiling the training step" and len(lines) == count >= 3
-    assert lines[1].startswith("compiling the training step: ") and lines[1].endswith("s")
-
-
 class UnreadableProgram:
     """A compiled program whose `as_text` fails, which can happen for TPU v5p and v6e."""
 
@@ -327,11 +310,11 @@ class UnreadableProgram:
 
 def test_reads_the_dump_of_a_program_without_text(tmp_path):
     readable = jax.jit(lambda x: x).lower(1.0).compile()
-    assert estimate.read_hlo(readable, tmp_path).computations
-    assert estimate.read_hlo(UnreadableProgram(), tmp_path) is None
+    assert hlo.HloModule(compilation.read_hlo(readable, tmp_path)).computations
+    assert compilation.read_hlo(UnreadableProgram(), tmp_path) is None
     (tmp_path / "module_0000.jit_train_step.cl_1.after_codegen.txt").write_text(PROGRAM)
     (tmp_path / "module_0002.extracted.cl_1.after_codegen.txt").write_text("")
-    assert estimate.read_hlo(UnreadableProgram(), tmp_path).cycles() == 7 + 6 * 50
+    assert compilation.read_hlo(UnreadableProgram(), tmp_path) == PROGRAM
 
 
 def test_reading_a_program():
@@ -433,7 +416,7 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
     hbm = 3e9 + largest * 1e8 + 5e7
     sizes = []
 
-    def fake_estimate(batch_size, log):
+    def fake_estimate(batch_size, progress):
         assert batch_size % 16 == 0
         sizes.append(batch_size // 16)
         needed = 3e9 + sizes[-1] * 1e8 + (2e7 if sizes[-1] > 40 else 0)

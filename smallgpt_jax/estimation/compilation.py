@@ -1,0 +1,144 @@
+"""Compiles programs for an estimate. What is read of a compiled program is stored in the cache folder, and read again
+by later estimates of the same program.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax.devices.compilation_cache import processor_kind
+from smallgpt_jax.storage import json_files
+from smallgpt_jax.storage.atomic import atomic_file
+from smallgpt_jax.storage.cache import cache_folder
+
+MAX_STORED_BYTES = 200 * 2**20  # a program of 12 blocks takes about 0.5 MB
+# On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all Triton products would
+# have the same tiles.
+OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+VARIABLES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # names of environment variables with options begin with these
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int  # of results in the memory of arguments
+    text: str | None  # HLO; None if it cannot be read
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+
+
+SCHEMA = {**dict.fromkeys(("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes"), json_files.integer(0)),
+          "text": (json_files.TEXT, json_files.NULL)}
+
+
+class Compiler:
+    """Compiles for `devices`, which need not be attached."""
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        self._devices = devices
+        self.compilations = 0  # without the programs that are stored
+
+    def compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
+        """Raises JaxRuntimeError, for example if the program does not fit into memory."""
+        path = folder() / f"{self._fingerprint(lowered)}.json.gz"
+        if stored := load(path):
+            return stored
+        self.compilations += 1
+        program = run_compiler(lowered, self._devices[0].platform)
+        store(path, program)
+        return program
+
+    def _fingerprint(self, lowered: jax.stages.Lowered) -> str:
+        """Returns a name for everything that determines the result of `compile`."""
+        devices = [(repr(device), device.device_kind, device.process_index) for device in self._devices]
+        variables = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
+        versions = self._devices[0].client.platform_version, *installed_versions()
+        parts = lowered.as_text(), devices, variables, versions, processor_kind(), code_fingerprint()
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def run_compiler(lowered: jax.stages.Lowered, platform: str) -> CompiledProgram:
+    with tempfile.TemporaryDirectory() as dump:
+        dumping = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+        compiled = lowered.compile(OPTIONS.get(platform, {}) | dumping)
+        text = read_hlo(compiled, Path(dump))
+    memory = compiled.memory_analysis()
+    return CompiledProgram(memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
+                           memory.alias_size_in_bytes, text)
+
+
+def read_hlo(compiled: jax.stages.Compiled, dump: Path) -> str | None:
+    """Returns the HLO of a program from the TPU compiler's dump, else from `as_text()`; None if unreadable.
+
+    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2:
+    "async-update instruction should have 1 operands but sees 3").
+    """
+    # The dump also contains single-kernel programs, which the compiler uses for autotuning.
+    if dumped := next(dump.glob("*.jit_*.after_codegen.txt"), None):
+        return dumped.read_text()
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def folder() -> Path:
+    return cache_folder() / "estimates"
+
+
+def installed_versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield package, importlib.metadata.version(package)
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """Returns a hash of the code that runs the compiler and describes GPUs to it."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(sources)).hexdigest()
+
+
+def load(path: Path) -> CompiledProgram | None:
+    """Returns None if the file is missing or damaged."""
+    try:
+        with gzip.open(path) as file:
+            content = file.read(json_files.MAX_BYTES + 1)
+        program = CompiledProgram(**json_files.parse_json(content, SCHEMA))
+    except (OSError, EOFError, TypeError, ValueError, zlib.error):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the programs that were not used for longest are removed first
+    return program
+
+
+def store(path: Path, program: CompiledProgram) -> None:
+    with contextlib.suppress(OSError):  # a full or read-only disk: the program is compiled again next time
+        with atomic_file(path) as partial:
+            partial.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 6, mtime=0))
+        remove_oldest(path.parent)
+
+
+def remove_oldest(folder: Path) -> None:
+    """Keeps the files that were used last, of MAX_STORED_BYTES in sum."""
+    found = sorted(((file, file.stat()) for file in folder.iterdir()), key=lambda item: -item[1].st_mtime)
+    for (file, _), total in zip(found, itertools.accumulate(status.st_size for _, status in found)):
+        if total > MAX_STORED_BYTES:
+            file.unlink(missing_ok=True)

@@ -259,7 +259,7 @@ def frontier(fitted: Fit, budgets: np.ndarray) -> Frontier:
     is_trained |= ~is_trained.any(-1, keepdims=True)  # beyond the trained range: all sizes
     losses = np.where(is_trained, fitted.law.loss(sizes, tokens), np.inf)
     best = losses.argmin(-1)
-    draws = np.stack([np.where(allowed, fitted.draws.loss(sizes, row), np.inf).min(-1)
+    draws = np.stack([fitted.draws.loss(sizes[allowed], row[allowed]).min(-1)
                       for allowed, row in zip(is_trained, tokens)], -1)
     rows = np.arange(len(tokens))
     return Frontier(fitted.name, np.asarray(budgets, float), losses[rows, best], draws, sizes[best],

@@ -50,6 +50,7 @@ ATTENTION = {"gpt": L * D, "pgpt": L * D, "lgpt": 2 * sum(WIDTHS), "cgpt": 2 * s
 LITERAL_COUNTS = {"gpt": 163_007_232, "pgpt": 164_188_417, "lgpt": 59_293_248, "cgpt": 59_293_248}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", LITERAL_COUNTS)
 def test_counts_match_the_formulas(architecture):
     model = models.build(**load_config(architecture, "paper").model)
@@ -190,6 +191,7 @@ def compiled(tiny, monkeypatch):
     return program, known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", [
     None, "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."])
 def test_evaluation_that_does_not_fit(compiled, monkeypatch, refusal):

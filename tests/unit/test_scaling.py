@@ -193,3 +193,5 @@ def test_the_frontier_stays_within_the_trained_tokens_per_parameter():
     found = scaling.frontier(fitted, np.geomspace(*scaling.trained_range([fitted]), 9))
     ratios = found.tokens / found.sizes
     assert (ratios < 2.05).all() and (ratios > 0.95).all() and ratios.max() > 1.9
+    # So do the bootstrap samples, which have the losses of the law, since the records have no noise.
+    np.testing.assert_allclose(found.draws, np.broadcast_to(found.losses, (20, 9)), rtol=1e-3)

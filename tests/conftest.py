@@ -47,14 +47,17 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from absl import app, flags
 from data_helpers import prepare_store
+from matplotlib.figure import Figure
 
 from smallgpt_jax import models
 from smallgpt_jax.data import store
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.devices import compilation_cache
+from smallgpt_jax.run import plotting
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.state import TrainState
@@ -71,6 +74,10 @@ gc.freeze()  # the objects of imported modules are never garbage
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every registered architecture
+
+
+def pytest_collection_finish():
+    gc.freeze()  # nor are those that the test modules have imported
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -104,6 +111,31 @@ def no_steps_from_other_code(request):
     RECENT_STEPS.steps.clear()
     yield
     RECENT_STEPS.steps.clear()
+
+
+@functools.cache
+def empty_image(format: str) -> bytes:
+    file = io.BytesIO()
+    Figure(figsize=(1, 1)).savefig(file, format=format)
+    return file.getvalue()
+
+
+# In the test process, one device writes each small array. Otherwise, each device would write a part, and compiling the
+# slices of all shapes takes a second in tiny runs on eight devices.
+ocp.type_handlers.get_type_handler(jax.Array)._min_slice_bytes_for_replica_parallel = 2**20
+
+# Figures are made, but drawn only in tests marked `draws`, because drawing takes half the time of a report.
+RENDER = plotting.render
+plotting.render = lambda figure, format, **options: empty_image(format)
+
+
+@pytest.fixture(autouse=True)
+def drawing(request):
+    without = plotting.render
+    if request.node.get_closest_marker("draws"):
+        plotting.render = RENDER
+    yield
+    plotting.render = without
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -29,12 +28,6 @@ def load_in_torch(folder: Path):
 def random_tokens(model, rows: int = 3, seed: int = 0) -> np.ndarray:
     size = (rows, model.config.context_length)
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, size)
-
-
-def assert_bitwise_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
-               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def write_released(path: Path, without: str = "") -> Path:

@@ -3,7 +3,7 @@
 A fake program records its arguments and then runs Python code that the test provides.
 """
 
-import json
+import ast
 import os
 import shlex
 import signal
@@ -17,14 +17,22 @@ from conftest import ROOT
 LAUNCH = ROOT / "launch"
 MAIN = ["-m", "smallgpt_jax.main"]
 
+# Only what a program names is imported, because imports take most of the time of a fake.
 FAKE = """#!{python} -SE
-import json, os, shutil, signal, subprocess, sys, time
-from pathlib import Path
-folder, name, args = Path({folder!r}), Path(sys.argv[0]).name, sys.argv[1:]
+import os, sys, time
+root, name, args = {folder!r}, os.path.basename(sys.argv[0]), sys.argv[1:]
 env = {{key: os.environ[key] for key in os.environ if key.startswith(("JAX_", "XLA_"))}}
-with open(folder / "calls", "a") as file:
-    file.write(json.dumps(dict(name=name, args=args, env=env, cwd=os.getcwd(), pid=os.getpid())) + "\\n")
-exec((folder / f"{{name}}.py").read_text())
+with open(f"{{root}}/calls", "a") as file:
+    file.write(repr(dict(name=name, args=args, env=env, cwd=os.getcwd(), pid=os.getpid())) + "\\n")
+with open(f"{{root}}/{{name}}.py") as file:
+    program = file.read()
+for module in ("json", "shutil", "signal"):
+    if module + "." in program:
+        globals()[module] = __import__(module)
+if "folder" in program:
+    from pathlib import Path
+    folder = Path(root)
+exec(program)
 """
 
 
@@ -61,7 +69,7 @@ class Machine:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self, name: str) -> list[dict]:
-        calls = map(json.loads, (self.folder / "calls").read_text().splitlines())
+        calls = map(ast.literal_eval, (self.folder / "calls").read_text().splitlines())
         return [call for call in calls if call["name"] == name]
 
     def args(self, name: str) -> list[list[str]]:

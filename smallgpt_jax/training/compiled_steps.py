@@ -6,6 +6,7 @@ the numbers of an update among these is an input of the steps: the seed, the lea
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -65,9 +66,15 @@ class CompiledSteps:
     @functools.cached_property
     def initialization(self) -> jax.stages.Compiled:
         """Returns seed → state. Each device initializes its own shards."""
-        # On CPUs, optimizing this program takes longer than running it, and it runs only once.
-        options = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else None
-        return self._traced_initialization.lower().compile(options)
+        return self._traced_initialization.lower().compile(self._initialization_options)
+
+    @property
+    def _initialization_options(self) -> dict | None:
+        """On CPUs, optimizing the initialization takes longer than running it, and it runs only once."""
+        option = "xla_backend_optimization_level"
+        if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
+            return None
+        return {option: 1}
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:

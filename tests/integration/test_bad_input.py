@@ -346,6 +346,7 @@ def test_refuses_two_runs_in_one_workdir(good_run, tmp_path):
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, character", [(50_000_000, "word "), (3_000_000, "x"), (4_000_000, "漢")])
 def test_very_large_document(tmp_path, size, character):
     """A document of 3 to 50 MB on one line, among short ones, is stored unchanged."""

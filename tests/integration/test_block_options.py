@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, forward, init, load_config, save_run
-from conversion_helpers import assert_bitwise_equal
 from float64_model import plain_logits
-from run_helpers import train_three_steps
+from run_helpers import assert_bitwise_equal, train_three_steps
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory

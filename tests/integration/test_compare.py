@@ -190,6 +190,7 @@ def test_a_diverged_run_is_reported_and_not_trained_again(text_file, tmp_path):
     assert "Diverged: gpt, seed 1337" in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monkeypatch):
     """The first run of gpt diverges and the second is locked by another process; the runs of pgpt are still trained."""
     errors = {1337: DivergenceError("training has diverged"), 1338: WorkdirBusyError("busy", by="process 1")}

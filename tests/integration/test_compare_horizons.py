@@ -114,6 +114,7 @@ def test_horizons_are_added_to_a_finished_comparison(text_file, tmp_path, fake_t
     assert (done.returncode, done.stderr) == (0, "") and fake.trained == [("gpt-seed1337-x0.5", 40)]
 
 
+@pytest.mark.slow
 def test_grids_have_only_the_longest_horizon(text_file, tmp_path, fake_train):
     fake, done = fake_train(), call(
         *COMPARE, f"--config.data.source={text_file}", f"--output={tmp_path}", "--config.compare.names=gpt",
@@ -148,6 +149,7 @@ def test_an_interrupted_comparison_resumes(text_file, tmp_path, fake_train):
     assert now == before and len(now) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_divide_the_shorter_runs(text_file, tmp_path, fake_train, monkeypatch):
     """The second process waits for the trunk that the first one is training; then both train shorter runs.
 

@@ -110,6 +110,7 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
     assert [name for name, _ in named] == ["gpt-lr2x"] * 2
 
 
+@pytest.mark.slow
 def test_runs_of_a_model_are_stacked(text_file, tmp_path, fake_train, monkeypatch):
     """At most three in a stack. A run without another one of its model is trained alone."""
     fake, stacks, measured = fake_train(), [], []

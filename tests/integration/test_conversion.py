@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
-from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
+from conversion_helpers import GPT2, export, load_in_torch, random_tokens
 from data_helpers import prepare_store
+from run_helpers import SMALL, assert_bitwise_equal
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
@@ -312,7 +313,7 @@ def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
     monkeypatch.setattr(hugging_face, "export_folder", fail)
     (tmp_path / "existing").mkdir()
     for output in ("new/folder/export", "existing/export"):
-        result = call("convert", "--to=hf", f"--workdir={trained_run()}", f"--output={tmp_path / output}")
+        result = call("convert", "--to=hf", f"--workdir={trained_run('gpt', **SMALL)}", f"--output={tmp_path / output}")
         assert (result.returncode, result.stderr) == (1, "error: safetensors is not installed\n")
     assert list(tmp_path.rglob("*")) == [tmp_path / "existing"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
 from lm_eval.api.instance import Instance
+from run_helpers import SMALL
 
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
@@ -291,7 +292,7 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     (["--num_fewshot=8", "--data_dir=DATA"], "--num_fewshot=8: a task has fewer examples to choose"),
 ])
 def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
-    shutil.copytree(trained_run("gpt"), tmp_path / "run")
+    shutil.copytree(trained_run("gpt", **SMALL), tmp_path / "run")
     flags = [flag.replace("DATA", str(questions)) for flag in flags]
     result = call("evaluate", f"--workdir={tmp_path / 'run'}", "--tasks=piqa", *flags)
     *_, last = result.stderr.splitlines()  # a progress bar may precede the last line

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, call, forward, init
-from conversion_helpers import GPT2, assert_bitwise_equal, export, load_in_torch, random_tokens
+from conversion_helpers import GPT2, export, load_in_torch, random_tokens
+from run_helpers import assert_bitwise_equal
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, hugging_face, smallgpt

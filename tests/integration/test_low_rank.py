@@ -1,5 +1,6 @@
 """Tests of models whose matrices are products of two factors (`config.model.rank_ratio`), and of their conversion."""
 
+import functools
 import json
 import math
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, build, call, forward, init, load_config
 from flax import linen as nn
+from run_helpers import SMALL
+from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.analysis import memory
@@ -47,8 +50,9 @@ def test_factors_match_the_truncated_svd(shape, rank):
 
 
 @pytest.mark.parametrize("architecture, fields", [
-    ("gpt", {"use_bias": True, "scan_layers": False}), ("pgpt", {"num_kv_heads": 2, "mlp": "gated"}),
-    ("gpt", {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8}),
+    ("gpt", {"use_bias": True, "scan_layers": False}),
+    pytest.param("pgpt", {"num_kv_heads": 2, "mlp": "gated"}, marks=pytest.mark.slow),
+    pytest.param("gpt", {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8}, marks=pytest.mark.slow),
     pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
     pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow)])
 def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
@@ -58,7 +62,8 @@ def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), models.abstract_model_state(model))
     expected = forward(model, params, tokens_of(model), state)
     monkeypatch.setattr(layers, "factor_rank", lambda ratio, inputs, outputs: min(inputs, outputs))
-    monkeypatch.setattr(parameters, "trace_variables", parameters.trace_variables.__wrapped__)  # not the usual shapes
+    uncached = parameters.trace_variables.__wrapped__
+    monkeypatch.setattr(parameters, "trace_variables", functools.cache(uncached))  # apart from the usual shapes
     factored, factors = low_rank.with_rank_ratio(model, params, 0.5)
     assert jax.tree.map(np.shape, factors) == jax.tree.map(
         np.shape, models.abstract_params(factored), is_leaf=lambda x: hasattr(x, "shape"))
@@ -68,6 +73,7 @@ def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), full, params)
 
 
+@pytest.mark.slow
 def test_matrices_that_are_factored():
     """The matrices of attention and MLPs are factored, and no others. Each matrix of a stack is factored on its own."""
     model = build("pgpt")
@@ -116,6 +122,7 @@ def test_rank_is_at_least_one():
     assert layers.factor_rank(1e-3, 16, 48) == 1
 
 
+@pytest.mark.slow
 def test_memory_estimate():
     """The estimate finds the same attention layers as without factors. It includes the outputs of the first factors."""
     config = load_config("gpt", "paper", model__attention="xla", model__head_dim=32, train__microbatches=1)
@@ -193,24 +200,24 @@ def test_refuses_widths_at_which_factors_save_nothing():
 @pytest.mark.slow
 def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
     """A trained run is factored, trained further, resumed, exported, and factored again."""
-    source = trained_run("gpt")
-    tokens = inference.load(source).tokenizer.encode([text_file.read_text()[:4000]])[0][:1950].reshape(-1, 65)
+    source = trained_run("gpt", **SMALL)
+    tokens = inference.load(source).tokenizer.encode([text_file.read_text()[:4000]])[0][:1980].reshape(-1, 33)
 
     def loss(folder) -> float:
         trained = inference.load_trained(folder)
-        log_p = jax.nn.log_softmax(forward(trained.model, trained.params, tokens[:, :-1]))
-        return -float(jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], 2)))
+        log_p = log_softmax(np.asarray(forward(trained.model, trained.params, tokens[:, :-1])), axis=-1)
+        return -float(np.take_along_axis(log_p, tokens[:, 1:, None], 2).mean())
 
     losses = [loss(source)]
-    for ratio in (0.95, 0.5, 0.2):
+    for ratio in (0.95, 0.2):
         result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / str(ratio)}",
                       f"--rank_ratio={ratio}")
         assert result.returncode == 0, result.stderr
         losses.append(loss(tmp_path / str(ratio)))
     assert losses == sorted(losses) and losses[-1] > losses[1] + 0.01
-    folder = tmp_path / "0.5"
+    folder = tmp_path / "0.2"
     origin = json.loads((folder / "origin.json").read_text())
-    assert origin["rank_ratio"] == 0.5 and origin["format"] == "run"
+    assert origin["rank_ratio"] == 0.2 and origin["format"] == "run"
     for steps in (4, 8):
         result = call(
             "main", f"--config=configs/run.py:{folder}", f"--workdir={folder}", f"--config.train.steps={steps}",
@@ -218,31 +225,32 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
             "--config.train.eval_steps=1", "--config.train.checkpoint_every=4", "--config.train.eval_every=4")
         assert result.returncode == 0, result.stderr
     trained = inference.load_trained(folder)
-    assert trained.step == 8 and trained.model.config.rank_ratio == 0.5 and loss(folder) < losses[2]
+    assert trained.step == 8 and trained.model.config.rank_ratio == 0.2 and loss(folder) < losses[-1]
     result = call("generate", f"--workdir={folder}", "--prompt=the cat", "--max_new_tokens=4")
     assert result.returncode == 0, result.stderr
     # An exported model has full matrices and the same logits.
     pytest.importorskip("safetensors")
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
     assert result.returncode == 0 and "low-rank matrices are exported as full matrices" in result.stdout, result.stderr
-    assert "| rank ratio | 0.5 |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| rank ratio | 0.2 |" in (tmp_path / "out" / "README.md").read_text()
     assert call("convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}").returncode == 0
     back = inference.load_trained(tmp_path / "back")
     logits = forward(trained.model, trained.params, tokens[:, :-1])
     np.testing.assert_allclose(forward(back.model, back.params, tokens[:, :-1]), logits, atol=1e-4)
-    assert models.num_parameters(back.model) == models.num_parameters(build("gpt"))
+    assert models.num_parameters(back.model) == models.num_parameters(inference.load_trained(source).model)
     # The matrices have rank r, so that factors of rank r lose nothing.
     result = call("convert", "--from=run", f"--input={tmp_path / 'back'}", f"--workdir={tmp_path / 'again'}",
-                  "--rank_ratio=0.5")
+                  "--rank_ratio=0.2")
     assert result.returncode == 0, result.stderr
     again = inference.load_trained(tmp_path / "again")
     np.testing.assert_allclose(forward(again.model, again.params, tokens[:, :-1]), logits, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, message", [
     (["--from=run", "--rank_ratio=1.5"], "config.model.rank_ratio=1.5: must be at least 0 and below 1"),
     (["--from=hf", "--rank_ratio=0.5"], "--rank_ratio: cannot be combined with --from=hf")])
 def test_bad_flags(flags, message, trained_run, tmp_path):
-    result = call("convert", *flags, f"--input={trained_run('gpt')}", f"--workdir={tmp_path / 'new'}")
+    result = call("convert", *flags, f"--input={trained_run('gpt', **SMALL)}", f"--workdir={tmp_path / 'new'}")
     assert result.returncode == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
     assert not (tmp_path / "new").exists()

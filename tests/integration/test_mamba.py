@@ -41,9 +41,11 @@ def test_transformers_has_the_same_layer():
     with torch.no_grad():
         expected = theirs(torch.tensor(x)).numpy()
     assert expected.std() > 0.1
-    np.testing.assert_allclose(mixer.apply({"params": params}, x, EVALUATION), expected, atol=1e-4)
+    found = jax.jit(lambda params, x: mixer.apply({"params": params}, x, EVALUATION))(params, x)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sizes_and_flops():
     """The cache has a state per head and three inputs of the convolutions; FLOPs do not depend on the context."""
     heads, state, value, chunk = 2, 5, 16, 64

@@ -12,6 +12,7 @@ import optax
 import pytest
 from conftest import init, load_config
 from jax.sharding import PartitionSpec as P
+from run_helpers import start_from
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
@@ -67,11 +68,6 @@ def step_once(program, state, seed: int):
     return step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))[0]
 
 
-def started(program):
-    params = jax.tree.map(lambda x, s: jax.device_put(x, s), init(program.model), program.shardings.params)
-    return program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, lengths, blocks", [
     ("gpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, ("blocks",)),
@@ -80,18 +76,17 @@ def test_matrices_of_the_optimizer_are_sharded_and_resumed(architecture, lengths
     """Two steps on eight devices, with a restart after the first, give the weights and the state of one device."""
     monkeypatch.setitem(OPTIMIZERS, "kronecker", kronecker)
     alone = build_program(load_config(architecture, **SMALL), jax.devices()[:1])
-    expected = started(alone)
+    expected = start_from(alone, init(alone.model))
     for seed in range(2):
         expected = step_once(alone, expected, seed)
 
     config = load_config(architecture, **SMALL, **lengths)
-    first = build_program(config)
+    program = build_program(config)
     checkpoints = Checkpoints(tmp_path, keep=1, log=print)
-    state = step_once(first, started(first), seed=0)
+    state = step_once(program, start_from(program, init(program.model)), seed=0)
     checkpoints.save(1, state)
     checkpoints.wait_until_finished()
-    again = build_program(config)
-    state = step_once(again, checkpoints.restore_latest(again.abstract_state), seed=1)
+    state = step_once(program, checkpoints.restore_latest(program.abstract_state), seed=1)
     checkpoints.close()
 
     factors = state.opt_state[1]["factors"]["trunk"]

@@ -100,10 +100,10 @@ def test_heads_train_equally_on_one_and_eight_devices():
     heads, params = jax.device_get(one.initial_state().heads), jax.device_get(init(one.model))
     assert not np.allclose(state.heads["two_ahead"]["kernel"], heads["two_ahead"]["kernel"], atol=1e-4)
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
-    x = np.float64(one.model.apply({"params": params}, inputs, method="hidden"))
+    x = np.float64(jax.jit(functools.partial(one.model.apply, method="hidden"))({"params": params}, inputs))
 
     def mean_loss(x, targets):
-        log_p = np.asarray(jax.nn.log_softmax(x @ np.float64(params["head"]).T))
+        log_p = log_softmax(x @ np.float64(params["head"]).T, axis=-1)
         return -np.take_along_axis(log_p, targets[..., None], 2).sum() / (16 * 32)
 
     ahead = mean_loss((x @ heads["two_ahead"]["kernel"] + heads["two_ahead"]["bias"])[:, :-1], targets[:, 1:])
@@ -166,8 +166,9 @@ def test_drawn_examples():
         prefixes.append(np.asarray(continuations(BATCH, key).prefix_BxT))
     assert not np.array_equal(*prefixes[:2])
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
-    logits = program.model.apply({"params": init(program.model)}, inputs, Context(prefix_BxT=prefixes[0]))
-    losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), targets[..., None], 2)[..., 0]
+    logits = jax.jit(lambda params: program.model.apply(
+        {"params": params}, inputs, Context(prefix_BxT=prefixes[0])))(init(program.model))
+    losses = -np.take_along_axis(log_softmax(np.asarray(logits), axis=-1), targets[..., None], 2)[..., 0]
     mask = np.arange(1, 33) >= prefixes[0].sum(axis=1, keepdims=True)
     assert expected[0]["loss"] == pytest.approx(losses[mask].mean(), rel=1e-5)
     for devices, fields in ((1, dict(train__microbatches=4)), (8, dict(train__microbatches=2, **MESH))):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ARCHITECTURES, call, init, load_config
-from run_helpers import assert_equal, read_untimed_metrics, state_of
+from run_helpers import assert_equal, read_untimed_metrics, start_from, state_of
 
 from configs.compare import base as comparison
 from smallgpt_jax import models
@@ -29,7 +29,7 @@ from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
-SMALL = dict(model__num_layers=4, model__d_model=16, model__num_heads=2, model__context_length=32,
+SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__context_length=32,
              train__batch_size=8, train__loss_chunks=1, optimizer__warmup_steps=0, optimizer__learning_rate=5e-3)
 
 
@@ -61,8 +61,7 @@ def compiled_program(devices, architecture="gpt", **fields):
 def first_step(batch, devices=1, params=None, **fields):
     """Returns the metrics of the first training step, and the updated parameters."""
     program, step = compiled_program(devices, **fields)
-    params = jax.device_put(init(program.model) if params is None else params, program.shardings.params)
-    state = program.initial_state()._replace(params=params, opt_state=program.initial_opt_state(params))
+    state = start_from(program, init(program.model) if params is None else params)
     state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
     return jax.device_get(metrics), jax.device_get(state.params)
 
@@ -142,12 +141,14 @@ def test_gradient_of_the_distance(teacher):
 @pytest.mark.slow
 def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
     """A student with factors of full rank has the teacher's features. Dropout changes only the student's."""
-    fields = {**fields, "model__attention_windows": (4, 0)} if architecture == "lgpt" else fields
+    fields = fields | {"lgpt": {"model__attention_windows": (4, 0), "model__blocks_per_stage": 1},
+                       "cgpt": {"model__blocks_per_stage": 1}}.get(architecture, {})
     model = models.build(**load_config(architecture, **{**SMALL, **fields}).model)
     params = init(model)
     folder = write_teacher(tmp_path / "teacher", model, params)
     monkeypatch.setattr(layers, "factor_rank", lambda ratio, inputs, outputs: min(inputs, outputs))
-    monkeypatch.setattr(parameters, "trace_variables", parameters.trace_variables.__wrapped__)  # not the usual shapes
+    uncached = parameters.trace_variables.__wrapped__
+    monkeypatch.setattr(parameters, "trace_variables", functools.cache(uncached))  # apart from the usual shapes
     _, factors = low_rank.with_rank_ratio(model, params, 0.5)
     metrics, _ = first_step(BATCH, params=factors, architecture=architecture, model__rank_ratio=0.5,
                             train__teacher=folder, **fields)
@@ -165,7 +166,7 @@ def test_cost(teacher):
     config.train.teacher = teacher()
     program = build_program(config, jax.devices()[:1])
     found = estimate(program)
-    width, blocks, time = 16, 4, 32
+    width, blocks, time = 16, 2, 32
     assert found.flops_per_token - plain.flops_per_token == 2 * 12 * blocks * width**2 + 4 * time * width * blocks
     size = 4 * models.num_parameters(program.teacher.model)
     assert found.argument_bytes - plain.argument_bytes == size - 4 * (512 * width + width)  # no head, no final norm

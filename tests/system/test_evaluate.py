@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from conftest import run
+from run_helpers import SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +16,7 @@ def test_evaluate(trained_run, tmp_path):
     Covers --num_fewshot and --limit. Standard error contains only progress messages.
     """
     workdir = tmp_path / "run"
-    shutil.copytree(trained_run("gpt"), workdir)
+    shutil.copytree(trained_run("gpt", **SMALL), workdir)
     copa = {"choice1": "It broke.", "choice2": "It flew away.", "question": "effect"}
     rows = {"copa_val": [copa | {"premise": f"Cup {i} fell.", "label": i % 2, "idx": i} for i in range(7)],
             "lambada_openai_test": [{"text": f"She had lost {i} cups and looked for the cups"} for i in range(7)]}

@@ -18,44 +18,55 @@ from launch_helpers import LAUNCH, MAIN, Machine, commands, is_running, wait_unt
 pytestmark = pytest.mark.slow
 
 GCLOUD = """
-worker, unreachable = folder / "worker", folder / "unreachable"
-workers = sorted(folder.glob("worker*"))
+def read(name):
+    with open(f"{root}/{name}") as file:
+        return file.read()
+
+def write(name, text):
+    with open(f"{root}/{name}", "w") as file:
+        file.write(text)
+
+worker = f"{root}/worker"
+workers = [f"{root}/{name}" for name in sorted(os.listdir(root)) if name.startswith("worker")]
 if "describe" in args:
-    file = folder / ("states" if "queued-resources" in args else "node states")
-    state, *later = file.read_text().split()
-    file.write_text(" ".join(later or [state]))
-    if state in ("SUSPENDED", "PREEMPTED") and worker.exists():
-        if (worker / "smallgpt_jax.pid").exists():
-            os.killpg(int((worker / "smallgpt_jax.pid").read_text()), signal.SIGKILL)
-        worker.rename(folder / f"preempted {time.time_ns()}")
+    file = "states" if "queued-resources" in args else "node states"
+    state, *later = read(file).split()
+    write(file, " ".join(later or [state]))
+    if state in ("SUSPENDED", "PREEMPTED") and os.path.exists(worker):
+        if os.path.exists(f"{worker}/smallgpt_jax.pid"):
+            os.killpg(int(read("worker/smallgpt_jax.pid")), 9)
+        os.rename(worker, f"{root}/preempted {time.time_ns()}")
     if state == "BROKEN":
         sys.exit("no answer")
     if state == "NOT_FOUND":
         sys.exit("ERROR: (gcloud.x) NOT_FOUND: Resource 'gpt' was not found.")
     print(state)
 elif "create" in args:
-    if not worker.exists():
-        shutil.copytree(folder / "new worker", worker)
+    if not os.path.exists(worker):
+        from shutil import copytree
+        copytree(f"{root}/new worker", worker)
 elif "scp" in args:
+    from shutil import copy
     for worker in workers:
-        shutil.copy(args[4], worker / args[5].removeprefix("gpt:"))
+        copy(args[4], f"{worker}/" + args[5].removeprefix("gpt:"))
 elif "ssh" in args:
+    from subprocess import run
     command = next(arg for arg in args if arg.startswith("--command=")).removeprefix("--command=")
-    failures = unreachable.read_text().split() if unreachable.exists() else []
+    failures = read("unreachable").split() if os.path.exists(f"{root}/unreachable") else []
     if failures and f"tpu_worker.sh {failures[0]}" in command:
-        unreachable.write_text(" ".join(failures[1:]))
+        write("unreachable", " ".join(failures[1:]))
         workers = []
     if not workers:
         print("cannot connect", file=sys.stderr)
         sys.exit(255)
-    sys.exit(max(subprocess.run(["bash", "-c", command], cwd=worker, env={**os.environ, "HOME": str(worker)}).returncode
+    sys.exit(max(run(["bash", "-c", command], cwd=worker, env={**os.environ, "HOME": worker}).returncode
                  for worker in workers))
 """
 
 UV = """
 if args[0] == "venv":
-    Path(".venv/bin").mkdir(parents=True, exist_ok=True)
-    shutil.copy(folder / "bin/python", ".venv/bin/python")
+    os.makedirs(".venv/bin", exist_ok=True)
+    shutil.copy(f"{root}/bin/python", ".venv/bin/python")
 """
 
 SLICE = ["--name=gpt", "--zone=z"]
@@ -112,8 +123,8 @@ class Cloud(Machine):
         self.fake("gcloud", GCLOUD)
         self.fake("python", "time.sleep(60)")
         self.fake("uv", UV, folder=folder / "new worker/.local/bin")
-        self.fake("gcsfuse", "(folder / 'mounted').touch()")
-        self.fake("mountpoint", "sys.exit(not (folder / 'mounted').exists())")
+        self.fake("gcsfuse", "open(f'{root}/mounted', 'w').close()")
+        self.fake("mountpoint", "sys.exit(not os.path.exists(f'{root}/mounted'))")
         for name in ("curl", "sudo"):
             self.fake(name, "sys.exit('not in a test')")
         shutil.copytree(folder / "new worker", self.worker)
@@ -397,7 +408,7 @@ def test_tpu_watch_when_one_worker_ends_and_the_others_hang(cloud, end, status, 
     shutil.copytree(cloud.folder / "new worker", cloud.folder / "worker2")
     cloud.fake("python", f"""
 def calls():
-    return [call["cwd"] for call in map(json.loads, (folder / "calls").read_text().splitlines())
+    return [call["cwd"] for call in map(eval, (folder / "calls").read_text().splitlines())
             if call["name"] == "python"]
 
 if calls().count(os.getcwd()) == 1:

@@ -13,6 +13,7 @@ from smallgpt_jax.formatting import sparkline
 from smallgpt_jax.run import curves, plotting
 from smallgpt_jax.training import messages
 
+pytestmark = pytest.mark.draws
 LINES = [
     {"step": 10, "split": "train", "loss": 5.5, "loss_mean": 6.5, "learning_rate": 1e-3, "tokens_per_second": 900.0},
     {"step": 20, "split": "train", "loss": None, "loss_mean": 4.5, "learning_rate": 2e-3, "tokens_per_second": 800.0},

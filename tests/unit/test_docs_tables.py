@@ -15,6 +15,7 @@ PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if tables.BLOCK.sea
 NUMBER = re.compile(r"\d+\.\d{4}(?!\d)")
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_docs_follow_from_the_records():
     """If this fails: python docs/tables.py."""
     assert ROOT / "docs" / "comparison.md" in PAGES

@@ -117,6 +117,8 @@ def test_when_it_cannot_be_told():
     assert inference_report.inference_blocks(equal) == []
 
 
+@pytest.mark.slow
+@pytest.mark.draws
 def test_the_report_has_both_sections(tmp_path):
     write(tmp_path, record().runs)
     markdown = (tmp_path / "report.md").read_text()

@@ -43,6 +43,7 @@ def check(monkeypatch):
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
     {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
     {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
@@ -76,6 +77,7 @@ def neighbors_keys(kernel):
     return lambda q, k, v, *options: kernel(q, shifted(k), v, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation, fields", [
     (first_head, {}), (first_head, {"data": 2, "tensor": 2, "num_heads": 4}),
     (first_row, {"data": 2}),
@@ -101,6 +103,7 @@ def test_a_kernel_that_separates_all_rows_like_the_first_is_refused(check, monke
         check(attention="splash", separate_documents=True)
 
 
+@pytest.mark.slow
 def test_message_for_wrong_kernels(check, monkeypatch):
     """A kernel that ignores the attention window is refused, and so is one whose results are not numbers."""
     flash = attention.flash

@@ -92,6 +92,7 @@ def test_gpt2_initialization():
     assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_position, scaled, others", [
     ("post", 0.02, 0.02), ("deepnorm", 0.02 * (8 * 4) ** -0.25, 0.02)])
 def test_initialization_by_norm_position(norm_position, scaled, others):

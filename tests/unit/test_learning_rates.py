@@ -9,6 +9,7 @@ from conftest import load_config
 from smallgpt_jax.comparison import figures, learning_rates, records, report
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.runs import Comparison, run_folder
+from smallgpt_jax.run import plotting
 from smallgpt_jax.run.config import Config
 
 INF = math.inf
@@ -116,6 +117,7 @@ def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
     assert scaled == {0.5: (0.005, 0.0005), 1.0: (0.01, 0.001), 2.0: (0.02, 0.002)}
 
 
+@pytest.mark.draws
 def test_report_of_grids():
     grids = {"inside": search((0.5, 1, 2), {0.5: 3.25, 1: 3.0, 2: INF}),
              "edge": search((0.5, 1), {0.5: 3.0, 1: 2.5}, 0),
@@ -130,7 +132,9 @@ def test_report_of_grids():
                           ("lower", "0.01", "3.1000", "3.0000", "3.3000", "0.01 (× 1)", "0.00841", "+0.2000"))
     first, second = report.grid_warnings(grids, [])
     assert "edge: the best learning rate is the highest" in first and "diverged has diverged at every" in second
-    plot, = figures.loss_against_learning_rate(grids, []).axes
+    figure = figures.loss_against_learning_rate(grids, [])
+    assert plotting.png(figure)
+    plot, = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.lines}
     assert lines["inside"] == [[0.005, 3.25], [0.01, 3.0]] and lines["edge"] == [[0.005, 3.0], [0.01, 2.5]]
     assert [line.get_xdata().tolist() for line in plot.lines if line.get_marker() == "x"] == [

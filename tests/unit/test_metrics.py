@@ -260,6 +260,7 @@ def test_a_reader_that_does_not_read_does_not_block_a_run(arguments, status):
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_everything():
     with subprocess.Popen([sys.executable, "-c", PRINT_MUCH], cwd=ROOT, stdout=subprocess.PIPE) as process:
         time.sleep(0.1)

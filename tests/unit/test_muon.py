@@ -94,6 +94,7 @@ BLOCK = {"qkv": fused, "out": lambda axes: stacked(axes, 2), "up": lambda axes: 
          "down": lambda axes: stacked(axes, 1), "gate": lambda axes: stacked(axes, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, fields, stacked_axes, others", [
     ("gpt", {}, 1, {}),
     ("gpt", {"num_kv_heads": 2, "mlp": "gated"}, 1, {}),  # two query heads per key–value head

@@ -50,6 +50,7 @@ ATTENTION = {"gpt": L * D, "pgpt": L * D, "lgpt": 2 * sum(WIDTHS), "cgpt": 2 * s
 LITERAL_COUNTS = {"gpt": 163_007_232, "pgpt": 164_188_417, "lgpt": 59_293_248, "cgpt": 59_293_248}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", LITERAL_COUNTS)
 def test_counts_match_the_formulas(architecture):
     model = models.build(**load_config(architecture, "paper").model)
@@ -186,6 +187,7 @@ def tiny():
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.90G of 15.75G hbm."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", [None, OUT_OF_MEMORY])
 def test_evaluation_that_does_not_fit(tiny, monkeypatch, refusal):
     """`estimate` reports that a program does not fit if its evaluation step needs too much memory.

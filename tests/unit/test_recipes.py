@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT
+from run_helpers import SMALL
 
 from smallgpt_jax import __version__, recipes
 from smallgpt_jax.errors import UserError
@@ -66,8 +67,9 @@ def test_the_commit_of_a_clone(tmp_path):
     assert provenance.commit_of(tmp_path / "environment") == {}
 
 
+@pytest.mark.slow
 def test_a_run_records_its_software(trained_run):
-    session = json.loads((trained_run() / "sessions.jsonl").read_text().splitlines()[-1])
+    session = json.loads((trained_run("gpt", **SMALL) / "sessions.jsonl").read_text().splitlines()[-1])
     assert session["versions"]["smallgpt_jax"] == __version__ and "jax" in session["versions"]
     if (ROOT / ".git").exists() and shutil.which("git"):
         assert len(session["commit"]) == 40 and isinstance(session["dirty"], bool)

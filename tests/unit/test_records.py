@@ -99,6 +99,7 @@ def test_a_record_is_read_back(tmp_path):
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_merging_gives_the_report_of_one_comparison(tmp_path):
     """Half of the seeds was trained elsewhere. The merged report has the rows of a comparison with all seeds."""
     runs = [run(name, seed, loss + seed / 100) for seed in (1, 2, 3, 4) for name, loss in (("gpt", 3.0), ("pgpt", 2.9))]

@@ -137,6 +137,7 @@ def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
     assert "← best" not in text
 
 
+@pytest.mark.draws
 def test_figures_commands_and_headings_of_the_page(tmp_path):
     """All figures have one width. The command and columns of sentences wrap, columns of values do not."""
     load = {"mlp/router": [[0.5, 1.5]]}
@@ -193,6 +194,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
     assert report.format_spread(aggregation.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
 
 
+@pytest.mark.draws
 def test_names_with_special_characters(tmp_path):
     runs = [make_run(0, name=r"a$\frac$"), make_run(0, name="_b <i>|")]
     runs = [dataclasses.replace(run_, texts=tuple(
@@ -206,6 +208,7 @@ def test_names_with_special_characters(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
 
 
+@pytest.mark.draws
 def test_report_of_a_single_run(tmp_path):
     summary = write(tmp_path, [make_run(0)], "a", "One run.", "c", reference="a")
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
@@ -216,6 +219,7 @@ def test_report_of_a_single_run(tmp_path):
         assert phrase not in markdown
 
 
+@pytest.mark.draws
 def test_report_of_experts(tmp_path):
     """The report shows the active parameters, and an image of the load with one row per block."""
     load = {"trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, None]], "trunk/stage_1/mlp/router": [[2.5, 0.0]]}

@@ -14,6 +14,7 @@ BASE = Law(1.5, 60.0, 60.0, 0.34, 0.28)
 # b has the law of a, with 2/3 of its FLOPs per token. c has the law of a, by active parameters; it has three times as
 # many in all.
 LAWS = {"a": BASE, "b": BASE, "c": BASE}
+A = {"a": BASE}
 COSTS = {"a": 6.0, "b": 4.0, "c": 6.0}
 SIZES, HELD_OUT = {"1": 300_000, "2": 700_000, "3": 1_600_000}, {"4": 4_000_000}
 
@@ -51,6 +52,7 @@ def row_of(markdown: str, *cells: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.slow
 def test_laws_multipliers_and_order(tmp_path):
     markdown = written(tmp_path, make_runs())
     for cells, factor in ((("a", "total"), 1), (("b", "total"), 1), (("c", "total"), 3**0.34), (("c", "active"), 1)):
@@ -67,6 +69,8 @@ def test_laws_multipliers_and_order(tmp_path):
     assert "cannot be told" in row_of(section.partition("The order of")[2], "c")[1]
 
 
+@pytest.mark.slow
+@pytest.mark.draws
 def test_the_held_out_check_uses_the_stored_predictions(tmp_path):
     runs, held_out = make_runs(), make_runs(sizes=HELD_OUT)
     content = prediction.predict(prediction.records_of(runs), prediction.records_of(held_out))
@@ -109,8 +113,8 @@ def test_paired_differences_are_those_of_the_largest_common_size(tmp_path):
     (make_runs(sizes={"1": 300_000, "2": 700_000}), "", "a: no scaling law; it needs 2 more runs, 1 more size."),
     ([dataclasses.replace(run, curve=(dataclasses.replace(run.last, flops=None),)) for run in make_runs()], "",
      "No scaling law, because the FLOPs are unknown: a, b, c."),
-    (make_runs() + make_runs(sizes=HELD_OUT), "4", "No prediction was made before the runs of size 4 were trained"),
-    (make_runs(), "4", "The runs of size 4 are neither predicted nor trained yet."),
+    (make_runs(A) + make_runs(A, HELD_OUT), "4", "No prediction was made before the runs of size 4 were trained"),
+    (make_runs(A), "4", "The runs of size 4 are neither predicted nor trained yet."),
 ])
 def test_says_what_is_missing(runs, held_out, text):
     found = scaling_report.scaling_blocks(Record("t", "b", "c", "a@1", tuple(runs), held_out=held_out))

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import build, init
+from conftest import build, forward, init
 
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes
@@ -59,7 +59,7 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
 
     def likelihood(prompt, label):
         tokens = np.array([256, *prompt.encode(), *label.encode(), 256])
-        logits = np.asarray(model[0].apply({"params": model[1]}, tokens[None, :-1]), np.float64)[0]
+        logits = np.asarray(forward(*model, tokens[None, :-1]), np.float64)[0]
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()):].sum()
 

@@ -20,6 +20,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
 from smallgpt_jax.ops.cross_entropy import cross_entropy
@@ -68,6 +69,7 @@ def own_objectives(monkeypatch):
 
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (16, 33), np.int32))
+TUNING = dict(data__format="completion", data__packing="best_fit", data__separate_documents=True)
 MESH = dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
 
 
@@ -224,6 +226,29 @@ def test_the_loss_of_masked_tokens():
     assert float(total) == pytest.approx(-64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5)
 
 
+def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
+    """Two examples in a row. `evaluate` scores them one by one, with the prompt as the prefix."""
+    program = build_program(load_config("gpt", **{**SMALL, **TUNING, "train__objective": "prefix"}), jax.devices()[:1])
+    params, lengths, answer = init(program.model), (7, 20), 3
+    texts = [BATCH.tokens_BxT1[row, :length + 1] for row, length in enumerate(lengths)]
+    tokens, targets, counted = np.zeros((1, 33), np.int32), np.zeros((1, 32), np.int32), np.zeros((1, 32), bool)
+    segments = np.repeat([1, 2, 0], [*lengths, 5])[None]
+    for start, text in zip((0, 7), texts):
+        end = start + len(text) - 1
+        tokens[0, start:end], targets[0, start:end], counted[0, end - answer:end] = text[:-1], text[1:], True
+    total, count = jax.jit(functools.partial(
+        eval_step, model=program.model, objective=program.objective, microbatches=1))(
+        params, {}, Batch(tokens, segments, counted, targets))
+    scorer = Scorer(program.model, params, devices=jax.devices()[:1])
+    scores = dict(scorer.score([TokenSequence(text.tolist(), answer) for text in texts]))
+    assert count == 2 * answer
+    assert float(total) == pytest.approx(-sum(score.log_likelihood for score in scores.values()), rel=1e-5)
+    causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
+    assert causal.prefix_BxT is None  # without prefixes, the loss is another one
+    other, _ = eval_step(params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1)
+    assert abs(float(other) - float(total)) > 1e-3
+
+
 def masked_run(folder, text_file):
     config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, model__position="alibi",
                                   model__attention_windows=(5, 0), model__logit_softcap=2.0, train__objective="masked"))
@@ -267,6 +292,9 @@ def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
     (dict(train__objective="prefix", model__mixers=("attention", "mamba")), "use attention in all blocks, or another"),
     (dict(train__objective="masked", train__mask_rate=1.0), "mask_rate=1.0: must be above 0 and below 1"),
     (dict(train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"), "with a probe"),
+    (dict(TUNING, train__objective="masked"), "must be 'causal' or 'prefix' with config.data.format='completion'"),
+    (dict(TUNING, train__objective="prefix", data__format="messages"), "objective='prefix': must be 'causal' with"),
+    (dict(TUNING, train__objective="prefix", data__separate_documents=False), "separate_documents=False: must be True"),
     (dict(train__future_tokens=1, optimizer__base_width=8), "have no rules for its heads")])
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):

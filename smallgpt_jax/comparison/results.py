@@ -24,8 +24,10 @@ from smallgpt_jax.run.names import CONFIG_FILE, EVALUATION_FOLDER, METRICS_FILE,
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import read_identity, text_changes
 from smallgpt_jax.storage.json_files import (
+    BOOLEAN,
     LOSS,
     NULL,
+    NUMBER,
     OBJECT,
     POSITIVE,
     TEXT,
@@ -53,6 +55,9 @@ ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 EVALUATION = {
     "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
     "n-samples": Optional((NULL, Each({"effective": integer(0), "original": integer(0)}))), "config": Optional(OBJECT)}
+
+# The parts of the results of `evaluate --examples` that are read.
+EXAMPLES = {"examples": TEXT, "count": integer(1), "results": Each({"mean": NUMBER}), "is_whole": Optional(BOOLEAN)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +188,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        benchmarks=benchmarks(evaluations, config.train.steps),
+        benchmarks=benchmarks(evaluations, config.train.steps) | examples(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=read_identity(folder),
         averaged=averaged, weight_bytes=counts.weight_bytes,
         inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
@@ -253,6 +258,18 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
             metric = next((metric for metric in ("acc_norm", "acc") if metric in metrics), None)
             if metric and not is_limited(evaluation, task):
                 scores[f"{task} {metric}{settings_suffix(evaluation, task)}"] = metrics[metric]
+    return scores
+
+
+def examples(evaluations: Path, step: int) -> dict[str, float]:
+    """Returns {"file metric (examples)": score} of a checkpoint, from `evaluate --examples`, as `benchmarks` does."""
+    scores = {}
+    for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=modified_at):
+        found = read_json_or_none(path, EXAMPLES)
+        if found and found.get("is_whole", False):
+            file = "/".join(Path(found["examples"]).parts[-2:])
+            scores |= {f"{file} {metric} ({found['count']:,} examples)": values["mean"]
+                       for metric, values in found["results"].items()}
     return scores
 
 

@@ -51,6 +51,8 @@ INFERENCE = {"device": TEXT, "dtype": TEXT, "context_length": integer(1), "cache
              "decoding": [{"batch": integer(1), "cache": one_of("empty", "full"), "step_ms": QUARTILES}]}
 # The config fields that determine the validation rows.
 ROWS = ("model.context_length", "data.packing", "data.separate_documents")
+# Config fields in which runs of one name may differ.
+NOT_IN_NAMES = ("train.seed", "data.source", "data.store", "data.tokenizer")
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
     "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
@@ -296,16 +298,17 @@ def settings_suffix(evaluation: dict, task: str) -> str:
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x-x0.5" becomes "gpt-lr2x-x0.5".
 
-    Runs share a name only if their configs are equal except for the seed; otherwise, the second is "gpt (2)".
+    Runs share a name only if their configs are equal except for the seed and the places of the text, whose content
+    `require_comparable` checks; otherwise, the second is "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
         config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
-        without_seed = {field: value for field, value in config.items() if field != "train.seed"}
+        model = {field: value for field, value in config.items() if field not in NOT_IN_NAMES}
         name, number = short, 2
-        while names.setdefault(name, without_seed) != without_seed:
+        while names.setdefault(name, model) != model:
             name, number = f"{short} ({number})", number + 1
         found.append((name, folder))
     return found

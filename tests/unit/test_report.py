@@ -10,6 +10,7 @@ from PIL import Image
 from smallgpt_jax.comparison import aggregation, blocks, figures, measure, ranking, report, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config_file import write_config
 
 
 def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
@@ -213,6 +214,17 @@ def test_accuracies_of_examples_are_compared_over_seeds(tmp_path):
     assert paragraph.text.startswith("Against a, paired by seed")  # half-width: 4.3027 · 0.01 / √3
     assert table.rows == (("task acc", "b", "+0.1000", "+0.0752 to +0.1248", "3", "0.0033", "higher"),)
     assert len(report.measurement_blocks({"a": runs[:3]}, runs[:3], "a")) == 2  # heading and scores
+
+
+def test_runs_of_one_model_have_one_name(tmp_path):
+    """Tuned runs have the tokenizers of their own workdirs."""
+    for name, rate in (("a-seed1", 0.1), ("a-seed2", 0.1), ("a-seed3", 0.2), ("b", 0.1)):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, {
+            "model": {}, "mesh": {}, "data": {"tokenizer": f"runs/{name}/tokenizer"},
+            "optimizer": {"learning_rate": rate}, "train": {"seed": ord(name[-1])}})
+    named = results.name_workdirs(sorted(tmp_path.iterdir()))
+    assert [name for name, _ in named] == ["a", "a", "a (2)", "b"]
 
 
 def test_answers_of_all_objectives_compare():

@@ -4,7 +4,7 @@
         --config.compare.names=causal,prefix,masked
     python benchmarks/tuned_objectives.py --pretrained=runs/objectives --output=runs/tuned
 
-Each model is tuned on both tasks of tuning_task.py, with each of two objectives: "causal", and "prefix", in which
+Each model is tuned on tasks of tuning_task.py, with each of two objectives: "causal", and "prefix", in which
 attention sees the whole prompt. A masked model predicts no next tokens before it is tuned, so all models have the same
 choice. An untrained model ("none") is tuned, too. Only finished runs are kept when the command is repeated.
 
@@ -25,8 +25,9 @@ from smallgpt_jax.storage.paths import local_path
 PRETRAINED = flags.DEFINE_string("pretrained", None, "Output of configs/compare/objectives.py.", required=True)
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write to.", required=True)
 SEEDS = flags.DEFINE_list("seeds", ["1337", "1338", "1339"], "Seeds of the pretrained runs.")
+TASKS = flags.DEFINE_list("tasks", ["sentiment", "topics"], "Tasks of tuning_task.py.")
 
-STEPS = {"sentiment": 50, "topics": 200}  # of tuning, by task of tuning_task.py
+STEPS = {"sentiment": 100, "topics": 200}  # of tuning, by task of tuning_task.py
 # Pretrained and tuned objectives.
 PAIRS = (("causal", "causal"), ("causal", "prefix"), ("prefix", "causal"), ("prefix", "prefix"), ("masked", "causal"),
          ("masked", "prefix"), ("none", "causal"))
@@ -64,7 +65,7 @@ def accuracies(workdirs: list[Path]) -> dict[str, float]:
 def main(_) -> None:
     pretrained = local_path("--pretrained", PRETRAINED.value).resolve()
     output, found = local_path("--output", OUTPUT.value).resolve(), {}
-    for name in STEPS:
+    for name in TASKS.value:
         task = output / name
         run("benchmarks/tuning_task.py", f"--output={task}", f"--task={name}")
         workdirs = [tune(task, pretrained, objective, tuned, seed) for seed in SEEDS.value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import shutil
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
+from smallgpt_jax.comparison import results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
@@ -247,6 +249,21 @@ def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
     assert causal.prefix_BxT is None  # without prefixes, the loss is another one
     other, _ = eval_step(params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1)
     assert abs(float(other) - float(total)) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file, tmp_path):
+    config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, train__objective="prefix"))
+    folder = save_run(tmp_path / "run", config, init(models.LanguageModel(config.model)))
+    rows = [{"prompt": f"question {number}", "completion": answer} for number, answer in enumerate((" a", " b", " b"))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for flags in (["--limit=1", "--label= a", "--label= b"], []):
+        result = call("evaluate", f"--workdir={folder}", f"--examples={tmp_path / 'a.jsonl'}", "--metrics=accuracy",
+                      *flags)
+        assert result.returncode == 0, result.stderr
+    (name, accuracy), = results.examples(folder / "evaluations", config.train.steps).items()
+    assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
+    assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
 
 
 def masked_run(folder, text_file):

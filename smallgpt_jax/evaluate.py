@@ -114,12 +114,14 @@ def evaluate_examples() -> None:
 def write_results(folder: Path, step: int, questions, found: dict[str, list[str]], values: dict[str, list]) -> None:
     results = {name: dict(zip(("mean", "standard_error"), examples.mean_and_error(scores)))
                for name, scores in values.items()}
-    record = {"step": step, "examples": _EXAMPLES.value, "count": len(questions), "results": results}
+    # `compare` reports results of the whole model, in its own dtype, on all examples.
+    is_whole = _PATHS.value == "all" and not (_SKIP_BLOCKS.value or _DTYPE.value) and _LIMIT.value is None
+    record = {"step": step, "examples": _EXAMPLES.value, "count": len(questions), "results": results,
+              "is_whole": is_whole}
     if _LOG_SAMPLES.value:
         record["samples"] = [
             {"where": question.where, "answer": question.answer, **{name: texts[i] for name, texts in found.items()},
              **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
-    # compare reads files of benchmarks, whose names begin with the step.
     skipped = "_".join(_SKIP_BLOCKS.value)
     settings = hashlib.sha256(json.dumps([_EXAMPLES.value, _LABELS.value, _MAX_NEW_TOKENS.value]).encode()).hexdigest()
     name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.run.config import TrainConfig
 
 
@@ -100,7 +101,9 @@ def differ_in_targets(runs: Sequence[Run]) -> bool:
 
 
 def objectives_of(runs: Sequence[Run]) -> list[str]:
-    return sorted({run.config.get("train.objective", TrainConfig.objective) for run in runs})
+    """Answers to prompts are the same targets in all objectives."""
+    return sorted({run.config.get("train.objective", TrainConfig.objective)
+                   if run.config.get("data.format", DataConfig.format) == "text" else "answers" for run in runs})
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from smallgpt_jax.comparison import aggregation, figures
+from smallgpt_jax.comparison import aggregation, figures, ranking
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.inside import summary
@@ -13,13 +13,13 @@ from smallgpt_jax.run.plotting import style_axes
 
 BY_DEPTH = {"token_similarity": "mean cosine of all tokens", "effective_rank": "effective rank of the activations",
             "entropy": "attention entropy / ln(keys)", "first_weight": "attention on position 0"}
+STREAM_LABELS = ("similarity", "neighbours", "effective rank")  # of summary.STREAM
 SIZE = (8.4, 6.0)  # inches
 
 
-def inside_blocks(runs: Sequence[Run]) -> list:
-    groups = {name: [run.inside for run in group if run.inside and run.inside["blocks"]]
-              for name, group in aggregation.group_by_name(runs).items()}
-    groups = {name: group for name, group in groups.items() if group}
+def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
+    observed = aggregation.group_by_name([run for run in runs if run.inside and run.inside["blocks"]])
+    groups = {name: [run.inside for run in group] for name, group in observed.items()}
     if not groups:
         return []
     return [Heading("Inside the models"), Paragraph(
@@ -30,9 +30,16 @@ def inside_blocks(runs: Sequence[Run]) -> list:
         "context. Last columns: how much higher the loss is without the block that matters least, and without the one "
         "that matters most."),
         Plot("inside", by_depth(groups), "Measures after each block. Blocks of parallel paths are averaged."),
-        Table(("run", "similarity", "neighbours", "effective rank", "entropy", "position 0", "repeats", "other tokens",
-               "in-context score", "least important block", "most important block"),
-              tuple((name, *cells(group)) for name, group in groups.items()))]
+        Table(("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
+               "least important block", "most important block"),
+              tuple((name, *cells(group)) for name, group in groups.items())),
+        *ranking.measures_blocks({label: {name: values_by_seed(group, measure) for name, group in observed.items()}
+                                  for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
+
+
+def values_by_seed(group: Sequence[Run], measure: str) -> dict[int, float]:
+    values = {run.seed: run.inside["blocks"][-1][measure] for run in group}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def cells(group: Sequence[dict]) -> tuple[str, ...]:

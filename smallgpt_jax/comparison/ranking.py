@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smallgpt_jax.comparison import aggregation, statistics
-from smallgpt_jax.comparison.blocks import MISSING, Table
+from smallgpt_jax.comparison.blocks import MISSING, Paragraph, Table
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.comparison.statistics import MAX_SEEDS, Difference
 
@@ -108,14 +108,28 @@ def format_needed(difference: Difference) -> str:
     return f"> {MAX_SEEDS:,}" if difference.seeds_needed is None else f"{difference.seeds_needed:,}"
 
 
-def differences_table(differences: tuple[Difference, ...]) -> Table:
-    def interval(row: Difference) -> str:
-        if row.half_width is None:
-            return MISSING
-        return f"{row.mean - row.half_width:+.4f} to {row.mean + row.half_width:+.4f}"
+def format_interval(difference: Difference) -> str:
+    if difference.half_width is None:
+        return MISSING
+    return f"{difference.mean - difference.half_width:+.4f} to {difference.mean + difference.half_width:+.4f}"
 
+
+def measures_blocks(measures: Mapping[str, statistics.Losses], reference: str) -> list:
+    """Returns blocks with the paired differences of {measure: {name: {seed: value}}} to the reference, if any."""
+    rows = [(measure, row) for measure, values in measures.items() if reference in values
+            for row in statistics.compare_pairs(values, [(name, reference) for name in values if name != reference])
+            if row.half_width is not None]
+    if not rows:
+        return []
+    head = ("measure", "run", "difference", "95% interval", "seeds", "p", "verdict")
+    return [Paragraph(f"Against {reference}, paired by seed; p with Holm's correction for the runs of a measure:"),
+            Table(head, tuple((measure, row.name, f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
+                               f"{row.p_value:.2g}", row.verdict) for measure, row in rows))]
+
+
+def differences_table(differences: tuple[Difference, ...]) -> Table:
     return Table(("run", "against", "difference", "95% interval", "seeds", "p", "verdict", "seeds to decide"), tuple(
-        (row.name, row.other, MISSING if row.mean is None else f"{row.mean:+.4f}", interval(row), f"{row.seeds}",
+        (row.name, row.other, MISSING if row.mean is None else f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
          MISSING if row.p_value is None else f"{row.p_value:.2g}", row.verdict, format_needed(row))
         for row in differences))
 

@@ -89,8 +89,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks += horizon_blocks(record.runs)
     if grids:
         blocks += grid_blocks(grids, runs)
-    blocks += inference_report.inference_blocks(record) + inside_report.inside_blocks(runs)
-    blocks += measurement_blocks(groups, runs)
+    blocks += inference_report.inference_blocks(record) + inside_report.inside_blocks(runs, shown.reference)
+    blocks += measurement_blocks(groups, runs, shown.reference)
     if has_seeds:
         blocks += [Heading("Speed and memory"), Paragraph("Medians over the seeds (quartiles)."), speed_table(groups)]
     blocks += [Heading("Parameters by component"), components_table(groups)]
@@ -185,7 +185,7 @@ def answers_blocks(groups: dict[str, list[Run]]) -> list:
             for name, row in found.items()))]
 
 
-def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> list:
+def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run], reference: str) -> list:
     blocks = answers_blocks(groups)
     for text in results.text_names(runs):
         label = "their own text" if text == OWN_TEXT else text
@@ -198,7 +198,9 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run]) -> lis
         elif text != OWN_TEXT:  # the summary table already shows the loss on a run's training text
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
-        blocks += [Heading("Benchmarks"), benchmarks_table(groups)]
+        blocks += [Heading("Benchmarks"), benchmarks_table(groups), *ranking.measures_blocks(
+            {task: {name: {run.seed: run.benchmarks[task] for run in group if task in run.benchmarks}
+                    for name, group in groups.items()} for task in benchmark_names(groups)}, reference)]
     if with_experts := [group[0] for group in groups.values() if group[0].expert_load]:
         blocks += [Heading("Load of experts"), *(Plot(
             f"experts-{safe_name(run.name)}", figures.expert_load(run),
@@ -360,15 +362,17 @@ def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
         for name, row in found.items()))
 
 
-def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
-    tasks = list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
+def benchmark_names(groups: dict[str, list[Run]]) -> list[str]:
+    return list(dict.fromkeys(task for group in groups.values() for run in group for task in run.benchmarks))
 
+
+def benchmarks_table(groups: dict[str, list[Run]]) -> Table:
     def cell(group: list[Run], task: str) -> str:
         scores = [run.benchmarks[task] for run in group if task in run.benchmarks]
         return format_spread(aggregation.spread(scores), len(group))
 
     return Table(("task", *groups), tuple(
-        (task, *(cell(group, task) for group in groups.values())) for task in tasks))
+        (task, *(cell(group, task) for group in groups.values())) for task in benchmark_names(groups)))
 
 
 def components_table(groups: dict[str, list[Run]]) -> Table:

@@ -24,8 +24,10 @@ from smallgpt_jax.run.names import CONFIG_FILE, EVALUATION_FOLDER, METRICS_FILE,
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import read_identity, text_changes
 from smallgpt_jax.storage.json_files import (
+    BOOLEAN,
     LOSS,
     NULL,
+    NUMBER,
     OBJECT,
     POSITIVE,
     TEXT,
@@ -49,10 +51,15 @@ INFERENCE = {"device": TEXT, "dtype": TEXT, "context_length": integer(1), "cache
              "decoding": [{"batch": integer(1), "cache": one_of("empty", "full"), "step_ms": QUARTILES}]}
 # The config fields that determine the validation rows.
 ROWS = ("model.context_length", "data.packing", "data.separate_documents")
+# Config fields in which runs of one name may differ.
+NOT_IN_NAMES = ("train.seed", "data.source", "data.store", "data.tokenizer")
 # The parts of lm-evaluation-harness's results that are read.
 EVALUATION = {
     "results": Each({"sample_len": Optional((NULL, integer(0)))}), "n-shot": Optional(OBJECT),
     "n-samples": Optional((NULL, Each({"effective": integer(0), "original": integer(0)}))), "config": Optional(OBJECT)}
+
+# The parts of the results of `evaluate --examples` that are read.
+EXAMPLES = {"examples": TEXT, "count": integer(1), "results": Each({"mean": NUMBER}), "is_whole": Optional(BOOLEAN)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +190,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
         sessions=tuple(sessions),
         expert_load=next((line["expert_load"] for line in reversed(lines) if "expert_load" in line), None),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        benchmarks=benchmarks(evaluations, config.train.steps),
+        benchmarks=benchmarks(evaluations, config.train.steps) | examples(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted, flops_problem=counts.cost.problem, text=read_identity(folder),
         averaged=averaged, weight_bytes=counts.weight_bytes,
         inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
@@ -256,6 +263,18 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     return scores
 
 
+def examples(evaluations: Path, step: int) -> dict[str, float]:
+    """Returns {"file metric (examples)": score} of a checkpoint, from `evaluate --examples`, as `benchmarks` does."""
+    scores = {}
+    for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=modified_at):
+        found = read_json_or_none(path, EXAMPLES)
+        if found and found.get("is_whole", False):
+            file = "/".join(Path(found["examples"]).parts[-2:])
+            scores |= {f"{file} {metric} ({found['count']:,} examples)": values["mean"]
+                       for metric, values in found["results"].items()}
+    return scores
+
+
 def modified_at(path: Path) -> float:
     return path.stat().mtime if is_remote(path) else path.stat().st_mtime
 
@@ -279,16 +298,17 @@ def settings_suffix(evaluation: dict, task: str) -> str:
 def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x-x0.5" becomes "gpt-lr2x-x0.5".
 
-    Runs share a name only if their configs are equal except for the seed; otherwise, the second is "gpt (2)".
+    Runs share a name only if their configs are equal except for the seed and the places of the text, whose content
+    `require_comparable` checks; otherwise, the second is "gpt (2)".
     """
     names: dict[str, dict] = {}
     found = []
     for folder in workdirs:
         short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
         config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
-        without_seed = {field: value for field, value in config.items() if field != "train.seed"}
+        model = {field: value for field, value in config.items() if field not in NOT_IN_NAMES}
         name, number = short, 2
-        while names.setdefault(name, without_seed) != without_seed:
+        while names.setdefault(name, model) != model:
             name, number = f"{short} ({number})", number + 1
         found.append((name, folder))
     return found

@@ -161,6 +161,8 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     teacher = open_teacher(config.train, model, mesh)
     objective = make_objective(config.train, model, **future_terms(config.train, model),
                                **({"feature_distance": teacher} if teacher else {}))
+    if config.data.format != "text":
+        objective = dataclasses.replace(objective, examples=objective.tuning_examples)
     models.require_factors(model)
     params = models.abstract_params(model)
     if config.optimizer.lora_rank and (others := objective.abstract_heads()):

@@ -83,6 +83,15 @@ def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
     return Examples(batch, positions_BxT < lengths_BxT, positions_BxT + 1 >= lengths_BxT)
 
 
+def answers(batch: Batch, key) -> Examples:
+    """The prefix of a text is its prompt, up to the position that predicts the first counted target."""
+    time = batch.tokens_BxT1.shape[1] - 1
+    counted_BxT = batch.loss_mask_BxT.astype(jnp.int32)
+    before_BxT = jnp.cumsum(counted_BxT, axis=1) - counted_BxT
+    starts_BxT = jnp.arange(time)[None] - Examples(batch).context().positions(time)
+    return Examples(batch, before_BxT == jnp.take_along_axis(before_BxT, starts_BxT, axis=1))
+
+
 def masked_tokens(batch: Batch, key, *, rate: float, vocab_size: int) -> Examples:
     """Draws the tokens to predict, with probability `rate`, and replaces most of them in the input. The target of a
     position is its own token. The mask token is the last row of the embedding.

@@ -36,7 +36,7 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
              f"{model.config.context_length} tokens"
              + (f", {first_step} done" if first_step else "")]
     lines += [packing.summary for packing in pipeline.train.packings]
-    if (objective := config.train.objective) in LOSSES:
+    if (objective := config.train.objective) in LOSSES and config.data.format == "text":
         lines.append(f"objective {objective!r}: losses are {LOSSES[objective]}, and do not compare with those of other "
                      "objectives")
     if (end := config.optimizer.decay_steps) != config.train.steps and config.optimizer.schedule != "constant":

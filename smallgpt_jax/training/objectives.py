@@ -18,7 +18,7 @@ from smallgpt_jax.models import LanguageModel, lora
 from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.examples import Examples, continuations, masked_tokens, next_tokens
+from smallgpt_jax.training.examples import Examples, answers, continuations, masked_tokens, next_tokens
 from smallgpt_jax.training.trainable import Adapters
 
 
@@ -71,6 +71,8 @@ class Objective:
     z_loss: float = 0.0
     # (whole batch, key) → examples. The key differs from step to step; in validation, it is always the same.
     examples: Callable[[Batch, jax.Array], Examples] = next_tokens
+    # the same for prompts with answers; the loss mask of the batch has the answers
+    tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
     adapters: Adapters | None = None  # of LoRA, which are trained like the parameters of terms
     # trained parameters → the model's, and further ones that it does not read
@@ -120,7 +122,7 @@ def causal(train: TrainConfig, model: LanguageModel) -> Objective:
 
 
 def prefix(train: TrainConfig, model: LanguageModel) -> Objective:
-    return dataclasses.replace(causal(train, model), examples=continuations)
+    return dataclasses.replace(causal(train, model), examples=continuations, tuning_examples=answers)
 
 
 def masked(train: TrainConfig, model: LanguageModel) -> Objective:

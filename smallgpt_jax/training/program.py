@@ -14,7 +14,7 @@ import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -184,8 +184,7 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
     if train.objective != "causal" and config.data.format != "text":
-        train.refuse("objective", f"must be 'causal' with config.data.format={config.data.format!r}, whose answers are "
-                     "next tokens")
+        validate_tuning(train, config.data)
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
         train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
                      "for its heads")
@@ -203,6 +202,18 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
             raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
         if paths % path_shards:
             raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
+
+
+def validate_tuning(train: TrainConfig, data: DataConfig) -> None:
+    """Raises UserError unless another objective than the causal one can be trained on prompts with answers."""
+    if data.format != "completion":
+        train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
+    if train.objective != "prefix":
+        train.refuse("objective", "must be 'causal' or 'prefix' with config.data.format='completion', whose answers "
+                     "are next tokens")
+    if not data.separate_documents:
+        data.refuse("separate_documents", "must be True with config.train.objective='prefix' and prompts, each of "
+                    "which is a prefix")
 
 
 def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import shutil
 
 import flax.linen as nn
@@ -16,10 +17,12 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
+from smallgpt_jax.comparison import results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
 from smallgpt_jax.ops.cross_entropy import cross_entropy
@@ -68,6 +71,7 @@ def own_objectives(monkeypatch):
 
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (16, 33), np.int32))
+TUNING = dict(data__format="completion", data__packing="best_fit", data__separate_documents=True)
 MESH = dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
 
 
@@ -225,6 +229,44 @@ def test_the_loss_of_masked_tokens():
     assert float(total) == pytest.approx(-64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5)
 
 
+def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
+    """Two examples in a row. `evaluate` scores them one by one, with the prompt as the prefix."""
+    program = build_program(load_config("gpt", **{**SMALL, **TUNING, "train__objective": "prefix"}), jax.devices()[:1])
+    params, lengths, answer = init(program.model), (7, 20), 3
+    texts = [BATCH.tokens_BxT1[row, :length + 1] for row, length in enumerate(lengths)]
+    tokens, targets, counted = np.zeros((1, 33), np.int32), np.zeros((1, 32), np.int32), np.zeros((1, 32), bool)
+    segments = np.repeat([1, 2, 0], [*lengths, 5])[None]
+    for start, text in zip((0, 7), texts):
+        end = start + len(text) - 1
+        tokens[0, start:end], targets[0, start:end], counted[0, end - answer:end] = text[:-1], text[1:], True
+    total, count = jax.jit(functools.partial(
+        eval_step, model=program.model, objective=program.objective, microbatches=1))(
+        params, {}, Batch(tokens, segments, counted, targets))
+    scorer = Scorer(program.model, params, devices=jax.devices()[:1])
+    scores = dict(scorer.score([TokenSequence(text.tolist(), answer) for text in texts]))
+    assert count == 2 * answer
+    assert float(total) == pytest.approx(-sum(score.log_likelihood for score in scores.values()), rel=1e-5)
+    causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
+    assert causal.prefix_BxT is None  # without prefixes, the loss is another one
+    other, _ = eval_step(params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1)
+    assert abs(float(other) - float(total)) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file, tmp_path):
+    config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, train__objective="prefix"))
+    folder = save_run(tmp_path / "run", config, init(models.LanguageModel(config.model)))
+    rows = [{"prompt": f"question {number}", "completion": answer} for number, answer in enumerate((" a", " b", " b"))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for flags in (["--limit=1", "--label= a", "--label= b"], []):
+        result = call("evaluate", f"--workdir={folder}", f"--examples={tmp_path / 'a.jsonl'}", "--metrics=accuracy",
+                      *flags)
+        assert result.returncode == 0, result.stderr
+    (name, accuracy), = results.examples(folder / "evaluations", config.train.steps).items()
+    assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
+    assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
+
+
 def masked_run(folder, text_file):
     config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, model__position="alibi",
                                   model__attention_windows=(5, 0), model__logit_softcap=2.0, train__objective="masked"))
@@ -268,6 +310,9 @@ def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
     (dict(train__objective="prefix", model__mixers=("attention", "mamba")), "use attention in all blocks, or another"),
     (dict(train__objective="masked", train__mask_rate=1.0), "mask_rate=1.0: must be above 0 and below 1"),
     (dict(train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"), "with a probe"),
+    (dict(TUNING, train__objective="masked"), "must be 'causal' or 'prefix' with config.data.format='completion'"),
+    (dict(TUNING, train__objective="prefix", data__format="messages"), "objective='prefix': must be 'causal' with"),
+    (dict(TUNING, train__objective="prefix", data__separate_documents=False), "separate_documents=False: must be True"),
     (dict(train__future_tokens=1, optimizer__base_width=8), "have no rules for its heads")])
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):

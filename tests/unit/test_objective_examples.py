@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.training.examples import continuations, masked_tokens
+from smallgpt_jax.training.examples import answers, continuations, masked_tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 90, (256, 41), np.int32)
 SEGMENTS = np.repeat([1, 2, 3, 0], [1, 20, 12, 7])[None].repeat(256, axis=0)  # 0 is padding
@@ -57,3 +57,12 @@ def test_masked_tokens_are_to_be_predicted():
     assert len(set(inputs[is_selected & (inputs != tokens)])) > 90  # of 100 random tokens
     assert int(examples.num_targets) == in_loss.sum() and int(examples.all_targets) == SEGMENTS.astype(bool).sum()
     assert not np.array_equal(inputs, draw(BATCH, jax.random.key(1)).inputs_BxT)
+
+
+def test_the_prompt_of_each_text_is_its_prefix():
+    """Two conversations, of which the first has a second answer, and padding. 1 marks the targets of answers."""
+    counted = np.array([[0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0]], bool)
+    segments = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    examples = jax.jit(answers)(Batch(TOKENS[:1, :13], segments, counted), jax.random.key(0))
+    assert np.asarray(examples.prefix_BxT)[0, :10].tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1, 1]
+    assert np.array_equal(examples.loss_mask_BxT, counted) and int(examples.num_targets) == 4

@@ -10,6 +10,7 @@ from PIL import Image
 from smallgpt_jax.comparison import aggregation, blocks, figures, measure, ranking, report, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config_file import write_config
 
 
 def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
@@ -192,6 +193,47 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
         "copa acc (0-shot, 100 examples)": 0.7, "copa acc (5-shot, 100 examples)": 0.8,
         "copa acc (0-shot, 1,570 examples)": 0.6}
     assert report.format_spread(aggregation.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
+
+
+def test_accuracies_of_examples_are_compared_over_seeds(tmp_path):
+    def write(name: str, accuracy: float, **fields) -> None:
+        (tmp_path / name).write_text(json.dumps({
+            "examples": "/data/task/test.jsonl", "count": 1500, "is_whole": True,
+            "results": {"accuracy": {"mean": accuracy, "standard_error": 0.1}}, **fields}))
+
+    write("examples-step20-test-accuracy.json", 0.75)
+    write("examples-step20-a-limit10.json", 0.1, is_whole=False)
+    write("examples-step20-b.json", 0.1, is_whole=1)  # damaged
+    write("examples-step200-test-accuracy.json", 0.1)
+    found = results.examples(tmp_path, 20)
+    assert found == {"task/test.jsonl accuracy (1,500 examples)": 0.75}
+
+    runs = [dataclasses.replace(make_run(seed, name=name), benchmarks={"task acc": score})
+            for name, scores in (("a", (0.5, 0.6, 0.7)), ("b", (0.61, 0.7, 0.79)), ("c", (0.9,)))
+            for seed, score in enumerate(scores)]
+    *_, paragraph, table = report.measurement_blocks(aggregation.group_by_name(runs), runs, "a")
+    assert paragraph.text.startswith("Against a, paired by seed")  # half-width: 4.3027 · 0.01 / √3
+    assert table.rows == (("task acc", "b", "+0.1000", "+0.0752 to +0.1248", "3", "0.0033", "higher"),)
+    assert len(report.measurement_blocks({"a": runs[:3]}, runs[:3], "a")) == 2  # heading and scores
+
+
+def test_runs_of_one_model_have_one_name(tmp_path):
+    """Tuned runs have the tokenizers of their own workdirs."""
+    for name, rate in (("a-seed1", 0.1), ("a-seed2", 0.1), ("a-seed3", 0.2), ("b", 0.1)):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, {
+            "model": {}, "mesh": {}, "data": {"tokenizer": f"runs/{name}/tokenizer"},
+            "optimizer": {"learning_rate": rate}, "train": {"seed": ord(name[-1])}})
+    named = results.name_workdirs(sorted(tmp_path.iterdir()))
+    assert [name for name, _ in named] == ["a", "a", "a (2)", "b"]
+
+
+def test_answers_of_all_objectives_compare():
+    config = {"train.objective": "prefix", "data.format": "completion"}
+    runs = [dataclasses.replace(make_run(0, name=name), config={"train.steps": 2, **fields})
+            for name, fields in (("a", {"data.format": "completion"}), ("b", config))]
+    assert ranking.rank(aggregation.group_by_name(runs), "a").means
+    assert not any("objectives" in text for text in report.warnings(runs))
 
 
 @pytest.mark.draws
